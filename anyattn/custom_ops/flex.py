@@ -144,12 +144,8 @@ def _call(given: Attend) -> tuple[Problem, Plan]:
     blocks = lists = None
     if any(block_size):
         asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
-        lists = list_operands.known(*asked)
-        if lists is None:
-            blocks = list_operands.stand_in(*asked)
-            lists = list_operands.known(*asked)  # where they came before as other tensors
-        if lists is not None:
-            blocks = lists.stands_for
+        lists = list_operands.known_by_now(*asked)
+        blocks = list_operands.stand_in(*asked) if lists is None else lists.stands_for
     key = warm_attend.key_of(given, lists) if blocks is None or lists is not None else None
     if key is not None and (warm := warm_attend.found(key, given, lists)) is not None:
         return warm

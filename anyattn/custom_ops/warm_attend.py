@@ -3,10 +3,14 @@
 The key holds what ``call_cache.signature`` reads of the ``FlexCall`` that the arguments stand for, but the programs' texts in place of
 mods; so a second call neither decodes mods nor reads a block mask. It holds all captured numbers: a call with other ones is found in the
 call cache.
+
+A direct call is first compared with the latest one of the same constants (``Repeated``), which takes one comparison of all tensors instead
+of a key made of their properties.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +28,7 @@ from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.tensors import autocast
 from anyattn.validate.flex import FLOAT32_MAX
 
 __all__ = ["Reader", "direct", "found", "key_of", "remember"]
@@ -49,9 +54,33 @@ class WarmCall(NamedTuple):
     readers: tuple[Reader, ...]
 
 
+class Repeated(NamedTuple):
+    """A call that may skip the dispatcher, and what tells that another one of the same constants is of the same key.
+
+    nothing: the empty tensor that is returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and
+    whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
+    ``_captured`` of those but q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
+    facts: ``Known``'s. launch: a backend's ``repeater``. fields: the problem's. Both are None where mods capture tensors or k and v are
+    expanded.
+    """
+
+    warm: WarmCall
+    nothing: Tensor
+    tensor_count: int
+    are_alike: Callable[..., bool]
+    captured: tuple | None
+    reads_lists: bool
+    sizes: tuple
+    facts: object
+    launch: Callable[..., tuple | None] | None
+    fields: dict[str, Any] | None
+    plan: Plan
+    backend: Any
+
+
 _warm: calls.TwoGenerationCache[WarmCall] = calls.TwoGenerationCache()
-# Calls that may skip the dispatcher, each with the empty tensor that it returns where max_scores is not wanted.
-_direct: calls.TwoGenerationCache[tuple[WarmCall, Tensor]] = calls.TwoGenerationCache()
+_direct: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()
+_latest: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()  # by what of a call is no tensor
 
 
 def _mods_key(programs: str, numbers: list[int], tensors: list[Tensor]) -> tuple:
@@ -113,13 +142,19 @@ def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] |
 
 def _filled(warm: WarmCall, q: Tensor, k: Tensor, v: Tensor, sink: Any, score: Any, mask: Any, scale: float, lists: Any) -> Any:
     remembered, readers = warm
+    signature = _signature(readers, score, mask)
+    if lists is None:
+        return attention.flex_again(remembered, q, k, v, sink, scale, signature, None)
+    if remembered.has_lists:
+        signature.blocks = lists.read_blocks()
+    return attention.flex_again(remembered, q, k, v, sink, scale, signature, lists.stands_for)
+
+
+def _signature(readers: tuple[Reader, ...], score: list[Tensor], mask: list[Tensor]) -> Signature:
     signature = Signature()
     if readers:
         signature.readings = tuple([reader.read(score, mask) for reader in readers])
-    if lists is None:
-        return attention.flex_again(remembered, q, k, v, sink, scale, signature, None)
-    signature.blocks = lists.blocks
-    return attention.flex_again(remembered, q, k, v, sink, scale, signature, lists.stands_for)
+    return signature
 
 
 def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader, ...]) -> None:
@@ -128,42 +163,109 @@ def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader
     _warm.put(key, WarmCall(remembered, () if is_fixed else readers))
 
 
+_CONSTANTS = """(
+    score_program, *score_numbers, mask_programs, *mask_numbers, *block_size, is_exact, scale, wants_max, deterministic, options, backend,
+    sink is None, _is_grad_enabled(), _default_dtype(),
+)"""
+_TENSORS = "(q, k, v, *(() if sink is None else (sink,)), *score_tensors, *mask_tensors, *block_lists)"
+
+
 def direct(operator: Any) -> Callable[..., Any]:
     """The direct call of ``anyattn::attend`` (``direct.py``), with a short way for what came here before."""
     source = f"""
 def call({_NAMES}):
     if not (type(scale) is float and -FLOAT32_MAX <= scale <= FLOAT32_MAX) or needs_dispatcher():
         return first({_NAMES})
-    lists = None
-    if block_size[0]:
-        lists = known_lists(block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact)
+    constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
+    again = latest(constants)
+    if (
+        again is None or len(tensors) != again.tensor_count or not again.are_alike(*tensors)
+        or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        or (again.captured is not None and again.captured != captured(sink, score_tensors, mask_tensors))
+        or (block_lists and not again.reads_lists and not are_counted_unwritten(block_lists))
+    ):
+        again = None
+    if block_size[0] and (again is None or again.reads_lists):
+        sizes = (tuple(block_size), (q.shape[2], k.shape[2])) if again is None else again.sizes
+        lists = known_lists(block_lists, sizes, is_exact)
         if lists is None:
             return first({_NAMES})
-    try:
-        key = {_KEY}
-    except NotCacheable:
-        return first({_NAMES})
-    again = get(key)
+        if again is not None and lists.facts is not again.facts:
+            again = None
     if again is None:
-        return first_call(first, ({_NAMES}), key)
-    warm, nothing = again
-    problem, plan = filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
-    result = forward(problem, plan)
-    return result.out, result.lse, result.max_scores if wants_max else nothing
+        try:
+            key = {_KEY}
+        except NotCacheable:
+            return first({_NAMES})
+        again = get(key)
+        if again is None:
+            return first_call(first, ({_NAMES}), key, lists, constants, tensors)
+        put_latest(constants, again)
+    if again.launch is not None and not is_autocast():
+        results = again.launch(q, k, v, sink)
+        if results is not None:
+            return results if wants_max else (results[0], results[1], again.nothing)
+    if again.fields is None:
+        problem, plan = filled(again.warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
+    else:
+        plan = again.plan
+        problem = problem_of({{
+            **again.fields, "q": q, "k": k, "v": v, "sink": sink, "scale": scale,
+            "blocks": lists.read_blocks() if again.reads_lists else None,
+        }})
+    result = forward(problem, plan) if is_autocast() else again.backend.forward(problem, plan)
+    return result.out, result.lse, result.max_scores if wants_max else again.nothing
 """
     scope = {
         **_scope, "FLOAT32_MAX": FLOAT32_MAX, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
-        "known_lists": list_operands.known, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
-        "forward": autograd.forward,
+        "known_lists": list_operands.known_by_now, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
+        "forward": autograd.forward, "latest": _latest.get, "put_latest": _latest.put, "captured": _captured, "is_autocast": autocast.is_on,
+        "are_counted_unwritten": list_operands.are_counted_unwritten, "problem_of": Problem.of_fields,
     }  # fmt: skip
     exec(compile(source, "<direct call of attend>", "exec"), scope)
     return scope["call"]  # type: ignore[no-any-return]
 
 
-def _first_call(first: Callable[..., Any], given: tuple, key: tuple) -> Any:
+def _captured(sink: Tensor | None, *of_mods: list[Tensor]) -> tuple:
+    """What the comparison of tensors leaves out of those that kernels read besides q, k and v: alignment, and which are the same one."""
+    aligned = [t.data_ptr() & 15 for tensors in of_mods for t in tensors]
+    return sink is not None and sink.data_ptr() & 15, *aligned, *map(identical, of_mods)
+
+
+def _first_call(first: Callable[..., Any], given: tuple, key: tuple, lists: Known | None, constants: tuple, tensors: tuple) -> Any:
     """A call that is remembered if the next one may pass by the dispatcher, and if the call cache knows it."""
     results = first(*given)
     # the key holds whether tensors are negated, and which require gradients, as far as it matters
     if (warm := _warm.get(key)) is not None and first.may_pass(*given):  # type: ignore[attr-defined]
-        _direct.put(key, (warm, results[1].new_empty(0)))
+        again = _repeated(warm, given, lists, tensors, results[1].new_empty(0))
+        _direct.put(key, again)
+        _latest.put(constants, again)
     return results
+
+
+def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple, nothing: Tensor) -> Repeated:
+    q, k, v, sink, score_tensors, mask_tensors, scale = *given[:4], given[6], given[9], given[13]
+    remembered, readers = warm
+    backend = autograd.backend_of(remembered.plan)
+    problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
+    captured = None if sink is None and not score_tensors and not mask_tensors else _captured(sink, score_tensors, mask_tensors)
+    fields = repeater = None
+    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the numbers that mods capture are among the constants
+        fields = remembered.filled(None, None, None, None, None, _signature(readers, score_tensors, mask_tensors))
+        repeater = getattr(backend, "repeater", None)
+    reads_lists = remembered.has_lists and (fields is None or backend.reads_lists(problem, plan))
+    return Repeated(
+        warm, nothing, len(tensors), _comparison(tensors), captured, reads_lists, () if lists is None else lists.sizes,
+        None if lists is None else lists.facts, None if repeater is None else repeater(problem, plan), fields, plan, backend,
+    )  # fmt: skip
+
+
+def _comparison(tensors: tuple) -> Callable[..., bool]:
+    """Dynamo's comparison of tensors with these, of which it keeps none; where this torch has no such thing, none are alike."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [[*t.shape] for t in tensors]
+        strides: Any = [[*t.stride()] for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+    return lambda *_: False

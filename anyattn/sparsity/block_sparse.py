@@ -180,6 +180,18 @@ class BlockSparseTensors:
         classes = grid_of_lists(cnt, idx, full_cnt, full_idx, columns=max(columns, idx.shape[-1]))[..., :rows, :columns]
         return cls.from_classes(classes, tile, lengths, full_cnt is not None)  # type: ignore[arg-type]
 
+    @classmethod
+    def from_ordered_lists(cls, block_mask: Any) -> BlockSparseTensors | None:
+        """Lists of a block mask that are known to be ascending, with 0 in their tails, as anyattn builds them: their memory is shared where
+        kernels can read it. None where they describe other tiles than the lengths make."""
+        lengths, tile = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+        fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        grid = tuple(map(ceil_div, lengths, tile))
+        if any(t is not None and t.dtype is not torch.int32 for t in fields) or fields[1].shape[2:] != grid or min(lengths) < 1:
+            return None
+        cnt, idx, full_cnt, full_idx = map(_readable, fields)
+        return cls(cnt, idx, full_cnt, full_idx, tuple(map(min, tile, lengths)), lengths)  # type: ignore[arg-type]
+
     def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
         """The ``anyattn.BlockMask`` of these lists; ``mask_mod`` is what its partial tiles show (None: everything)."""
         from anyattn.sparsity.block_mask import block_mask_of_classes
@@ -198,6 +210,11 @@ class BlockSparseTensors:
             f"BlockSparseTensors({m} x {n} tiles of {self.tile[0]} x {self.tile[1]}, {tuple(self.mask_block_cnt.shape[:2])} "
             f"batches x heads: {mask} mask, {full} full, {total - mask - full} skipped)"
         )
+
+
+def _readable(t: Tensor | None) -> Tensor | None:
+    """The tensor, copied where it is not as kernels read lists: contiguous, from an address that is a multiple of 16 bytes."""
+    return t if t is None or (t.is_contiguous() and not t.data_ptr() & 15) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:

@@ -298,7 +298,9 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     known = kept_lists(block_mask)
     if known is not None:
         return known.blocks
-    blocks = BlockSparseTensors.from_block_mask(block_mask)
+    blocks = BlockSparseTensors.from_ordered_lists(block_mask) if getattr(block_mask, "may_share", False) else None
+    if blocks is None:
+        blocks = BlockSparseTensors.from_block_mask(block_mask)
     if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
         return blocks  # not cached: it may change without notice
     objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)

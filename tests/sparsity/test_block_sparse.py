@@ -258,3 +258,22 @@ def test_compact_lists_with_a_column_that_there_is_not_are_refused():
         flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index * 0, count, index * 0, tile=16))
     with pytest.raises(ValueError, match="has 2 x 9 tiles"):
         flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index.expand(1, 1, 2, 9) * 0, tile=16))
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (200, 330), (7, 40)])
+def test_ordered_lists_are_read_as_they_are(lengths: tuple[int, int]) -> None:
+    """What ``from_block_mask`` reads of lists that anyattn built, also of rows and crops; memory is shared where kernels can read it."""
+    made = create_block_mask(lambda b, h, i, j: (i >= j) & ((i + h) % 64 > 3), 1, 2, *lengths, device="cpu", BLOCK_SIZE=32)
+    odd = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, *lengths, device="cpu", BLOCK_SIZE=32)
+    odd.kv_indices = torch.cat((torch.zeros(1, dtype=torch.int32), odd.kv_indices.reshape(-1)))[1:].view(odd.kv_indices.shape)
+    for mask in (made, made[:, 1:], made[:, :, -1:], made._adjust(lengths[0] - 5, lengths[1] - 33), odd):
+        found, wanted = BlockSparseTensors.from_ordered_lists(mask), BlockSparseTensors.from_block_mask(mask)
+        assert found is not None and (found.tile, found.lengths) == (wanted.tile, wanted.lengths)
+        for name in ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"):
+            mine, theirs = getattr(found, name), getattr(wanted, name)
+            assert mine.dtype is theirs.dtype and torch.equal(mine, theirs)
+            assert mine.is_contiguous() and mine.data_ptr() % 16 == 0, name
+    found = BlockSparseTensors.from_ordered_lists(made)
+    assert found is not None and found.mask_block_idx.data_ptr() == made.kv_indices.data_ptr()
+    made.seq_lengths = (lengths[0], lengths[1] + 64)  # other tiles than the lists have
+    assert BlockSparseTensors.from_ordered_lists(made) is None

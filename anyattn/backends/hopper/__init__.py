@@ -5,10 +5,10 @@ For users of CuTe itself it also exports ``HopperForward``; ``cute_api`` has wha
 
 from typing import Any
 
-from anyattn.backends.hopper.api import forward
+from anyattn.backends.hopper.api import forward, reads_lists, repeater
 from anyattn.backends.hopper.backward import backward
 
-__all__ = ["HopperForward", "backward", "forward"]
+__all__ = ["HopperForward", "backward", "forward", "reads_lists", "repeater"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,10 +24,11 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
-from anyattn.tensors.strides import empty_in_order
+from anyattn.tensors.strides import allocator, contiguous_strides, empty_in_order
 
-__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "reads_lists", "repeater", "runs_documents"]
 
+_Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, highest scores
 _NOTHING: Mapping[Config, Any] = {}
 CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
 
@@ -78,6 +79,12 @@ def forward(problem: Problem, plan: Plan) -> Result:
     return _first(problem, shared, config)
 
 
+def reads_lists(problem: Problem, plan: Plan) -> bool:
+    """Whether the forward pass of a problem with block lists reads them; the same for all calls of a plan."""
+    shared = _shared(problem, plan)
+    return shared.documents is not None or shared.special.listed is not None
+
+
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
     """The launches of ``documents.dispatch``, which write to the same results."""
     # both kernels read the documents' tables, so that these are made even where they cannot be cached
@@ -113,6 +120,36 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
         problem.scale * LOG2E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
+
+
+def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], _Results | None] | None:
+    """A function that makes a call's launch again with other q, k, v and sink, all else the same: their shapes, strides and device too.
+
+    It returns None where the kernel is no longer loaded. There is none for a call whose launch is not prepared, reads block lists or a
+    varlen batch's tables, or passes captured values.
+    """
+    shared = _shared(problem, plan)
+    if problem.sequences is not None or shared.documents is not None or shared.special.listed is not None:
+        return None
+    ready = shared.ready.get(shared.special.config_for(problem))
+    numbers, captured = shared.special.captured(problem)
+    if ready is None or captured:
+        return None
+    kernel, known, dtype, device = ready.kernel, ready.known, problem.q.dtype, problem.q.device
+    of_out, of_rows = (ready.shape, ready.strides), (ready.shape[:3], contiguous_strides(ready.shape[:3]))
+    wants_lse, wants_max, scale, empty = problem.wants_lse, problem.wants_max, problem.scale * LOG2E, allocator(device)
+
+    def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> _Results | None:
+        if not known:
+            return None
+        out = empty(*of_out, dtype)
+        lse = empty(*of_rows, torch.float32) if wants_lse else None
+        highest = empty(*of_rows, torch.float32) if wants_max else None
+        sink = None if sink is None else _float_sink(sink)
+        kernel(q, k, v, out, lse, highest, sink, *ready.visits, counter_of(device), scale, *ready.numbers, numbers, ())
+        return out, lse, highest
+
+    return again
 
 
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
@@ -170,7 +207,11 @@ def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits:
 
 
 def _sink(problem: Problem) -> Tensor | None:
-    return None if problem.sink is None else problem.sink.detach().float().contiguous()
+    return None if problem.sink is None else _float_sink(problem.sink)
+
+
+def _float_sink(sink: Tensor) -> Tensor:
+    return sink.detach().float().contiguous()
 
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:

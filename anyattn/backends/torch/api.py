@@ -18,12 +18,17 @@ from anyattn.backends.torch.workspace import Workspace
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "reads_lists"]
 
 
 def _call(problem: Problem, plan: Plan) -> Call:
     coverage = cover(problem, plan.tile_m, plan.pairs_at_once)
     return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device))
+
+
+def reads_lists(problem: Problem, plan: Plan) -> bool:
+    """Whether the forward pass of a problem reads the block lists that it has; the same for all calls of a plan."""
+    return problem.blocks is not None
 
 
 def forward(problem: Problem, plan: Plan) -> Result:

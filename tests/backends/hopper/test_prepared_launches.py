@@ -18,6 +18,9 @@ from anyattn import masks, scores
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.call_cache import attention
+from anyattn.custom_ops.flex import attend, operands_of
+from anyattn.mods.tracing.trace import trace
+from anyattn.validate import flex
 from tests.support.hopper.pretended import Launch
 
 
@@ -266,3 +269,61 @@ def test_garbage_is_collected_again_behind_a_compilation() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def direct_call(x: list[Tensor], lists: Any, scale: float = 0.25) -> tuple:
+    """A call by the function that Inductor's code calls, with a block mask."""
+    listed = trace(lists.mask_mod, "mask")
+    of_lists = [lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices]
+    of_mods = (*operands_of(x[0], None), *operands_of(x[0], listed))
+    with torch.no_grad():
+        result: tuple = attend.direct(*x, None, *of_mods, of_lists, [*lists.BLOCK_SIZE], lists.is_exact, scale, False, False, "", "")
+    return result
+
+
+def causal_lists() -> Any:
+    return anyattn.create_block_mask(masks.causal(), 1, 1, 512, 512, device="cpu")
+
+
+def test_compiled_calls_read_no_lists_that_the_kernel_does_not(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of an exact mask with row ranges: the same ones, and new ones for each call."""
+    lists = causal_lists()
+    for _ in range(3):
+        direct_call(qkv(512), lists)
+    news, count = [causal_lists() for _ in range(3)], len(launched)
+    with monkeypatch.context() as patch:
+        for name in ("forward", "launch", "kinds_of"):
+            patch.setattr(api, name, None)
+        patch.setattr(flex, "read_lists", None)
+        for given in (lists, *news):
+            x = qkv(512)
+            out, lse, nothing = direct_call(x, given)
+            config, arguments = launched[-1]
+            assert all(a is b for a, b in zip(arguments[:5], (*x, out, lse), strict=True)) and nothing.shape == (0,)
+    assert len(launched) == count + 4
+    assert differ(first_time(lambda: direct_call(x, causal_lists()), launched), (config, arguments)) == []
+
+
+def test_compiled_calls_go_by_lists_that_were_written_to(launched: list[Launch]) -> None:
+    lists = causal_lists()
+    for _ in range(3):
+        direct_call(qkv(512), lists)
+    assert launched[-1][0].lists is None
+    lists.full_kv_num_blocks[..., 1:] = 0
+    for _ in range(3):
+        direct_call(qkv(512), lists)
+        config, arguments = launched[-1]
+        assert config.lists == "dense" and not arguments[9][..., 1:].any()
+    direct_call(qkv(512), causal_lists())
+    assert launched[-1][0].lists is None
+
+
+def test_compiled_calls_look_for_a_forgotten_kernel(launched: list[Launch]) -> None:
+    lists = causal_lists()
+    for _ in range(3):
+        direct_call(qkv(512), lists)
+    launch.forget()
+    count = len(launched)
+    for _ in range(2):
+        direct_call(qkv(512), lists)
+    assert len(launched) == count + 2
