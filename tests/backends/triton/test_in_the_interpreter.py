@@ -18,12 +18,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 class Part(NamedTuple):
     """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
-    where a test reserves gigabytes that it never touches)."""
+    where a test reserves gigabytes that it never touches). has_slow: whether some of its tests are slow."""
 
     files: tuple[str, ...]
     chosen: str = ""
     tiles: str = "32x16"
     fills: bool = True
+    has_slow: bool = True
 
 
 # of the edge cases those that are small enough; the others, at a smaller size, are among the variants
@@ -32,7 +33,7 @@ EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_win
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
 KERNELS = "backends/triton/kernels"
 PARTS = {
-    "mutants": Part(("mutants/test_triton_mutants_interpreted.py",)),
+    "mutants": Part(("mutants/test_triton_mutants_interpreted.py",), has_slow=False),
     "variants": Part((f"{KERNELS}/test_every_variant_interpreted.py",)),
     "documents, sequences, frozen": Part(
         tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("documents", "sequences", "unasked_gradients"))
@@ -50,16 +51,26 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_part(name: str) -> None:
-    part = PARTS[name]
+def run(part: Part, marked: str) -> None:
     chosen = ["-k", part.chosen] if part.chosen else []
     report = in_the_interpreter(
-        *part.files, options=("--durations=5", *chosen),
+        *part.files, options=("--durations=5", "-m", marked, *chosen),
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES=part.tiles, ANYATTN_TEST_FILL=str(int(part.fills)),
     )  # fmt: skip
     print(report[-800:])
 
 
-def test_forward_pipelines() -> None:
-    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py")
+@pytest.mark.parametrize("name", PARTS)
+def test_part(name: str) -> None:
+    run(PARTS[name], "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.has_slow])
+def test_rest_of_part(name: str) -> None:
+    run(PARTS[name], "slow")
+
+
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_forward_pipelines(marked: str) -> None:
+    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py", options=("-m", marked))

@@ -29,7 +29,12 @@ FILES = ["test_block_lists_interpreted.py", "test_varlen_lists_interpreted.py"]
 @pytest.mark.parametrize("name", FILES)
 def test_in_the_interpreter(name: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(f"sparsity/kernels/{name}")
+    in_the_interpreter(f"sparsity/kernels/{name}", options=("-m", "not slow"))
+
+
+@pytest.mark.slow
+def test_the_rest_in_the_interpreter() -> None:
+    in_the_interpreter(f"sparsity/kernels/{FILES[0]}", options=("-m", "slow"))
 
 
 # ---- compiled

@@ -16,6 +16,7 @@ from tests.support.triton import proof
 NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
 
 
+@pytest.mark.covering(1, of=lambda case, dtype: (case.variant, case.kind, case.shape, dtype))
 @pytest.mark.parametrize(("case", "dtype"), proof.matrix(proof.FEW), **NAMES)
 def test_variant(case, dtype):
     want = cases.expected(case, dtype)
@@ -48,7 +49,7 @@ def test_ladder(name, dtype):
     judge(*qkv(1, rung.ratio, 1, 75, 75, 16, 16, dtype=dtype), mask=rung.mask)
 
 
-@pytest.mark.parametrize(("ratio", "packed", "splits"), [(71, 24, 3), (33, 17, 1)])
+@pytest.mark.parametrize(("ratio", "packed", "splits"), [pytest.param(71, 24, 3, marks=pytest.mark.slow), (33, 17, 1)])
 def test_heads_that_share_tiles_unevenly(ratio, packed, splits, monkeypatch):
     """71 heads are 24, 24 and 23; each sees other keys than its neighbours, and the next K/V head's are others again."""
     q, k, v = qkv(1, 2 * ratio, 2, 1, 70, 16, 16)
@@ -82,6 +83,7 @@ def test_head_dims(place, d, dv):
     judge(*qkv(1, 2, 1, 40, 37, d, dv, dtype=proof.DTYPES[place % 3]), mask=masks.causal(5))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tiles", [(16, 64), (64, 16), (128, 32)], ids=str)
 @pytest.mark.parametrize("name", ["sink_window", "relative_window", "documents"])
 def test_tiles_of_any_size(tiles, name):

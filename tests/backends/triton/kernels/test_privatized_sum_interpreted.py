@@ -58,6 +58,7 @@ CALLS = [(name, dtype, "usual") for name in MODS for dtype in (torch.bfloat16, t
 CALLS += [(name, torch.bfloat16, room) for name in ("few buckets", "rows", "pairs", "whole and halves") for room in ("little", "none")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "dtype", "room"), CALLS, ids=str)
 def test_gradients(name: str, dtype: torch.dtype, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles that sum by diagonals and in tiles that do not; heads in groups, a mask that cuts tiles. room: for many copies, few, one."""
