@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from tests.support.fuzz.shards import shards
 from tests.support.limits import HANG
 from tests.support.processes import in_the_interpreter
 
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
-SHARDS = 4 if FRESH else 1
-FIXED = {"flex": 18, "sequences": 8, "cache": 12}  # their calls differ in how long they take
+SHARDS = 4 if FRESH else 2
+FIXED = {"flex": 9, "sequences": 4, "cache": 6}  # of a shard; their calls differ in how long they take
 
 
 @pytest.mark.timeout(0 if FRESH else HANG + 600)
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 @pytest.mark.parametrize("name", FIXED)
 def test_random_calls(name: str, shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
