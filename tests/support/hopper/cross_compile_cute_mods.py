@@ -76,8 +76,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
-# a function of another one's score, a mask that is asked in the tiles of lists, and both kinds of mods on a ragged batch; each other case has
-# one of these functions too, or none that reads a tensor, and is compiled only where all are (``make test-long``)
+# a function of another one's score, a mask that is asked in the tiles of lists, and both kinds of mods on a ragged batch; the others are
+# compiled only where all are (``make test-long``)
 QUICK = {"capped", "listed", "ragged"}
 
 
