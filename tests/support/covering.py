@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import pytest
 
-__all__ = ["mark_the_rest_slow"]
+__all__ = ["few", "mark_the_rest_slow"]
 
 
 def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
@@ -61,3 +62,10 @@ def covering(cases: list[list[Hashable]], strength: int) -> set[int]:
         met.update(cases[best])
         missing -= combined[best]
     return kept
+
+
+def few(cases: Iterable[Any], *quick: Any) -> list:
+    """Values of one parameter, of which all but ``quick``, representatives that are named, are slow."""
+    cases = list(cases)
+    assert all(one in cases for one in quick), f"{quick} of {cases}"
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 class Part(NamedTuple):
     """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
-    where a test reserves gigabytes that it never touches). has_slow: whether some of its tests are slow."""
+    where a test reserves gigabytes that it never touches). few: of the chosen ones those that are not slow here, again as a ``-k``.
+    has_slow: whether some of its tests are slow."""
 
     files: tuple[str, ...]
     chosen: str = ""
     tiles: str = "32x16"
     fills: bool = True
+    few: str = ""
     has_slow: bool = True
 
 
@@ -46,13 +48,22 @@ PARTS = {
         ("custom_ops/test_strided_operators.py",),
         "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
     ),
-    "operations": Part(("entry_points/test_operations.py",), "test_float32 or (test_rows_of_64 and float32)"),
+    # the few: each function of ours in ``triton_tools/device_math.py``, and rows that are products, distances, looked up and counted
+    "operations": Part(
+        ("entry_points/test_operations.py",),
+        "test_float32 or (test_rows_of_64 and float32)",
+        few="rows_of_64 or silu or softplus or erfinv or atan or sinh or frac or nan_to or rope_dot or distance or neighbours or counts or tiles_3d",
+    ),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 
 
 def run(part: Part, marked: str) -> None:
-    chosen = ["-k", part.chosen] if part.chosen else []
+    """marked: which of its tests, by pytest's ``-m``, where the part does not name the few itself."""
+    chosen = part.chosen
+    if part.few:
+        chosen, marked = f"({chosen}) and {'not ' * (marked == 'slow')}({part.few})", ""
+    chosen = ["-k", chosen] if chosen else []
     report = in_the_interpreter(
         *part.files, options=("--durations=5", "-m", marked, *chosen),
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES=part.tiles, ANYATTN_TEST_FILL=str(int(part.fills)),
