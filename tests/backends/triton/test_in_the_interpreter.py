@@ -33,6 +33,8 @@ class Part(NamedTuple):
 EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_window_of or test_04_an_empty or test_05 or test_06_expanded
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
+# each function of triton_tools/device_math.py; rows that are products, distances, looked up and counted; a mask of many operations
+OPERATIONS = ("silu", "softplus", "erfinv", "atan", "sinh", "frac", "nan_to", "rope_dot", "distance", "neighbours", "counts", "tiles_3d")
 KERNELS = "backends/triton/kernels"
 PARTS = {
     "mutants": Part(("mutants/test_triton_mutants_interpreted.py",), has_slow=False),
@@ -48,11 +50,10 @@ PARTS = {
         ("custom_ops/test_strided_operators.py",),
         "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
     ),
-    # the few: each function of ours in ``triton_tools/device_math.py``, and rows that are products, distances, looked up and counted
     "operations": Part(
         ("entry_points/test_operations.py",),
         "test_float32 or (test_rows_of_64 and float32)",
-        few="rows_of_64 or silu or softplus or erfinv or atan or sinh or frac or nan_to or rope_dot or distance or neighbours or counts or tiles_3d",
+        few=" or ".join(("rows_of_64", *OPERATIONS)),
     ),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
