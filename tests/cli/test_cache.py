@@ -107,7 +107,8 @@ def test_warmup_of_packed_sequences(compiles: bool, cache: DiskCache, monkeypatc
         code, out, err = call("warmup", "--arch", "sm_90a", "--head-dim", 64, "--mask", "causal", "--layout", "packed", "--jobs", 1)
         assert code == 0 and "2 of 2 kernels ready" in out, (out, err)
     else:  # what would be compiled is noted in the same files
-        monkeypatch.setattr(build, "make", lambda config, kinds, may_link=True: Payload(b"\x7fELF", {"name": build.name_of(config)}))
+        facts = {"form": "object", "runtime": "", "function": "f"}
+        monkeypatch.setattr(build, "make", lambda config, *_: Payload(b"\x7fELF", {"name": build.name_of(config), **facts}))
         for wants_lse in (False, True):
             warmup._compile(warmup._Variant("causal", 64, "bfloat16", "packed", wants_lse))
     names = [e.facts["name"] for e in cache.entries()]
