@@ -82,8 +82,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ends_with_row", [False, True])
-@pytest.mark.parametrize("name", CASES)
+# Python takes seconds for many entries: one of the two ways is slow
+BOTH_WAYS = [
+    pytest.param(name, way, marks=[pytest.mark.slow] * (way and name.startswith("more"))) for name in CASES for way in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "ends_with_row"), BOTH_WAYS)
 def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool) -> None:
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k, torch.int64 if ends_with_row else torch.int32)
@@ -100,8 +105,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     check_gaps(s, out, lse)
 
 
-@pytest.mark.parametrize("is_sorted", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "is_sorted"), BOTH_WAYS)
 def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     """Those of a backward pass: queries and keys have changed places, dk and dv are cleared together, and the tiles are counted."""
     lengths, rows_q, rows_k = CASES[name]
