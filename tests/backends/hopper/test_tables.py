@@ -82,13 +82,16 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-# Python takes seconds for many entries: one of the two ways is slow
-BOTH_WAYS = [
-    pytest.param(name, way, marks=[pytest.mark.slow] * (way and name.startswith("more"))) for name in CASES for way in (False, True)
-]
+def both_ways(quick: bool) -> list:
+    """Every case with either choice; of many entries, for which Python takes seconds, ``make test`` runs the quick one."""
+    return [
+        pytest.param(name, way, marks=[pytest.mark.slow] * (way is not quick and name.startswith("more")))
+        for name in CASES
+        for way in (False, True)
+    ]
 
 
-@pytest.mark.parametrize(("name", "ends_with_row"), BOTH_WAYS)
+@pytest.mark.parametrize(("name", "ends_with_row"), both_ways(quick=False))
 def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool) -> None:
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k, torch.int64 if ends_with_row else torch.int32)
@@ -105,7 +108,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     check_gaps(s, out, lse)
 
 
-@pytest.mark.parametrize(("name", "is_sorted"), BOTH_WAYS)
+@pytest.mark.parametrize(("name", "is_sorted"), both_ways(quick=True))
 def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     """Those of a backward pass: queries and keys have changed places, dk and dv are cleared together, and the tiles are counted."""
     lengths, rows_q, rows_k = CASES[name]
