@@ -1,7 +1,7 @@
 """The Triton kernels by Triton's interpreter, on a CPU: every variant, the tests of all entry points, and mutants.
 
 The interpreter is chosen when Triton is imported, so each part gets a process of its own; there the tests of other folders, which name no
-backend, run on this one (``tests/conftest.py``).
+backend, run on this one (``tests/conftest.py``). ``make test`` runs their tests that are not slow, ``make test-long`` the rest too.
 """
 
 from __future__ import annotations
