@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from anyattn.custom_ops import dynamo
 from anyattn.integrations.transformers import NAME
+from tests.support.covering import few
 from tests.support.transformers_models import IS_FIVE, decoder, generated, logits, padded, tokens
 
 # gpt-oss of Transformers 4 loops over the experts that were hit, which is no graph whatever the attention
@@ -54,7 +55,7 @@ def test_forward_is_one_graph(name: str, is_padded: bool) -> None:
     assert torch.equal(found[keep].argmax(-1), expected[keep].argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", few(["llama", "mistral"], "mistral"))
 def test_training_step_is_one_graph(name: str) -> None:
     model, ids = decoder(name), tokens(2, 11)
     model.set_attn_implementation(NAME)
@@ -72,7 +73,7 @@ def test_training_step_is_one_graph(name: str) -> None:
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), eager[n].flatten(), dim=0) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", GPT_OSS])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "mistral", GPT_OSS])
 def test_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     """The user compiles the model: masks are described inside the graph, the cache's length is a tensor."""
     model, ids = decoder(name), tokens(2, 6)
