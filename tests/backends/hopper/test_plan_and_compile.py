@@ -405,12 +405,12 @@ MOST_BYTES = {
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
 }
 KERNELS = 36
-# one of each family: a plain loop, pages gathered row by row and copied in pieces, lists and what is asked beside them, heads that share a
-# tile, and the widest with a score mod, a band and the row maximum
+# one of each family: a plain loop, pages gathered row by row and copied in pieces, heads that share a tile, and the widest with lists and
+# what is asked beside them, and with a score mod, a band and the row maximum
 FAMILIES = {
     (64, 64): ("causal", "pages of 1"),
-    (128, 128): ("whole numbers", "pages and lists", "packed straight"),
-    (256, 256): ("highest of capped",),
+    (128, 128): ("pages and lists", "packed straight"),
+    (256, 256): ("whole numbers", "highest of capped"),
 }
 
 
