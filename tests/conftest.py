@@ -39,9 +39,12 @@ def pytest_configure() -> None:
         mend()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.support.covering import mark_the_rest_slow
     from tests.support.longest_first import in_order
 
+    mark_the_rest_slow(items)
     items[:] = in_order(items)
 
 

@@ -87,6 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_call_is_a_first_call(name: str, options: str) -> None:

@@ -91,18 +91,26 @@ def test_warmup_compiles_what_is_missing(cache: DiskCache, monkeypatch: pytest.M
     importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("tvm_ffi") is None,
     reason="needs nvidia-cutlass-dsl and apache-tvm-ffi",
 )
-def test_warmup_of_packed_sequences(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_warmup_of_packed_sequences(compiles: bool, cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call on a GPU launches is on disk, the kernel for its tables too: only ``launch.warm`` is asked which that is."""
     import torch
 
     import anyattn
     from anyattn import hardware
-    from anyattn.backends.hopper.compile import launch
+    from anyattn.backends.hopper.compile import build, launch
+    from anyattn.cli import warmup
     from anyattn.validate import sequences
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, out, err = call("warmup", "--arch", "sm_90a", "--head-dim", 64, "--mask", "causal", "--layout", "packed", "--jobs", 1)
-    assert code == 0 and "2 of 2 kernels ready" in out, (out, err)
+    if compiles:
+        code, out, err = call("warmup", "--arch", "sm_90a", "--head-dim", 64, "--mask", "causal", "--layout", "packed", "--jobs", 1)
+        assert code == 0 and "2 of 2 kernels ready" in out, (out, err)
+    else:  # what would be compiled is noted in the same files
+        facts = {"form": "object", "runtime": "", "function": "f"}
+        monkeypatch.setattr(build, "make", lambda config, *_: Payload(b"\x7fELF", {"name": build.name_of(config), **facts}))
+        for wants_lse in (False, True):
+            warmup._compile(warmup._Variant("causal", 64, "bfloat16", "packed", wants_lse))
     names = [e.facts["name"] for e in cache.entries()]
     assert sorted(names) == ["causal + ragged"] * 2 + ["causal + ragged + lse"] * 2 + ["tables of sequences"] * 2
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)

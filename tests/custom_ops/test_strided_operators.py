@@ -21,6 +21,7 @@ from tests.support.strided import EACH, EXPANDED, LAYOUTS, inputs
 B, H, S, D = 2, 4, 24, 8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wanted", [(True,) * 4, (False, True, False, True), (True, False, True, False)], ids=["all", "dk", "dq and dv"])
 @pytest.mark.parametrize("layouts", EACH, ids="-".join)
 def test_attend(layouts: tuple[str, str, str], wanted: tuple[bool, ...]) -> None:
@@ -73,6 +74,7 @@ def test_flash_of_pages(order: tuple[int, ...]) -> None:
         as_its_fake(flash_backward, (*args, out, lse, torch.randn_like(out), None, [True] * 6))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotary"])
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPANDED])
 def test_decode(name: str, turned: bool) -> None:

@@ -30,6 +30,7 @@ def test_case(case, dtype):
 HALF_MATRIX = [(case, HALVES[i % 2]) for i, case in enumerate(c for c in cases.CASES if cases.VARIANTS[c.variant].score is None)]
 
 
+@pytest.mark.covering(1, of=lambda case, dtype: (case.variant, case.kind, case.shape, dtype))
 @pytest.mark.parametrize(("case", "dtype"), HALF_MATRIX, ids=lambda x: str(x).removeprefix("torch."))
 def test_case_without_lse(case, dtype):
     """In low precision the output alone may be computed another way."""

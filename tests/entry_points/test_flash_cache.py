@@ -218,6 +218,7 @@ STORED = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("name", "splits"), EXACT, ids=str)
 def test_an_entry_does_not_depend_on_its_batch(name, splits, stored):

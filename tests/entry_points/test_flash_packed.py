@@ -128,6 +128,7 @@ MATRIX += [(name, form, (i + j) % 5, SHAPES[(i + j + 1) % 4]) for j, form in enu
     ("causal", "everything", "gate_entry_row"))]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "form", "turn", "shape"), dict.fromkeys(MATRIX), ids=str)
 def test_options(name, form, turn, shape):
     dtype = (torch.float32, torch.float32, *DTYPES)[turn]
@@ -135,6 +136,7 @@ def test_options(name, form, turn, shape):
     judged(made, FORMS[form](made), RECIPES[name], with_lse=turn != 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["packed", "partly used", "pages of 16"])
 def test_long(form, dtype):

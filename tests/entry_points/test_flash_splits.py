@@ -19,6 +19,7 @@ from tests.support.flash_calls import NAN, RECIPES
 LENGTHS = ([5, 0, 17, 64, 1, 33], [5, 3, 0, 50, 70, 33])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 71])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_option_in_splits(name, splits):
@@ -29,6 +30,7 @@ def test_every_option_in_splits(name, splits):
     judged(made, list(FORMS.values())[turn % len(FORMS)](made), RECIPES[name], with_lse=turn % 2 == 0, num_splits=splits)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [0, 1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_splits_of_several_tiles(splits, dtype):

@@ -26,6 +26,7 @@ MEANINGS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [2, 3, 7])
 @pytest.mark.parametrize("name", MEANINGS)
 def test_packed_and_dense(name: str, splits: int) -> None:

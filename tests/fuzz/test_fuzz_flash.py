@@ -24,6 +24,7 @@ from tests.entry_points.test_flash_packed import FORMS, Stored, judged, paged
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
+from tests.support.fuzz.shards import shards
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
@@ -191,7 +192,7 @@ def run_cache(call: Cache) -> None:
     check(s, chosen.recipe(s.heads[0]), num_splits=call.splits)
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 @pytest.mark.parametrize(("drawn", "run"), [(sequences, run_sequences), (caches(), run_cache)], ids=["sequences", "cache"])
 def test_random_calls(drawn, run, shard):
     seed = FIRST_SEED + shard

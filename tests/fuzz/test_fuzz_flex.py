@@ -21,6 +21,7 @@ import anyattn
 from anyattn.testing import cases
 from tests.support.flex_calls import judge
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
+from tests.support.fuzz.shards import shards
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
@@ -103,7 +104,7 @@ def run(call: Call, device: str = "cpu", backend: str | None = None, **more: int
     judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_random_calls(shard):
     seed = FIRST_SEED + shard
     if FRESH:

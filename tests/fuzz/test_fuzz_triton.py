@@ -7,12 +7,14 @@ printed and can be given back as ANYATTN_FUZZ_SEED.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import sys
 
 import pytest
 
+from tests.support.fuzz.shards import shards
 from tests.support.limits import HANG
 from tests.support.processes import in_the_interpreter
 
@@ -20,20 +22,19 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
-SHARDS = 4 if FRESH else 1
-FIXED = {"flex": 18, "sequences": 8, "cache": 12}  # their calls differ in how long they take
+SHARDS = 4 if FRESH else 2
+FIXED = {"flex": 9, "sequences": 4, "cache": 6}  # of a shard; their calls differ in how long they take
 
 
 @pytest.mark.timeout(0 if FRESH else HANG + 600)
-@pytest.mark.parametrize("shard", range(SHARDS))
-@pytest.mark.parametrize("name", FIXED)
-def test_random_calls(name: str, shard: int) -> None:
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
+def test_random_calls(shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    seed, examples = FIRST_SEED + shard, -(-FRESH // (10 * SHARDS * len(FIXED))) if FRESH else FIXED[name]
+    examples = dict.fromkeys(FIXED, -(-FRESH // (10 * SHARDS * len(FIXED)))) if FRESH else FIXED
     if FRESH:
         print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
     in_the_interpreter(
-        "fuzz/test_fuzz_triton_interpreted.py", options=("-o", "timeout=0", "-k", name), seconds=None if FRESH else HANG,
+        "fuzz/test_fuzz_triton_interpreted.py", options=("-o", "timeout=0"), seconds=None if FRESH else HANG,
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES="32x16", ANYATTN_TEST_FILL="1",
-        ANYATTN_FUZZ_SEED=str(seed), ANYATTN_FUZZ_EXAMPLES=str(examples), ANYATTN_FUZZ_SHRINKS=str(int(FRESH > 0)),
+        ANYATTN_FUZZ_SEED=str(FIRST_SEED + shard), ANYATTN_FUZZ_OF_EACH=json.dumps(examples), ANYATTN_FUZZ_SHRINKS=str(int(FRESH > 0)),
     )  # fmt: skip

@@ -6,6 +6,7 @@ CPU is taken for one GPU or another, for each of which the kernels' loops run in
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from tests.fuzz import test_fuzz_flex as flex
 from tests.support.fuzz.random_mods import chains, trees
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
-EXAMPLES = int(os.environ.get("ANYATTN_FUZZ_EXAMPLES", "2"))
+EXAMPLES = json.loads(os.environ.get("ANYATTN_FUZZ_OF_EACH", "{}"))  # by kind of call, two unless told
 SHRINKS = os.environ.get("ANYATTN_FUZZ_SHRINKS") == "1"  # takes minutes
 
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
@@ -119,7 +120,7 @@ def test_random_calls(name: str) -> None:
 
     @hypothesis.seed(SEED)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES.get(name, 2),
         deadline=None,
         database=None,
         print_blob=False,

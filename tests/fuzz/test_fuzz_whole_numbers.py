@@ -14,6 +14,7 @@ import pytest
 from anyattn.mods.tracing.trace import TracedMod
 from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges, check_words
 from tests.support.fuzz.geometric_masks import geometric_masks
+from tests.support.fuzz.shards import shards
 from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
 from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, Program, programs
 from tests.support.processes import python
@@ -41,7 +42,7 @@ def check_mask(made: Program, mod: TracedMod) -> bool:
 
 
 @pytest.mark.timeout(0 if FRESH else PATIENCE)
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_readers(shard: int) -> None:
     """The evaluator, the torch backend's stages, classes of tiles, row ranges, and the text for CuTe by value."""
     first, count = seeds_of(shard, 300)
@@ -61,7 +62,7 @@ def test_readers(shard: int) -> None:
 
 
 @pytest.mark.timeout(0 if FRESH else PATIENCE)
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_readers_of_geometry(shard: int) -> None:
     """The same, and words of bits along tiles, for masks of images, strides, blocks and windows."""
     first, count = seeds_of(shard, 150)
@@ -81,7 +82,7 @@ def test_readers_of_geometry(shard: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.timeout(0 if FRESH else PATIENCE + 20)
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_triton_text(shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     first, count = seeds_of(shard, 200)

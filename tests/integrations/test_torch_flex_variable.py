@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import few
 from tests.support.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,10 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("first", ["", "import anyattn.flex", "import anyattn.integrations.torch_flex"])
+FIRST = ["", "import anyattn.flex", "import anyattn.integrations.torch_flex"]
+
+
+@pytest.mark.parametrize("first", few(FIRST, "", "import anyattn.integrations.torch_flex"))
 def test_a_program_runs_replaced_whatever_it_imports_first(run, first):
     done = run(PROGRAM.format(first=first, call="flex_attention"), "1")
     assert done.stdout == "1 512.0\n", done.stdout + done.stderr

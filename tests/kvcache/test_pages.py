@@ -173,8 +173,13 @@ class Histories(RuleBasedStateMachine):
                 assert torch.equal(stored(self.cache.v_cache(layer), table[b], len(rows)), keys[..., :1].expand(-1, -1, 4))
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+Histories.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
 TestHistories = Histories.TestCase
+
+
+@pytest.mark.slow
+class TestMoreHistories(Histories.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 # ---- with the attention that it is made for

@@ -36,14 +36,17 @@ def same(a: VarlenBlockSparseTensors, b: VarlenBlockSparseTensors) -> bool:
     return a.tile == b.tile and all(x is y is None or (x.dtype is y.dtype and torch.equal(x, y)) for x, y in pairs)
 
 
-def batches() -> Any:
+def batches(of_round: int) -> Any:
     """Random ragged batches with every mask of the library and some trees: (name, mask, lengths, tile)."""
-    for seed, tile in enumerate(TILES * 2):
+    for seed, tile in enumerate(TILES, of_round * len(TILES)):
         seqlens = random_lengths(seed, tile, 6)
         longest = [int(t.max()) for t in seqlens]
         trees = {f"tree {s}": random_mask(s, 100, B=6) for s in range(10 * seed, 10 * seed + 4)}
         for name, mod in {**library_masks(*longest, B=6, seed=seed), **trees}.items():  # type: ignore[arg-type]
             yield name, mod, seqlens, tile
+
+
+of_each_round = pytest.mark.parametrize("of_round", [0, pytest.param(1, marks=pytest.mark.slow)])
 
 
 def example(**kwargs: Any) -> VarlenBlockSparseTensors:
@@ -66,8 +69,9 @@ def test_the_example() -> None:
     assert anyattn.compute_varlen_block_sparsity is compute_varlen_block_sparsity
 
 
-def test_equals_brute_force() -> None:
-    for name, mod, seqlens, tile in batches():
+@of_each_round
+def test_equals_brute_force(of_round: int) -> None:
+    for name, mod, seqlens, tile in batches(of_round):
         lists = compute(mod, *seqlens, tile, 2).validate()
         wanted = brute_classes_ragged(mod, *seqlens, tile, 2)
         assert torch.equal(lists.classes().expand(2, -1), wanted), (name, tile)
@@ -75,8 +79,9 @@ def test_equals_brute_force() -> None:
         assert int(visited.sum()) == int((wanted != 0).sum())
 
 
-def test_layouts() -> None:
-    for name, mod, seqlens, tile in batches():
+@of_each_round
+def test_layouts(of_round: int) -> None:
+    for name, mod, seqlens, tile in batches(of_round):
         flat, padded = compute(mod, *seqlens, tile, 2), compute(mod, *seqlens, tile, 2, layout="padded").validate()
         total_m, max_n = int(flat.cu_block_cnt[-1]), int((-(-seqlens[1] // tile[1])).max())
         assert flat.layout == "flat" and flat.mask_block_idx.shape[1:] == (int(flat.cu_block_idx[-1]),)
@@ -121,8 +126,9 @@ def test_lookup_of_what_is_not_there() -> None:
         two.lists(0, 2, 0)
 
 
-def test_transposed() -> None:
-    for name, mod, (seqlens_q, seqlens_k), tile in batches():
+@of_each_round
+def test_transposed(of_round: int) -> None:
+    for name, mod, (seqlens_q, seqlens_k), tile in batches(of_round):
         for layout in ("flat", "padded"):
             lists = compute(mod, seqlens_q, seqlens_k, tile, 2, layout=layout)
             turned = lists.transposed().validate()
@@ -142,9 +148,10 @@ class NoReading(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_turned_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@of_each_round
+def test_turned_without_waiting(of_round: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU all tiles are gone through, a few at a time; what stands behind a row's count may be anything."""
-    for _, mod, (seqlens_q, seqlens_k), tile in batches():
+    for _, mod, (seqlens_q, seqlens_k), tile in batches(of_round):
         for layout in ("flat", "padded"):
             lists = compute(mod, seqlens_q, seqlens_k, tile, 2, layout=layout, compute_full_blocks=tile != (8, 32))
             wanted = lists.transposed()
@@ -221,8 +228,9 @@ def test_nothing_to_list(lengths: tuple[list[int], list[int]]) -> None:
                 assert [len(t) for t in lists.lists(b, 0, 0)] == [0, 0]
 
 
-def test_retile_coarser_is_exact() -> None:
-    for name, mod, seqlens, _ in batches():
+@of_each_round
+def test_retile_coarser_is_exact(of_round: int) -> None:
+    for name, mod, seqlens, _ in batches(of_round):
         lists = compute(mod, *seqlens, (4, 8), 2, layout="padded")
         for tile in [(8, 8), (4, 32), (16, 16), (64, 128)]:
             coarse = lists.retile(*tile).validate()
@@ -230,9 +238,10 @@ def test_retile_coarser_is_exact() -> None:
             assert same(coarse, compute(mod, *seqlens, tile, 2, layout="padded")), (name, tile)
 
 
-def test_retile_finer_covers() -> None:
+@of_each_round
+def test_retile_finer_covers(of_round: int) -> None:
     """Full and empty parts are so for sure; what was partial stays listed."""
-    for name, mod, seqlens, _ in batches():
+    for name, mod, seqlens, _ in batches(of_round):
         lists = compute(mod, *seqlens, (16, 32), 2)
         for tile in [(8, 8), (1, 32), (32, 16)]:
             fine, exact = lists.retile(*tile).validate().classes().expand(2, -1), brute_classes_ragged(mod, *seqlens, tile, 2)

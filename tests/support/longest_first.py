@@ -23,7 +23,6 @@ _LONGEST = (
     "cli/test_cache.py::test_warmup",
     "backends/hopper/test_backward_compile.py::test_kernels_compile_without_spilling_in_their_loops",
     "examples/test_serve.py::test_the_command_answers",
-    "backends/hopper/test_launch.py::test_other_ways_to_load",
     "cli/test_pictures.py::test_files_are_reproducible_and_show_their_counts",
     "backends/triton/test_privatized_sum.py",
     "benchmarks/test_gpt_benchmark.py",

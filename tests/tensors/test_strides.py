@@ -59,6 +59,7 @@ def test_sizes_of_a_trace_give_the_strides_that_the_run_has() -> None:
                 assert tuple(map(int, empty_in_order(fake).stride())) == dense_strides(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"score_mod": anyattn.scores.softcap(3.0)}, {"kernel_options": {"num_splits": 2}}], ids=str
 )

@@ -39,6 +39,7 @@ def shares(results, named):
     return {name: budget.share(results[name], *named[name]) for name in named}
 
 
+@pytest.mark.covering(1, of=lambda dtype, kind, seqlen: ((dtype, seqlen), kind))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("seqlen", [33, 611])

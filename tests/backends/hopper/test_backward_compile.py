@@ -58,11 +58,10 @@ def traced(*given: Any) -> tuple:
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "names"),
     [
-        (64, 64, ("capped", "summed capped", "strided", "image")),
-        (128, 128, ("full", "causal", "packed causal", "summed by head", "summed by key")),
-        (96, 96, ("full", "causal", "packed")),
-        (192, 128, ("full", "causal")),
-        (256, 256, ("full", "capped")),
+        # at each width that has tiles of its own the mod that needs most registers; the others below, where all are compiled
+        (64, 64, ("summed capped", "image")),
+        (128, 128, ("packed causal", "summed by key")),
+        (256, 256, ("capped",)),
         *(
             pytest.param(*dims, (), marks=pytest.mark.slow)
             for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))

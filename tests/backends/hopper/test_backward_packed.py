@@ -168,11 +168,13 @@ def listed(case: Case, s: Sequences, mask: TracedMod) -> tuple[tuple[Any, ...], 
     return ragged_lists_by_key(problem, 0)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
-    for seed in range(1 + (CASES[name].workers > 1)):
-        errors = run(CASES[name], seed)
-        assert max(errors.values()) <= MOST, errors
+SEEDS = [pytest.param(name, seed, marks=[pytest.mark.slow] * seed) for name in CASES for seed in range(1 + (CASES[name].workers > 1))]
+
+
+@pytest.mark.parametrize(("name", "seed"), SEEDS)
+def test_gradients(name: str, seed: int) -> None:
+    errors = run(CASES[name], seed)
+    assert max(errors.values()) <= MOST, errors
 
 
 PACKED, LOADER, SCHEDULER, MMA, EPILOGUE, ROWS = (

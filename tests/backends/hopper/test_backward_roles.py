@@ -20,6 +20,7 @@ from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
+from tests.support.covering import few
 from tests.support.hopper.backward_roles import Call, Changes, captured_of, run_grid
 from tests.support.hopper.backward_totals import Total
 from tests.support.hopper.masks import MASKS as WORDS
@@ -224,22 +225,25 @@ def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.numpy() for t in (*tensors, ranks))
 
 
+@pytest.mark.parametrize("seed", few(range(3), 0))
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
-    for seed in range(3):
-        errors = run(CASES[name], seed)
-        assert max(errors.values()) <= MOST, errors
+def test_gradients(name: str, seed: int) -> None:
+    errors = run(CASES[name], seed)
+    assert max(errors.values()) <= MOST, errors
 
 
+@pytest.mark.parametrize("seed", few(range(2), 0))
 @pytest.mark.parametrize("name", CAPTURED)
-def test_gradients_of_captured_tensors(name: str) -> None:
-    for seed in range(2):
-        errors = run(CAPTURED[name], seed)
-        assert max(errors.values()) <= MOST, errors
-        assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
+def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
+    errors = run(CAPTURED[name], seed)
+    assert max(errors.values()) <= MOST, errors
+    assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_deterministic])
+DETERMINISTIC = [name for name, case in CASES.items() if case.is_deterministic]
+
+
+@pytest.mark.parametrize("name", few(DETERMINISTIC, "deterministic", "deterministic lists"))
 def test_the_order_of_sums_is_fixed(name: str) -> None:
     assert run(CASES[name], orders=6)["rerun"] == 0.0
 

@@ -99,6 +99,7 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
                     assert tile_config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
 
 
+@pytest.mark.covering(1, of=lambda capability, at, backward: (capability, at, backward))
 @pytest.mark.parametrize(
     ("capability", "at", "backward"),
     [
@@ -133,7 +134,13 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         assert ahead.spilled(kernel) <= ahead.MOST_SPILLED, (name, tiles)
 
 
-def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "dim"),
+    [((9, 0), 128), ((8, 6), 128), *(pytest.param(*other, marks=pytest.mark.slow) for other in (((9, 0), 256), ((10, 0), 128)))],
+)
+def test_gradients_of_pairs_and_distances_find_their_room(
+    capability: tuple[int, int], dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """dq with what its scores send to two captured tensors, by entries and by diagonals: what most shared memory is taken for. Nothing is
     assembled: only the memory counts."""
     from anyattn.backends.triton import tile_config
@@ -142,13 +149,12 @@ def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkey
     ahead.only_measured(monkeypatch, tmp_path)
     table, pairs = torch.zeros(4, 600, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
     score = lambda s, b, h, q, k: s + table[h, q - k + SHIFT] * pairs[q, k]
-    for capability, dim in (((9, 0), 128), ((9, 0), 256), ((8, 6), 128), ((10, 0), 128)):
-        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
-        launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
-        options = launch.options
-        tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
-        taken, needed = ahead.compiled(launch, capability).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), capability)
-        assert taken <= needed <= tile_config.shared_memory(capability), (capability, dim, tiles, taken, needed)
+    problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
+    launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
+    options = launch.options
+    tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+    taken, needed = ahead.compiled(launch, capability).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), capability)
+    assert taken <= needed <= tile_config.shared_memory(capability), (capability, dim, tiles, taken, needed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,6 +24,7 @@ CALLS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("gpu", "name"), [("gfx90a", "causal"), ("gfx90a", "lists, capped"), ("gfx942", "float32"), ("gfx1100", "lists, capped")]
 )

@@ -17,23 +17,18 @@ from tests.support.no_reading import Waited, no_reading, noted_launches
 from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-FILES = {
-    "cache": "kernels/test_append_rotary_interpreted.py",
-    "combine": "kernels/test_combine_interpreted.py",
-    "decode": "test_decoding_interpreted.py",
-}
+FILES = ("kernels/test_append_rotary_interpreted.py", "kernels/test_combine_interpreted.py", "test_decoding_interpreted.py")
 
 
-@pytest.mark.parametrize("what", FILES)
-def test_in_the_interpreter(what: str) -> None:
+def test_in_the_interpreter() -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(f"backends/triton/{FILES[what]}", options=("-m", "not slow"))
+    in_the_interpreter(*(f"backends/triton/{file}" for file in FILES), options=("-m", "not slow"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(HANG * 4 + 600)
 def test_every_setting_in_the_interpreter() -> None:
-    in_the_interpreter(f"backends/triton/{FILES['decode']}", options=("-m", "slow"), seconds=4 * HANG)
+    in_the_interpreter(*(f"backends/triton/{file}" for file in FILES), options=("-m", "slow"), seconds=4 * HANG)
 
 
 # ---- compiled

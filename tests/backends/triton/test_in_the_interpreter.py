@@ -1,7 +1,7 @@
 """The Triton kernels by Triton's interpreter, on a CPU: every variant, the tests of all entry points, and mutants.
 
 The interpreter is chosen when Triton is imported, so each part gets a process of its own; there the tests of other folders, which name no
-backend, run on this one (``tests/conftest.py``).
+backend, run on this one (``tests/conftest.py``). ``make test`` runs their tests that are not slow, ``make test-long`` the rest too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 class Part(NamedTuple):
     """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
-    where a test reserves gigabytes that it never touches)."""
+    where a test reserves gigabytes that it never touches). few: of the chosen ones those that are not slow here, again as a ``-k``.
+    has_slow: whether some of its tests are slow."""
 
     files: tuple[str, ...]
     chosen: str = ""
     tiles: str = "32x16"
     fills: bool = True
+    few: str = ""
+    has_slow: bool = True
 
 
 # of the edge cases those that are small enough; the others, at a smaller size, are among the variants
 EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_window_of or test_04_an_empty or test_05 or test_06_expanded
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
+# each function of triton_tools/device_math.py; rows that are products, distances, looked up and counted; a mask of many operations
+OPERATIONS = ("silu", "softplus", "erfinv", "atan", "sinh", "frac", "nan_to", "rope_dot", "distance", "neighbours", "counts", "tiles_3d")
 KERNELS = "backends/triton/kernels"
 PARTS = {
-    "mutants": Part(("mutants/test_triton_mutants_interpreted.py",)),
+    "mutants": Part(("mutants/test_triton_mutants_interpreted.py",), has_slow=False),
     "variants": Part((f"{KERNELS}/test_every_variant_interpreted.py",)),
     "documents, sequences, frozen": Part(
         tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("documents", "sequences", "unasked_gradients"))
@@ -45,21 +50,39 @@ PARTS = {
         ("custom_ops/test_strided_operators.py",),
         "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
     ),
-    "operations": Part(("entry_points/test_operations.py",), "test_float32 or (test_rows_of_64 and float32)"),
+    "operations": Part(
+        ("entry_points/test_operations.py",),
+        "test_float32 or (test_rows_of_64 and float32)",
+        few=" or ".join(("rows_of_64", *OPERATIONS)),
+    ),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_part(name: str) -> None:
-    part = PARTS[name]
-    chosen = ["-k", part.chosen] if part.chosen else []
+def run(part: Part, marked: str) -> None:
+    """marked: which of its tests, by pytest's ``-m``, where the part does not name the few itself."""
+    chosen = part.chosen
+    if part.few:
+        chosen, marked = f"({chosen}) and {'not ' * (marked == 'slow')}({part.few})", ""
+    chosen = ["-k", chosen] if chosen else []
     report = in_the_interpreter(
-        *part.files, options=("--durations=5", *chosen),
+        *part.files, options=("--durations=5", "-m", marked, *chosen),
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES=part.tiles, ANYATTN_TEST_FILL=str(int(part.fills)),
     )  # fmt: skip
     print(report[-800:])
 
 
-def test_forward_pipelines() -> None:
-    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py")
+@pytest.mark.parametrize("name", PARTS)
+def test_part(name: str) -> None:
+    run(PARTS[name], "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.has_slow])
+def test_rest_of_part(name: str) -> None:
+    run(PARTS[name], "slow")
+
+
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_forward_pipelines(marked: str) -> None:
+    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py", options=("-m", marked))

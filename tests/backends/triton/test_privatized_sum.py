@@ -37,6 +37,7 @@ def launched(table: torch.Tensor, mod: Any, dtype: torch.dtype, gpu: tuple[int, 
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODS)
 def test_lanes_add_to_copies_of_their_own(name: str, dtype: torch.dtype) -> None:
@@ -73,8 +74,18 @@ def test_tables_of_all_sizes_share_a_kernel(name: str) -> None:
     assert [t.shape[-1] for t in totals][::2] == [1024, 1] and all(t.is_contiguous() for t in totals)
 
 
+WIDE = (
+    ((9, 0), 128, torch.bfloat16), ((9, 0), 256, torch.float16), ((8, 6), 128, torch.bfloat16), ((8, 6), 64, torch.float32),
+    ((10, 0), 128, torch.bfloat16), ((8, 0), 256, torch.bfloat16),
+)  # fmt: skip
+
+
+@pytest.mark.covering(1, of=lambda name, gpu, dim, dtype: (name, gpu, dim, dtype))
+@pytest.mark.parametrize(("gpu", "dim", "dtype"), WIDE, ids=str)
 @pytest.mark.parametrize("name", ["buckets", "pairs"])
-def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_find_their_room(
+    name: str, gpu: tuple[int, int], dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is brought into another layout, and what sums a whole tile. Nothing is assembled: only the memory counts."""
     from anyattn.backends.triton import tile_config
     from anyattn.backends.triton.codegen.assumptions import shape_of
@@ -82,13 +93,9 @@ def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     ahead.only_measured(monkeypatch, tmp_path)
     shape, mod = MODS[name]
     score = mod(torch.zeros(shape, requires_grad=True))
-    for gpu, dim, dtype in (
-        ((9, 0), 128, torch.bfloat16), ((9, 0), 256, torch.float16), ((8, 6), 128, torch.bfloat16), ((8, 6), 64, torch.float32),
-        ((10, 0), 128, torch.bfloat16), ((8, 0), 256, torch.bfloat16),
-    ):  # fmt: skip
-        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, dtype=dtype, has_grad=True)
-        launch = next(x for x in ahead.launches(problem, gpu, backward=True) if "SLOT_M" in x.options)
-        options = launch.options
-        tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
-        taken, needed = ahead.compiled(launch, gpu).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), gpu)
-        assert taken <= needed <= tile_config.shared_memory(gpu), (gpu, dim, tiles, taken, needed)
+    problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, dtype=dtype, has_grad=True)
+    launch = next(x for x in ahead.launches(problem, gpu, backward=True) if "SLOT_M" in x.options)
+    options = launch.options
+    tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+    taken, needed = ahead.compiled(launch, gpu).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), gpu)
+    assert taken <= needed <= tile_config.shared_memory(gpu), (tiles, taken, needed)

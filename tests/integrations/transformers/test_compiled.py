@@ -11,19 +11,20 @@ from transformers import DynamicCache, StaticCache
 
 from anyattn.custom_ops import dynamo
 from anyattn.integrations.transformers import NAME
+from tests.support.covering import few
 from tests.support.transformers_models import IS_FIVE, decoder, generated, logits, padded, tokens
 
 # gpt-oss of Transformers 4 loops over the experts that were hit, which is no graph whatever the attention
 GPT_OSS = pytest.param("gpt_oss", marks=pytest.mark.skipif(not IS_FIVE, reason="its experts are no graph in Transformers 4"))
 
 
-def _in_turn(*names: Any) -> list[Any]:
-    """Every name with one of two ways, in turn; with the other in ``make test-long``."""
+def _in_turn(*names: Any, every: int = 1) -> list[Any]:
+    """Every name, or one of ``every``, with one of two ways, in turn; the others in ``make test-long``."""
     found = []
     for i, name in enumerate(names):
         plain, marks = (name, []) if isinstance(name, str) else (name.values[0], [*name.marks])
         for way in (False, True):
-            found.append(pytest.param(plain, way, marks=[*marks, pytest.mark.slow] if (i + way) % 2 else marks))
+            found.append(pytest.param(plain, way, marks=[*marks, pytest.mark.slow] if (i // every + way) % 2 or i % every else marks))
     return found
 
 
@@ -54,7 +55,7 @@ def test_forward_is_one_graph(name: str, is_padded: bool) -> None:
     assert torch.equal(found[keep].argmax(-1), expected[keep].argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", few(["llama", "mistral"], "mistral"))
 def test_training_step_is_one_graph(name: str) -> None:
     model, ids = decoder(name), tokens(2, 11)
     model.set_attn_implementation(NAME)
@@ -72,7 +73,7 @@ def test_training_step_is_one_graph(name: str) -> None:
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), eager[n].flatten(), dim=0) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", GPT_OSS])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "mistral", GPT_OSS])
 def test_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     """The user compiles the model: masks are described inside the graph, the cache's length is a tensor."""
     model, ids = decoder(name), tokens(2, 6)
@@ -96,7 +97,7 @@ def _positions(first: int, count: int) -> dict[str, Any]:
     return {} if IS_FIVE else {"cache_position": torch.arange(first, first + count)}
 
 
-@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "mistral", "gemma2", GPT_OSS))
+@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "mistral", "gemma2", GPT_OSS, every=2))
 def test_generate_with_a_compiled_step(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 6)
     mask = padded(2, 6, [6, 3]) if is_padded else None
@@ -122,7 +123,7 @@ def test_a_compiled_step_is_compiled_as_rarely_as_with_sdpa(is_padded: bool) -> 
     assert graphs[0] <= graphs[1]
 
 
-@pytest.mark.parametrize(("name", "is_strict"), _in_turn("gemma2", "llama", "mistral", GPT_OSS))
+@pytest.mark.parametrize(("name", "is_strict"), _in_turn("gemma2", "llama", "mistral", GPT_OSS, every=2))
 def test_export(name: str, is_strict: bool) -> None:
     model, ids = decoder(name), tokens(2, 11)
     expected = logits(model, NAME, input_ids=ids, use_cache=False)

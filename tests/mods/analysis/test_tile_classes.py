@@ -17,6 +17,7 @@ LENGTHS = [(n, m) for i, n in enumerate(SIDES) for m in (SIDES[(i + 1) % 8], n, 
 TILES = [(m, n) for m in (1, 5, 8, 16, 32, 128) for n in (4, 16, 64)]  # 18
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_library_equals_brute_force(lengths):
     for name, mod in library_masks(*lengths).items():

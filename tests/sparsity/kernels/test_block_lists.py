@@ -23,13 +23,13 @@ from tests.support.processes import in_the_interpreter
 from tests.support.triton.built import POINTERS, Waits, built
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-FILES = ["test_block_lists_interpreted.py", "test_varlen_lists_interpreted.py"]
+FILES = ("sparsity/kernels/test_block_lists_interpreted.py", "sparsity/kernels/test_varlen_lists_interpreted.py")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_in_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(marked: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(f"sparsity/kernels/{name}")
+    in_the_interpreter(*FILES, options=("-m", marked))
 
 
 # ---- compiled

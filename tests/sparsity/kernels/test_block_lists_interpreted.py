@@ -89,6 +89,7 @@ def same(op, ours, theirs):  # type: ignore[no-untyped-def]
     return bool((equal | (torch.isfinite(theirs) & ((ours.double() - theirs.double()).abs() <= room))).all())
 
 
+@pytest.mark.covering(1, of=lambda op, dtype: (op, dtype, (op, category(dtype))))
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
 def test_every_operation(op, dtype):  # type: ignore[no-untyped-def]
     builder = Builder()
@@ -109,6 +110,7 @@ EDGES = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 1e-5, 0.2, -0.7, 0.999, -0.99999
 MORE_EDGES = torch.cat([EDGES, torch.tensor([-torch.inf, torch.nan, 1e30, -1e30, 2, -2, 5, -5, 1e-20, 7, -7, 20, -20, 50, -50, 0.3])])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["tan", "atan", "sinh", "cosh", "erfinv", "atan2", "hypot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_functions_at_the_edges(op, dtype):  # type: ignore[no-untyped-def]
@@ -126,6 +128,7 @@ def test_functions_at_the_edges(op, dtype):  # type: ignore[no-untyped-def]
     assert same(op, ours, theirs), ours - theirs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("source", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("target", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_every_cast(source, target):  # type: ignore[no-untyped-def]
@@ -181,11 +184,13 @@ def test_library_masks(name):  # type: ignore[no-untyped-def]
         assert_lists(library_masks(*lengths)[name], lengths, tile, options=ALL if at > 1 else [(at == 1, True)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["document_causal", "tree", "causal_offset", "padding_causal"])
 def test_several_ways(name, way):  # type: ignore[no-untyped-def]
     assert_lists(library_masks(97, 31)[name], (97, 31), (20, 6), (2, 1), options=ALL[:1])
 
 
+@pytest.mark.covering(2, of=lambda seed: (seed % len(SHAPES), seed // 4 % 3))
 @pytest.mark.parametrize("seed", range(32))
 def test_random_masks(seed):  # type: ignore[no-untyped-def]
     lengths, tile = SHAPES[seed % len(SHAPES)]

@@ -1,4 +1,6 @@
-"""Cross-compiles the kernels of a head dimension for sm_90a; prints {name: bytes of local memory}. Arguments: folder, head_dim, head_dim_v.
+"""Cross-compiles the kernels of a head dimension for sm_90a; prints {name: bytes of local memory}.
+
+Arguments: folder, head_dim, head_dim_v, and perhaps which cases.
 
 A process of its own: the architecture is an environment variable that CuTe DSL reads once.
 """
@@ -152,17 +154,10 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
 
 
-# each field of these has its value in other cases too, so that they are compiled only where all are (``make test-long``)
-COVERED = {"highest", "alibi", "capped", "document", "ragged", "ragged lists", "packed alibi", "packed relative"}
-
-
-def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "", part: str = "0/1") -> None:
-    """Compiles the cases whose names begin with ``only``; of several parts, which are without the covered cases, the one of that number."""
-    result, (first, parts) = {}, map(int, part.split("/"))
-    known = cases() | (rare() if only else {})
-    chosen = [name for name in known if name.startswith(only) and (parts == 1 or name not in COVERED)][first::parts]
-    kept = {field for name, (_, fields) in known.items() if name not in COVERED for field in fields.items()}
-    assert all(field in kept for name in COVERED for field in known[name][1].items()), "a field that no other case has"
+def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
+    """Compiles the cases of these names or of these first words; all, but for the rare ones, if none is given."""
+    result, known = {}, cases() | (rare() if only else {})
+    chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
             continue

@@ -199,6 +199,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "dtype"), CALLS, ids=str)
 def test_programs_in_another_order_give_the_same_bits(name: str, dtype: torch.dtype, turned: Any, counted: list[int]) -> None:
     first = gradients(name, dtype)

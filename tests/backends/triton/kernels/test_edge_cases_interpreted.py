@@ -24,6 +24,7 @@ from tests.entry_points import test_flash_varlen as varlen_tests
 from tests.entry_points.test_flash_cache import Setting
 from tests.support import flash_calls as calls
 from tests.support import sequences as seq
+from tests.support.covering import few
 from tests.support.flash_calls import RECIPES, Recipe
 from tests.support.flex_calls import judge
 from tests.support.sequences import Meaning
@@ -109,7 +110,7 @@ def test_07_head_dims(d: int, dv: int) -> None:
 # ---- 8. ratios of heads, and a mod that asks the query head
 
 
-@pytest.mark.parametrize("ratio", [6, 7, 12])
+@pytest.mark.parametrize("ratio", few([6, 7, 12], 7))
 def test_08_grouped_heads(ratio: int) -> None:
     q, k, v = qkv(1, ratio, 1, 18, 24, 8, 8)
     bias = torch.linspace(-1, 1, ratio, dtype=torch.float64)
@@ -137,7 +138,7 @@ def test_11_tables_of_exactly_the_lengths() -> None:
 # ---- 12. garbage: in padding rows, forward and backward; in pages and rows of a cache that are not in use
 
 
-@pytest.mark.parametrize("form", ["tail", "partly used", "padded", "pages of 3", "pages of 16"])
+@pytest.mark.parametrize("form", few(["tail", "partly used", "padded", "pages of 3", "pages of 16"], "partly used", "pages of 3"))
 def test_12_garbage_in_padding_and_unused_pages(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v, dout and dlse of rows that belong to no sequence; sequences end inside of tiles and pages."""
     found = []

@@ -10,12 +10,14 @@ from anyattn import masks
 from anyattn.backends.triton import api, launch_shape
 from anyattn.backends.triton.codegen import entry
 from anyattn.testing import cases
+from tests.support.covering import few
 from tests.support.flex_calls import judge, results
 from tests.support.triton import proof
 
 NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
 
 
+@pytest.mark.covering(1, of=lambda case, dtype: (case.variant, case.kind, case.shape, dtype))
 @pytest.mark.parametrize(("case", "dtype"), proof.matrix(proof.FEW), **NAMES)
 def test_variant(case, dtype):
     want = cases.expected(case, dtype)
@@ -48,7 +50,7 @@ def test_ladder(name, dtype):
     judge(*qkv(1, rung.ratio, 1, 75, 75, 16, 16, dtype=dtype), mask=rung.mask)
 
 
-@pytest.mark.parametrize(("ratio", "packed", "splits"), [(71, 24, 3), (33, 17, 1)])
+@pytest.mark.parametrize(("ratio", "packed", "splits"), [pytest.param(71, 24, 3, marks=pytest.mark.slow), (33, 17, 1)])
 def test_heads_that_share_tiles_unevenly(ratio, packed, splits, monkeypatch):
     """71 heads are 24, 24 and 23; each sees other keys than its neighbours, and the next K/V head's are others again."""
     q, k, v = qkv(1, 2 * ratio, 2, 1, 70, 16, 16)
@@ -82,6 +84,7 @@ def test_head_dims(place, d, dv):
     judge(*qkv(1, 2, 1, 40, 37, d, dv, dtype=proof.DTYPES[place % 3]), mask=masks.causal(5))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tiles", [(16, 64), (64, 16), (128, 32)], ids=str)
 @pytest.mark.parametrize("name", ["sink_window", "relative_window", "documents"])
 def test_tiles_of_any_size(tiles, name):
@@ -191,7 +194,7 @@ def test_heads_in_turn_are_all_heads(name, monkeypatch):
     assert all(torch.equal(got[n], found[0][n]) for got in found[1:] for n in got)
 
 
-@pytest.mark.parametrize("name", ["band", "not one run"])
+@pytest.mark.parametrize("name", few(["band", "not one run"], "not one run"))
 def test_more_row_tiles_than_are_looked_at_together(name):
     """128 are; and those that see all of a tile's keys need not be one run."""
     band = lambda b, h, i, j: (j >= i // 50) & (j < i // 50 + 20)

@@ -61,6 +61,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("name", MASKS)
 def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def]
@@ -73,6 +74,7 @@ def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def
     assert seen(launched, None, MASKS[name], None, splits=3)["IS_DESCRIBED"] == min(ways[1], 2), "parts are written row by row"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: ignore[no-untyped-def]

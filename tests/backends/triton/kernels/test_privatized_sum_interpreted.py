@@ -21,6 +21,7 @@ from anyattn.testing import cases
 from anyattn.validate import flex
 from tests.entry_points import test_flash_varlen as varlen
 from tests.support import sequences as seq
+from tests.support.covering import few
 from tests.support.flex_calls import judge
 from tests.support.sequences import Meaning
 
@@ -58,6 +59,7 @@ CALLS = [(name, dtype, "usual") for name in MODS for dtype in (torch.bfloat16, t
 CALLS += [(name, torch.bfloat16, room) for name in ("few buckets", "rows", "pairs", "whole and halves") for room in ("little", "none")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "dtype", "room"), CALLS, ids=str)
 def test_gradients(name: str, dtype: torch.dtype, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles that sum by diagonals and in tiles that do not; heads in groups, a mask that cuts tiles. room: for many copies, few, one."""
@@ -71,7 +73,7 @@ def test_gradients(name: str, dtype: torch.dtype, room: str, monkeypatch: pytest
     judge(q, k, v, score=mod(*captured), mask=masks.causal(9), label=f"{name} {room}", **options)
 
 
-@pytest.mark.parametrize("name", ["few buckets", "pairs", "rows"])
+@pytest.mark.parametrize("name", few(["few buckets", "pairs", "rows"], "few buckets", "pairs"))
 def test_packed_and_paged_sequences(name: str) -> None:
     shapes, mod = MODS[name]
     captured = [table(*shape) for shape in shapes]
@@ -154,14 +156,14 @@ def test_a_tile_of_one_entry_adds_one_number(summed: list[torch.Tensor]) -> None
     assert lanes[0, 0, :, 0].count_nonzero() > 1 and not lanes[..., 1:].any() and not lanes.flatten(0, 1)[1:].any()
 
 
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("own", few([torch.bfloat16, torch.float16, torch.float32, torch.float64], torch.bfloat16, torch.float64), ids=str)
 def test_captured_dtypes(own: torch.dtype) -> None:
     """A gradient has its tensor's dtype, and does not depend on it but for the last rounding of both."""
     captured, (grad,), _ = backward("pairs", torch.bfloat16, own)
     assert grad.dtype is own and grad.shape == captured[0].shape and bool(grad.isfinite().all()) and bool(grad.any())
 
 
-@pytest.mark.parametrize("wants", [(), (0,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("wants", few([(), (0,), (0, 2), (1, 2)], (0, 2), (1, 2)), ids=str)
 def test_of_some_tensors_alone(wants: tuple[int, ...], summed: list[torch.Tensor]) -> None:
     """The bits of each gradient are those of the call in which all are wanted."""
     _, everything, dq = backward("whole and halves", torch.bfloat16, wants=(0, 1, 2))

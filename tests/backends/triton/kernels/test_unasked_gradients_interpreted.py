@@ -19,9 +19,10 @@ import anyattn
 from anyattn import masks
 from anyattn.custom_ops import flex as ops
 from anyattn.testing import cases
+from tests.support.covering import few
 
 NAMES = ("q", "k", "v", "captured")
-SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(NAMES, n)]
+SUBSETS = {n: list(itertools.combinations(NAMES, n)) for n in (1, 2, 3)}  # by how many are wanted
 Call = Callable[[dict[str, Tensor]], Tensor]
 
 
@@ -85,11 +86,13 @@ def check(call: Call, given: dict[str, Tensor], wanted: tuple[str, ...], all_of_
         assert one is None or other is None or same(one, other), name
 
 
+@pytest.mark.parametrize("counts", few([(1, 3), (2,)], (1, 3)), ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_wanted_is_the_same(name: str) -> None:
+def test_what_is_wanted_is_the_same(name: str, counts: tuple[int, ...]) -> None:
+    """One alone and all but one; ``make test-long``: two too."""
     given = drawn()
     every, _ = grads(CALLS[name], given, NAMES)
-    for wanted in SUBSETS:
+    for wanted in (s for n in counts for s in SUBSETS[n]):
         if any(every[n] is not None for n in wanted):
             check(CALLS[name], given, wanted, every)
 

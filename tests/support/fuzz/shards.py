@@ -1,0 +1,11 @@
+"""Shards of fixed random calls: of each kind ``make test`` runs the first half, ``make test-long`` all. Fresh calls fill every shard."""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["shards"]
+
+
+def shards(count: int, fresh: int) -> list:
+    return [shard if fresh or shard < (count + 1) // 2 else pytest.param(shard, marks=pytest.mark.slow) for shard in range(count)]
