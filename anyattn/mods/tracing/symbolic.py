@@ -133,6 +133,11 @@ class Value:
     def __init__(self, builder: Builder, node: int):
         self.builder, self.node = builder, node
 
+    @property
+    def __class__(self) -> type:
+        """What ``isinstance`` is told: a tensor where it stands for one (``type_checks.py`` answers for numbers)."""
+        return torch.Tensor if self.is_tensor else Value
+
     # -- attributes of a tensor of rank 0
     shape, ndim = torch.Size(()), 0
 
@@ -229,10 +234,21 @@ class Value:
     def __contains__(self, item: Any) -> bool:
         raise mod_error("`in` has no meaning per (q, kv)", "write it with == and |")
 
+    def _need_number(self) -> None:
+        """Requests a new trace if this is made of captured numbers alone, whose hash and text are those of a Python number."""
+        if is_weak(self.kind) and (scalars := _scalar_slots(self.builder, self.node)):
+            raise NeedsNumber(scalars)
+
     def __hash__(self) -> int:
+        self._need_number()
         return id(self)
 
+    def __format__(self, spec: str) -> str:
+        self._need_number()
+        return format(repr(self), spec)
+
     def __repr__(self) -> str:
+        self._need_number()
         return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
 
     def __round__(self, digits: int | None = None) -> Value:
@@ -246,6 +262,8 @@ class Value:
             return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
         if is_random(name):
             refuse_random(f"torch.Tensor.{name}")
+        if hasattr(self.kind, name) and is_weak(self.kind):  # n.bit_length() of a captured number
+            return getattr(self.python_number(f".{name}"), name)
         raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
