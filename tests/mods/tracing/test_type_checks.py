@@ -77,5 +77,5 @@ def test_methods_of_an_instance(made: type, window: object, as_method: bool) -> 
 def test_another_number_is_heard_of() -> None:
     """A trace of one number does not answer for another one where its text or its hash was read."""
     for number in (7, 8, 7):
-        mask = lambda b, h, q, k, n=number: q >= k if {7: True}.get(n) else q < k  # noqa: E731
+        mask = lambda b, h, q, k, n=number: q >= k if {7: True}.get(n) else q < k
         assert torch.equal(seen(mask, device="cpu"), create_mask(mask, 1, 1, S, S, device="cpu"))
