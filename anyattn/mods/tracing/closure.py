@@ -19,7 +19,7 @@ import torch
 
 from anyattn.mods.tracing.pure_names import STABLE_MODULES, has_pure_name, names_of
 from anyattn.mods.tracing.random_numbers import refusing
-from anyattn.mods.tracing.type_checks import TYPE_CHECKS, has_type_checks
+from anyattn.mods.tracing.type_checks import TYPE_CHECKS, aware, has_type_checks
 
 __all__ = ["Found", "is_number", "rebuild", "walk"]
 
@@ -115,7 +115,8 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
             cells.append(cell)
     names = fn.__globals__
     if not _from_stable_module(fn):
-        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
+        named = _global_names(fn.__code__)
+        replaced = {n: _rebuild(aware(names[n], named), lift, done) for n in named if n in names}
         names = {**TYPE_CHECKS, **names, **replaced}
     defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
     copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)

@@ -133,11 +133,6 @@ class Value:
     def __init__(self, builder: Builder, node: int):
         self.builder, self.node = builder, node
 
-    @property
-    def __class__(self) -> type:
-        """What ``isinstance`` is told: a tensor where it stands for one (``type_checks.py`` answers for numbers)."""
-        return torch.Tensor if self.is_tensor else Value
-
     # -- attributes of a tensor of rank 0
     shape, ndim = torch.Size(()), 0
 

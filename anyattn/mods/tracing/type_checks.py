@@ -1,4 +1,4 @@
-"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr`` and ``getattr`` answer for what a symbolic value stands for.
+"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr``, ``getattr`` and ``torch.is_tensor`` answer for what a symbolic value stands for.
 
 A captured number is traced as a symbolic value, which is no ``int``; a mod that asks ``isinstance(window, int)`` has to hear of the number.
 Copies of the mod's functions look these built-ins up here (``closure.py``). The methods of a class are not copied: where they ask, the
@@ -11,15 +11,20 @@ import functools
 import types
 from typing import Any
 
-from anyattn.mods.ir.expr import is_weak
-from anyattn.mods.tracing.symbolic import Value
+import torch
 
-__all__ = ["TYPE_CHECKS", "has_type_checks"]
+from anyattn.mods.ir.expr import is_weak
+from anyattn.mods.tracing.symbolic import Value, View
+from anyattn.mods.tracing.vectors import Vector
+
+__all__ = ["TYPE_CHECKS", "aware", "has_type_checks"]
 
 
 def _meant(item: Any) -> Any:
-    """A number of the captured number's type; ``item`` itself where it is anything else."""
-    return item.kind() if type(item) is Value and is_weak(item.kind) else item
+    """A number of the captured number's type, a tensor of the dtype of what stands for one; ``item`` itself where it is no symbol."""
+    if type(item) is Value:
+        return item.kind() if is_weak(item.kind) else torch.empty((), dtype=item.dtype)  # type: ignore[operator]
+    return torch.empty((), dtype=item.dtype) if isinstance(item, (View, Vector)) else item
 
 
 def _isinstance(item: Any, classes: Any) -> bool:
@@ -27,10 +32,7 @@ def _isinstance(item: Any, classes: Any) -> bool:
 
 
 def _type(*args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs:
-        return type(*args, **kwargs)
-    meant = _meant(args[0])
-    return meant.__class__ if type(meant) is Value else type(meant)
+    return type(_meant(args[0])) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
 
 def _hasattr(item: Any, name: str) -> bool:
@@ -43,6 +45,21 @@ def _getattr(item: Any, name: str, *default: Any) -> Any:
 
 
 TYPE_CHECKS = types.MappingProxyType({"isinstance": _isinstance, "type": _type, "hasattr": _hasattr, "getattr": _getattr})
+
+
+@functools.lru_cache(maxsize=1)
+def _torch() -> types.ModuleType:
+    """torch with an ``is_tensor`` that knows symbols: they cannot pass for tensors themselves, for C code would read their memory."""
+    copy = types.ModuleType("torch")
+    vars(copy).update(vars(torch), is_tensor=lambda item: _isinstance(item, torch.Tensor))
+    return copy
+
+
+def aware(item: Any, names: tuple[str, ...]) -> Any:
+    """``item``, or what answers in its place for code that uses ``names``."""
+    if "is_tensor" in names and (item is torch or item is torch.is_tensor):
+        return _torch() if item is torch else _torch().is_tensor
+    return item
 
 
 @functools.lru_cache(maxsize=256)
