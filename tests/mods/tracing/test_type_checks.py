@@ -71,7 +71,7 @@ class Inherited(Window):
 def test_methods_of_an_instance(made: type, window: object, as_method: bool) -> None:
     mask = made(window)
     given = mask.near if as_method else mask
-    wanted = create_mask(lambda *at: given(*at), 1, 1, S, S, device="cpu")  # torch counts a method's self as an argument
+    wanted = create_mask(lambda b, h, q, k: given(b, h, q, k), 1, 1, S, S, device="cpu")  # torch counts a method's self as an argument
     assert torch.equal(seen(given, device="cpu"), wanted)
 
 
@@ -84,7 +84,7 @@ def test_another_number_is_heard_of() -> None:
 
 def test_c_code_is_handed_no_symbol_for_a_tensor() -> None:
     """A value that told ``isinstance`` in C that it was a tensor would have its memory read as one."""
-    mod = lambda s, b, h, q, k: torch.nan_to_num(torch.where(q > k, s, float("nan")), nan=0.5)  # noqa: E731
+    mod = lambda s, b, h, q, k: torch.nan_to_num(torch.where(q > k, s, float("nan")), nan=0.5)
     q = torch.randn(1, 1, S, 16)
     wanted = torch.where(torch.ones(S, S).tril(-1).bool(), q @ q.mT / 4, 0.5).softmax(-1) @ q
     assert torch.allclose(anyattn.flex_attention(q, q, q, mod), wanted, atol=1e-5)
