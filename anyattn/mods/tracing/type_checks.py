@@ -1,4 +1,4 @@
-"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr``, ``getattr`` and ``torch.is_tensor`` answer for what a symbolic value stands for.
+"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr``, ``getattr``, ``torch.is_tensor`` answer for what a symbol stands for.
 
 A captured number is traced as a symbolic value, which is no ``int``; a mod that asks ``isinstance(window, int)`` has to hear of the number.
 Copies of the mod's functions look these built-ins up here (``closure.py``). The methods of a class are not copied: where they ask, the
