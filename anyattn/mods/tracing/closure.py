@@ -141,7 +141,7 @@ def _rebuild_instance(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     except TypeError:
         return item
     done[id(item)] = copy
-    if not _is_own(item) and has_type_checks(type(item)):
+    if not _is_own(item) and has_type_checks(type(item)):  # type: ignore[arg-type]
         lift = _unlifted
     copy.__dict__.update({k: _rebuild_contents(v, lift, done) for k, v in state.items()})
     return copy
