@@ -162,7 +162,7 @@ def _refuse() -> NoReturn:
 
 
 def _usable_number(x: Any) -> bool:
-    if type(x) not in (float, int) or not abs(x) <= flex.FLOAT32_MAX:
+    if type(x) not in (float, int) or not abs(x) <= flex.LARGEST_SCALE:
         raise NotCacheable
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,7 @@ def command(
     for out in outs:
         if out.suffix.lower() not in (".png", ".svg"):
             raise click.BadParameter(f"--out {out}: the name must end in .png or .svg")
+    _check_places(outs, figures)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to time the CPU, or run 'anyattn doctor'")
@@ -171,6 +173,15 @@ def _record(case: Case, variant: Variant, limit: Limits, watch: Any) -> Record:
         return runner.refused(case, error)
 
 
+def _check_places(outs: tuple[Path, ...], figures: Path | None) -> None:
+    """Raises before anything is timed, not after."""
+    given = [("--out", out) for out in outs] + [("--json", figures)] * (figures is not None and str(figures) != "-")
+    for option, path in given:
+        above = next(folder for folder in path.absolute().parents if folder.exists())  # type: ignore[union-attr]
+        if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):  # type: ignore[union-attr]
+            raise click.BadParameter(f"{option} {path}: no file can be written there; name one in a folder that you may write to")
+
+
 def _write(records: list[Record], cases: list[Case], console: Console, outs: tuple[Path, ...], figures: Path | None) -> None:
     where = machine.describe("anyattn bench " + " ".join(sys.argv[2:]))
     if cases[0].device == "cuda":
@@ -180,7 +191,11 @@ def _write(records: list[Record], cases: list[Case], console: Console, outs: tup
     try:
         if figures is not None:
             text = json.dumps({"machine": where, "cases": [record.as_json() for record in records]}, indent=1)
-            click.echo(text) if str(figures) == "-" else figures.write_text(text + "\n")
+            if str(figures) == "-":
+                click.echo(text)
+            else:
+                figures.parent.mkdir(parents=True, exist_ok=True)
+                figures.write_text(text + "\n")
         if outs and any(record.timings for record in records):
             from anyattn.cli import pictures
 

@@ -29,7 +29,7 @@ from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast
-from anyattn.validate.flex import FLOAT32_MAX
+from anyattn.validate.flex import LARGEST_SCALE
 
 __all__ = ["Reader", "direct", "found", "key_of", "remember"]
 
@@ -128,7 +128,7 @@ def key_of(given: Any, lists: Known | None) -> tuple | None:
 
 
 def _is_usable(scale: Any) -> bool:
-    return type(scale) is float and -FLOAT32_MAX <= scale <= FLOAT32_MAX
+    return type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE
 
 
 def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] | None:
@@ -174,7 +174,7 @@ def direct(operator: Any) -> Callable[..., Any]:
     """The direct call of ``anyattn::attend`` (``direct.py``), with a short way for what came here before."""
     source = f"""
 def call({_NAMES}):
-    if not (type(scale) is float and -FLOAT32_MAX <= scale <= FLOAT32_MAX) or needs_dispatcher():
+    if not (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE) or needs_dispatcher():
         return first({_NAMES})
     constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
     again = latest(constants)
@@ -217,7 +217,7 @@ def call({_NAMES}):
     return result.out, result.lse, result.max_scores if wants_max else again.nothing
 """
     scope = {
-        **_scope, "FLOAT32_MAX": FLOAT32_MAX, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
+        **_scope, "LARGEST_SCALE": LARGEST_SCALE, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
         "known_lists": list_operands.known_by_now, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
         "forward": autograd.forward, "latest": _latest.get, "put_latest": _latest.put, "captured": _captured, "is_autocast": autocast.is_on,
         "are_counted_unwritten": list_operands.are_counted_unwritten, "problem_of": Problem.of_fields,

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LN2
 from anyattn.mods.analysis.row_ranges import check_positions, row_ranges
 from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
 from anyattn.mods.tracing.cute_mod import native_mod
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
-    "FLOAT32_MAX",
+    "LARGEST_SCALE",
     "aux_list",
     "captured_devices",
     "check_held",
@@ -177,7 +178,7 @@ def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor,
         raise ValueError(
             f"query has {heads_q} heads but key and value have {heads_kv}; pass enable_gqa=True to share K/V heads among query heads"
         )
-    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+    if heads_q != heads_kv and (0 in (heads_q, heads_kv) or heads_q % heads_kv):
         raise ValueError(f"query has {heads_q} heads, not a multiple of the {heads_kv} of key and value; wanted Hq % Hkv == 0")
     if key.shape[0] != batch:
         if key.shape[0] != 1:
@@ -376,15 +377,14 @@ def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
     return number
 
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+LARGEST_SCALE = 0.99 * LN2 * torch.finfo(torch.float32).max  # float32 also holds it times log2(e), by which kernels count in powers of two
 
 
 def check_held(name: str, number: float, dtype: torch.dtype) -> None:
-    """Raises ``ValueError`` for a number that is infinite in float32, where scores of these inputs are computed in float32."""
-    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
+    """Raises ``ValueError`` for a number by which no score is finite in float32, where scores of these inputs are computed in float32."""
+    if abs(number) > LARGEST_SCALE and dtype is not torch.float64:
         raise ValueError(
-            f"{name}={number!r}; wanted at most {FLOAT32_MAX:.3g} in size, the greatest number of float32, in which scores are "
-            "computed, or inputs of float64"
+            f"{name}={number!r}; wanted at most {LARGEST_SCALE:.3g} in size, for scores are computed in float32, or inputs of float64"
         )
 
 

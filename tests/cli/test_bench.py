@@ -99,6 +99,8 @@ def test_dense_matrices_that_do_not_fit_are_refused_in_words(monkeypatch):
         (("causal", "sliding_window"), "'sliding_window' is a second mask; wanted at most one: compose them, 'causal() & document(...)'"),
         (("alibi", "softcap(2.0)"), "'softcap(2.0)' is a second score mod; wanted at most one: chain them with .then"),
         (("no_such",), "'no_such' is no mask"),
+        (("--json", __file__ + "/figures.json"), "no file can be written there"),
+        (("--out", __file__ + "/speed.svg"), "no file can be written there"),
         (("--out", "speed.pdf"), "the name must end in .png or .svg"),
         (("--seqlen", 2**22, "--heads", 4096), "GiB: fewer positions, heads or batch entries"),
     ],

@@ -155,7 +155,7 @@ def test_an_index_in_range_only_where_the_mask_allows_is_in_range():
         flex(score_mod=biased, mask_mod=lambda b, h, q, k: k < 17)
 
 
-@pytest.mark.parametrize("scale", [1e300, -3.5e38, 10**400])
+@pytest.mark.parametrize("scale", [1e300, -3.5e38, 3e38, 10**400])
 def test_a_scale_that_float32_does_not_hold(scale):
     """First calls, known ones and compiled ones; inputs of float64 have scores of float64."""
     packed = [t.transpose(1, 2) for t in (Q, K, V)]
@@ -163,11 +163,28 @@ def test_a_scale_that_float32_does_not_hold(scale):
     flex(scale=2.0), anyattn.flash_attn_func(*packed, softmax_scale=2.0)
     calls = [lambda: flex(scale=scale), lambda: anyattn.flash_attn_func(*packed, softmax_scale=scale)]
     for call in calls + [lambda: compiled(scale)] * isinstance(scale, float):
-        with pytest.raises((ValueError, RuntimeError), match=r"scale=.*; wanted (at most 3.4e\+38|a finite number)"):
+        with pytest.raises((ValueError, RuntimeError), match=r"scale=.*; wanted (at most 2.34e\+38|a finite number)"):
             call()
     if isinstance(scale, float):
         double = [t.double() * 1e-300 for t in (Q, K, V)]
         assert bool(anyattn.flex_attention(*double, scale=scale).isfinite().all())
+
+
+def test_the_largest_scale_is_computed():
+    nought = torch.zeros(1, 1, 8, 16, requires_grad=True)
+    out = anyattn.flex_attention(nought, nought, nought, scale=2.3e38)
+    out.sum().backward()
+    assert bool(out.isfinite().all()) and bool(nought.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("heads", [(0, 2), (2, 0)])
+def test_no_heads_beside_some(heads):
+    q, k = (torch.randn(1, n, 8, 16) for n in heads)
+    with pytest.raises(ValueError, match=r"query has \d heads, not a multiple of the \d of key and value"):
+        anyattn.flex_attention(q, k, k, enable_gqa=True)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    with pytest.raises(ValueError, match=r"heads"):
+        anyattn.flash_attn_func(q, k, k)
 
 
 def test_a_softcap_that_float32_does_not_hold():

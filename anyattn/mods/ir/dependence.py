@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, unwrapped
-from anyattn.mods.ir.expr import Expr, Node
+from anyattn.mods.ir.expr import Expr, Node, category
 
 __all__ = ["FAR_NUMBER", "Dep", "dependence", "relies_on_near_numbers"]
 
@@ -114,9 +114,11 @@ def _slope(node: Node, expr: Expr, args: list[Dep], union: Dep) -> tuple[int, in
     slopes = [a.slope for a in args]
     if any(s is None for s in slopes) or node.op not in ("add", "sub", "neg", "mul", "cast"):
         return None
+    if category(node.dtype) == "float":  # sums of floats are rounded: (q + 0.1) - (kv + 0.1) depends on more than q - kv
+        return None
     if node.op == "cast":
         whole = expr.nodes[node.args[0]].dtype
-        return slopes[0] if node.dtype is whole or str(node.dtype) in ("torch.int64", "torch.float64") else None
+        return slopes[0] if node.dtype is whole or str(node.dtype) == "torch.int64" else None
     if node.op == "neg":
         return (-slopes[0][0], -slopes[0][1])  # type: ignore[index]
     (a, b), (c, d) = slopes  # type: ignore[misc]

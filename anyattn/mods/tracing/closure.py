@@ -19,6 +19,7 @@ import torch
 
 from anyattn.mods.tracing.pure_names import STABLE_MODULES, has_pure_name, names_of
 from anyattn.mods.tracing.random_numbers import refusing
+from anyattn.mods.tracing.type_checks import TYPE_CHECKS, aware, has_type_checks
 
 __all__ = ["Found", "is_number", "rebuild", "walk"]
 
@@ -114,8 +115,9 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
             cells.append(cell)
     names = fn.__globals__
     if not _from_stable_module(fn):
-        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
-        names = {**names, **replaced}
+        named = _global_names(fn.__code__)
+        replaced = {n: _rebuild(aware(names[n], named), lift, done) for n in named if n in names}
+        names = {**TYPE_CHECKS, **names, **replaced}
     defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
     copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)
     copy.__kwdefaults__ = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
@@ -139,8 +141,14 @@ def _rebuild_instance(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     except TypeError:
         return item
     done[id(item)] = copy
+    if not _is_own(item) and has_type_checks(type(item)):  # type: ignore[arg-type]
+        lift = _unlifted
     copy.__dict__.update({k: _rebuild_contents(v, lift, done) for k, v in state.items()})
     return copy
+
+
+def _unlifted(number: int | float) -> int | float:
+    return number
 
 
 # ---- recognising

@@ -21,6 +21,7 @@ from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outsi
 from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
+from anyattn.mods.tracing.weak_captures import scalar_slots
 
 __all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
 
@@ -191,7 +192,7 @@ class Value:
     # -- Python's number protocol
     def python_number(self, use: str, cure: str = "") -> Any:
         """Requests a new trace in which this is a Python number; ``ModError`` where it cannot be one."""
-        scalars = _scalar_slots(self.builder, self.node)
+        scalars = scalar_slots(self.builder.nodes, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
         raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", cure or truth_cure())
@@ -229,10 +230,17 @@ class Value:
     def __contains__(self, item: Any) -> bool:
         raise mod_error("`in` has no meaning per (q, kv)", "write it with == and |")
 
+    def _need_number(self) -> None:
+        """Requests a new trace if this is made of captured numbers alone, whose hash and text are those of a Python number."""
+        if is_weak(self.kind) and (scalars := scalar_slots(self.builder.nodes, self.node)):
+            raise NeedsNumber(scalars)
+
     def __hash__(self) -> int:
+        self._need_number()
         return id(self)
 
     def __repr__(self) -> str:
+        self._need_number()
         return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
 
     def __round__(self, digits: int | None = None) -> Value:
@@ -246,6 +254,8 @@ class Value:
             return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
         if is_random(name):
             refuse_random(f"torch.Tensor.{name}")
+        if hasattr(self.kind, name) and is_weak(self.kind):  # n.bit_length() of a captured number
+            return getattr(self.python_number(f".{name}"), name)
         raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -272,23 +282,10 @@ class Value:
         return _call(name, *args, **(kwargs or {}))
 
 
-def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
-    """The captured numbers that ``node`` is computed from, None if it depends on anything else."""
-    slots, stack = set(), [node]
-    while stack:
-        current = builder.nodes[stack.pop()]
-        if current.op in ("index", "score", "load"):
-            return None
-        if current.op == "scalar":
-            slots.add(current.attr)
-        stack.extend(current.args)
-    return frozenset(slots)  # type: ignore[arg-type]
-
-
 def _ask_for_numbers(items: Any) -> None:
     """Requests the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
     values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
-    slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
+    slots = [scalar_slots(item.builder.nodes, item.node) for item in values if isinstance(item, Value)]
     if slots and None not in slots and not any(isinstance(item, View) for item in values):
         raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
 
@@ -350,7 +347,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
         if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
-            raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
+            raise NeedsNumber(scalar_slots(builder.nodes, left) | scalar_slots(builder.nodes, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:
             name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from anyattn.mods.ir.dependence import FAR_NUMBER, relies_on_near_numbers
-from anyattn.mods.ir.expr import OPS, Expr
+from anyattn.mods.ir.expr import OPS, Expr, Node
 
-__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "slots_in_question", "strayed"]
+__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "scalar_slots", "slots_in_question", "strayed"]
 
 NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
 _MOST_SHIFT = 64  # 1 << n is as long as n says
@@ -76,6 +76,19 @@ def _slots_below(expr: Expr, at: int) -> frozenset[int]:
     slots, stack = set(), [at]
     while stack:
         node = expr.nodes[stack.pop()]
+        if node.op == "scalar":
+            slots.add(int(node.attr))  # type: ignore[call-overload]
+        stack.extend(node.args)
+    return frozenset(slots)
+
+
+def scalar_slots(nodes: Sequence[Node], at: int) -> frozenset[int] | None:
+    """The slots of the captured numbers that the node ``at`` is computed from, None if it depends on anything else."""
+    slots, stack = set(), [at]
+    while stack:
+        node = nodes[stack.pop()]
+        if node.op in ("index", "score", "load"):
+            return None
         if node.op == "scalar":
             slots.add(int(node.attr))  # type: ignore[call-overload]
         stack.extend(node.args)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.nn.attention.flex_attention import create_mask
 
-from anyattn import masks, scores
+from anyattn import create_block_mask, flex_attention, masks, scores
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
@@ -109,6 +110,27 @@ def test_masks(name):
 def test_slopes():
     expr = trace(lambda b, h, q, k: 3 * (q - 2 * k) + h == 0, "mask").expr
     assert any(d.slope == (3, -6) for d in dependence(expr))
+
+
+FLOATS = {
+    "a sum that is rounded": lambda b, h, q, k: (q.double() + 0.1) - (k.double() + 0.1) == 3,
+    "on both sides": lambda b, h, q, k: q.double() - 0.3 >= k.double() + 0.1,
+    "whole numbers beyond 2^53": lambda b, h, q, k: (q + 2**53).double() >= (k + 2**53).double(),
+    "absorbed": lambda b, h, q, k: (q.double() + 1e17) >= (k.double() + 1e17),
+    "a captured number": lambda b, h, q, k, x=0.1: (q.double() + x) - (k.double() + x) >= 3,
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_sums_of_floats_are_no_difference_of_positions(name):
+    """They are rounded by where they are: no diagonal of a mask may be told from its first element."""
+    size = 160
+    expr = trace(FLOATS[name], "mask").expr
+    assert not dependence(expr)[expr.outputs[0]].diagonal
+    zero, each = torch.zeros(1, 1, size, 16), torch.eye(size)[None, None]
+    for call in ({"mask_mod": FLOATS[name]}, {"block_mask": create_block_mask(FLOATS[name], 1, 1, size, size, device="cpu")}):
+        seen = flex_attention(zero, zero, each, **call) > 0
+        assert torch.equal(seen, create_mask(FLOATS[name], 1, 1, size, size, device="cpu"))
 
 
 def test_library_scores():
