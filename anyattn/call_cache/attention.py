@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn import hardware, planner
-from anyattn.call_cache.calls import RememberedCall, clear, known, remember, size
+from anyattn.call_cache.calls import RememberedCall, clear, known, remember, score_of_user, size
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, signature_of_varlen
 from anyattn.mods.tracing.trace import TracedMod
@@ -114,7 +114,7 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_o
         problem, plan = _planned_flash(q, k, v, given, backend)
         if found is not None:
             again = partial(_signature_of_flash, q, k, v, given, backend)
-            remember(found, again, problem, plan, _score_of_user(given, problem), arguments)
+            remember(found, again, problem, plan, score_of_user(given, problem), arguments)
         return problem, plan
     q, k, v = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
     return Problem.of_fields(warm.filled(q, k, v, given.sink, given.softmax_scale, found, arguments)), warm.plan
@@ -127,13 +127,6 @@ def _planned_flash(q: Any, k: Any, v: Any, given: Options, backend: str | None) 
 
 def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "sink": given.sink, "alibi_slopes": given.alibi_slopes}
-
-
-def _score_of_user(given: Options, problem: Problem) -> TracedMod | None:
-    """The part of the problem's score that is the user's: softcap and ALiBi come before it."""
-    if given.score_mod is None:
-        return None
-    return flex.traced(given.score_mod, "score", problem.q, None if given.aux_tensors is None else list(given.aux_tensors))
 
 
 # ---- flash_attn_varlen_func
@@ -153,7 +146,7 @@ def varlen_call(
         problem, plan = _planned_varlen(q, k, v, places, given, backend)
         if found is not None:
             again = partial(signature_of_varlen, q, k, v, places, given, backend)
-            remember(found, again, problem, plan, _score_of_user(given, problem), arguments)
+            remember(found, again, problem, plan, score_of_user(given, problem), arguments)
         return problem, plan
     filled = warm.filled(_heads_first(q), _heads_first(k), _heads_first(v), given.sink, given.softmax_scale, found, arguments)
     filled["sequences"] = StoredSequences(LengthTables(*places.tables[:4]), found.sizes, places.tables[4], q.device)

@@ -16,8 +16,10 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import CacheSizes
+from anyattn.validate import flex
+from anyattn.validate.flash import Options
 
-__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "size"]
+__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "score_of_user", "size"]
 
 MOST = 512
 
@@ -141,6 +143,13 @@ def remember(
     except NotCacheable:
         return
     _calls.put(found.key, RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), **more))
+
+
+def score_of_user(given: Options, problem: Problem) -> TracedMod | None:
+    """The part of the problem's score that is the user's: softcap and ALiBi come before it."""
+    if given.score_mod is None:
+        return None
+    return flex.traced(given.score_mod, "score", problem.q, None if given.aux_tensors is None else list(given.aux_tensors))
 
 
 def _without_tensors(problem: Problem) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from anyattn import hardware, planner
-from anyattn.call_cache.calls import RememberedCall, known, remember
+from anyattn.call_cache.calls import RememberedCall, known, remember, score_of_user
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.plan import Plan
@@ -24,7 +24,7 @@ _GIVEN = fields(
     rotary_sin=Kind.ALIGNED, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.ALIGNED, cache_leftpad=Kind.ALIGNED,
     page_table=Kind.ALIGNED, cu_seqlens_q=Kind.ALIGNED, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
 )  # fmt: skip
-_signature = signature("flash_attn_with_kvcache, unread", given=_GIVEN, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
+_signature = signature("flash_attn_with_kvcache, unread", given=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
 
 
 def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
@@ -40,7 +40,8 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
     if found is not None:
         reach = append.reach(given.k_cache), append.reach(given.v_cache)
         again = partial(_signature, given, options, backend)
-        remember(found, again, call.problem, plan, reach=reach, sizes=call.step.sizes, follows=call.step.follows)
+        of_step = {"reach": reach, "sizes": call.step.sizes, "follows": call.step.follows}
+        remember(found, again, call.problem, plan, score_of_user(options, call.problem), (options.alibi_slopes,), **of_step)
     return call, plan
 
 
@@ -57,7 +58,7 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, found: Sign
     cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
     tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
     k, v = given.k_cache.transpose(1, 2), given.v_cache.transpose(1, 2)
-    filled = warm.filled(heads_first(q), k, v, options.sink, options.softmax_scale, found)
+    filled = warm.filled(heads_first(q), k, v, options.sink, options.softmax_scale, found, (options.alibi_slopes,))
     filled["sequences"] = StoredCache(tables, sizes, q.device)
     step = CacheStep(
         q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, given.rotary_cos, given.rotary_sin,

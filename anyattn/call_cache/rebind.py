@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from anyattn.call_cache.signature import NotCacheable, Signature
-from anyattn.mods.analysis.load_bounds import doubt, hangs_on_masks, plainly_inside
+from anyattn.mods.analysis.load_bounds import doubt, hangs_on_masks, unsettled
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
@@ -80,12 +80,27 @@ def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
     for mod in mods:
         if mod.source is None:
             return False
-        sizes = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k)
-        if problem.sequences is not None and not plainly_inside(mod, *sizes):
-            return False  # then the lengths were looked at
-        hangs = doubt(mod, *sizes)
-        if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
+        hangs_on_numbers = _hangs_on_numbers(mod, problem)
+        if hangs_on_numbers is None:
             return False
-        if hangs.of_numbers:
+        if hangs_on_numbers:
             mod.source.pattern.fix(mod.source.scalars)
     return True
+
+
+def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
+    """Whether the checks of one mod hang on its numbers; None where they hang on what tensors hold."""
+    s, entries = problem.sequences, (problem.batch, problem.heads_q)
+    if s is not None:
+        if not s.is_unread:
+            return None
+        # an index that is read from a tensor is clamped, for nobody looks at it; one of positions may have had the lengths looked at
+        first, end = s.position_bounds
+        if unsettled(mod, *entries, end, problem.bound_k, first).by_positions:
+            return None
+        return doubt(mod, *entries, max(end, -first), problem.bound_k).of_numbers
+    sizes = (*entries, problem.bound_q, problem.bound_k)
+    hangs = doubt(mod, *sizes)
+    if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
+        return None
+    return hangs.of_numbers

@@ -12,7 +12,7 @@ import anyattn
 from anyattn import masks, oracle
 from anyattn.mods.tracing import trace as tracing
 from anyattn.testing import budget, cases
-from anyattn.testing.rounding import rounding
+from anyattn.testing.rounding import later, rounding
 from tests.support.counting import peak_bytes
 from tests.support.flex_calls import flex, judge, results
 
@@ -379,6 +379,27 @@ def test_12_garbage_in_a_key_reaches_only_the_rows_that_see_it():
     before = [t[:, :, :40] for t in (q, k, v)]
     exact, plain = (f(*before, mask=causal).out for f in (oracle.attention, oracle.same_dtype))
     budget.check("out", out[:, :, :40], exact, plain, rounding(*before, mask=causal).out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_12_garbage_in_a_row_that_sees_only_the_sink(dtype):
+    """It harms nobody: neither rows of which the sink takes nearly all, nor, through the gradient of the LSE, itself."""
+    q, k, v = qkv(1, 2, 1, 40, 30, 16, 8, dtype=DTYPES[dtype])
+    q[:, :, ::3] -= 80 * k[:, :, :1] / k[:, :, :1].square().sum(-1, keepdim=True)  # of which key 0 has about e^-20
+    mask = lambda b, h, i, j: torch.where(i % 3 == 0, j == 0, j <= i) & (i % 7 != 5)
+    sink = torch.tensor([1.5, -0.5], dtype=DTYPES[dtype])
+    dout, dlse = torch.randn(1, 2, 40, 8, dtype=torch.float64).to(q), torch.randn(1, 2, 40, dtype=torch.float64).to(q).float()
+    clean = [t.clone() for t in (q, k, v)]
+    q[:, :, 5::7], spoilt = math.nan, dout.clone()
+    spoilt[:, :, 12::7] = math.inf
+    leaves = [t.requires_grad_() for t in (q, k, v, sink.clone())]
+    out, lse = flex(*leaves[:3], mask_mod=mask, sink=leaves[3], enable_gqa=True, return_lse=True)
+    got = torch.autograd.grad((out, lse), leaves, (spoilt, dlse.to(lse.dtype)))
+    dout[:, :, 12::7] = 0
+    found = [f(*clean, dout, dlse=dlse, mask=mask, sink=sink) for f in (oracle.gradients, oracle.same_dtype_gradients)]
+    noise = later(*clean, dout, dlse=dlse, mask=mask, sink=sink)
+    for name, value in zip(("dq", "dk", "dv", "dsink"), got, strict=True):
+        budget.check(name, value, *(getattr(f, name) for f in found), noise.of(name))
 
 
 # ---- 13. merging when one side has seen nothing

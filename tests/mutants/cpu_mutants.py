@@ -42,6 +42,10 @@ MUTANTS = by_name(
     Mutant("lse_in_base_2", f"{_FORWARD}:forward", "row_max.mul_(LN2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", "full"),
     Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "_exp2(logit - new_max, __)", "2 * _exp2(logit - new_max, __)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
+    Mutant(
+        "light_rows_taken_for_the_sinks", f"{_BACKWARD}:_Statistics.of",
+        "finite_or_zero(t)", "torch.zeros_like(t)", "garbage_at_a_sink",
+    ),
     Mutant("nan_of_hidden_values", f"{_FORWARD}:Values.weighted", "not self.is_guarded", "True", "garbage"),
     Mutant(
         "mask_forgotten_with_a_mod", f"{_FORWARD}:Scores.of",

@@ -155,6 +155,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "where": where,
     "narrowed": narrowed,
     "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
+    "garbage_at_a_sink": lambda: edge.test_12_garbage_in_a_row_that_sees_only_the_sink("float16"),
     "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,
     "closures": edge.test_17_two_closures_with_equal_code,
     "closures_of_other_lengths": edge.test_17_closures_with_equal_code_in_calls_of_other_lengths,

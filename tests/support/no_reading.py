@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anyattn import hardware
+from anyattn.call_cache import rebind
 from anyattn.hardware import Hardware
 from anyattn.validate import flash, sequences
 
@@ -72,7 +73,8 @@ def pretend_unread(patch: pytest.MonkeyPatch, gpu: Hardware) -> None:
     """
     patch.setattr(hardware, "of", lambda *a: gpu)
     patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
-    patch.setattr(flash, "unsettled", _without_contents(flash.unsettled))
+    for module in (flash, rebind):
+        patch.setattr(module, "unsettled", _without_contents(module.unsettled))
 
 
 def noted_launches(patch: pytest.MonkeyPatch, capability: tuple[int, int]) -> SimpleNamespace:

@@ -43,7 +43,8 @@ class _Statistics:
         blind = torch.isneginf(lse)
         idle = blind if call.problem.sink is None else blind | _sees_only_the_sink(call.problem.sink, q, out, lse, dout)
         if bool(idle.any()):  # NaN in a row that sees nothing must not be multiplied by its zero probabilities
-            dout, q = (t.masked_fill(idle[..., None], 0.0) for t in (dout, q))
+            # finite values stay: a row that the sink's share merely hides from its 16-bit output has keys with weights of its own
+            dout, q = (torch.where(idle[..., None], finite_or_zero(t), t) for t in (dout, q))
         delta = (dout.to(stat) * out).sum(-1)
         if dlse is not None:
             delta -= dlse

@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
+
 __all__ = ["NO_PADDING", "Padding", "padding_of", "padding_read"]
+
+_STEP = 256  # positions
 
 
 class Padding(NamedTuple):
@@ -26,8 +30,14 @@ NO_PADDING = Padding(None, None, torch.empty(0, 0, dtype=torch.bool))
 
 
 def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Padding:
-    """Padding whose contents are not read: leftpad by arithmetic on the device, and the mask itself for whatever else it hides."""
-    positions = _reaching(attention_mask, kv_offset + kv_length)
+    """Padding whose contents are not read: leftpad by arithmetic on the device, and the mask itself for whatever else it hides.
+
+    Outside of compiled graphs the mask has one shape for some steps of decoding, whose mods are then one.
+    """
+    end = kv_offset + kv_length
+    if not torch.compiler.is_compiling():
+        end = ceil_div(max(end, attention_mask.shape[1]), _STEP) * _STEP
+    positions = _reaching(attention_mask, end)
     first = positions[:, kv_offset : kv_offset + kv_length].to(torch.int32).argmax(dim=1).to(torch.int32)
     return Padding(first, positions, positions)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ __all__ = [
     "hangs_on_masks",
     "inside",
     "message",
-    "plainly_inside",
     "unsettled",
 ]
 
@@ -84,11 +84,6 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)
-
-
-def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> bool:
-    """Whether sizes and the mod's numbers alone prove that every load is inside; arguments as of ``unsettled``."""
-    return not any(unsettled(mod, B, H, end_q, seqlen_k, first_q))
 
 
 class Doubt(NamedTuple):
@@ -197,8 +192,13 @@ def _still_doubtful(
 
 
 def _index(mod: TracedMod, arg: int) -> Expr:
+    return _part(mod.expr, arg)
+
+
+@lru_cache(maxsize=1024)
+def _part(expr: Expr, node: int) -> Expr:
     builder = Builder()
-    return builder.build(builder.copy(mod.expr, arg))
+    return builder.build(builder.copy(expr, node))
 
 
 def _index_without_score(mod: TracedMod, slot: int, dim: int, arg: int) -> Expr:

@@ -128,12 +128,13 @@ def check_call(
     >>> [node.op for node in held_bias.expr.nodes if node.op in ("min", "max", "load")]
     ['min', 'max', 'load']
     """
+    hangs = lists is not None or isinstance(pairs, Ragged)  # on the contents of lists, on lengths
     examined = [_examine(m, pairs, reads_values) for m in masks]
     if any(e.outside for e in examined):
         possible = [_possible(e, reads_values) for e in examined]
         for number, e in enumerate(examined):
             _refuse_seen(e, pairs, possible, lists, wants_full=number > 0)
-        values = any(m.tensors and m.expr.tensor_slots for m in possible) or lists is not None
+        values = hangs or any(m.tensors and m.expr.tensor_slots for m in possible)
         examined = [e._replace(mod=_settled(e, values)) for e in examined]
     held_masks = [replace(e.mod, tensors=m.tensors) if e.outside else m for m, e in zip(masks, examined, strict=True)]
     found = []
@@ -141,7 +142,7 @@ def check_call(
         e = _examine(score, pairs, reads_values)
         if e.outside:
             _refuse_seen(e, pairs, held_masks, lists, wants_full=True)
-            e = e._replace(mod=_settled(e, any(m.tensors for m in held_masks) or lists is not None))
+            e = e._replace(mod=_settled(e, hangs or any(m.tensors for m in held_masks)))
         found.append(e.mod)
     return held_masks, found
 

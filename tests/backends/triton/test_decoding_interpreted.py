@@ -87,6 +87,32 @@ def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type
     assert all(same(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["mask", "score", "both"])
+def test_a_warm_call_with_mods_is_to_the_bit_a_first_call(kind, splits, monkeypatch):  # type: ignore[no-untyped-def]
+    """With closures over other tensors and, of a score, other numbers, by which the call is known."""
+    unread(monkeypatch)
+    attention.clear()
+
+    def asked(seed):  # type: ignore[no-untyped-def]
+        random = torch.Generator().manual_seed(seed)
+        seen, table, strength = torch.rand(4, 99, generator=random) < 0.7, torch.randn(6, 99, generator=random), 0.5 + seed
+        first = torch.randint(0, 3, (4,), generator=random)
+        mods = {
+            "mask_mod": lambda b, h, i, j: seen[b, j + first[b]],
+            "score_mod": lambda s, b, h, i, j: s + strength * table[h, j],
+        }  # fmt: skip
+        given = cache_tests.arguments(RAGGED)
+        return given | {n: m for n, m in mods.items() if kind in ("both", n[: len(kind)])}
+
+    found = []
+    for seed in range(3):
+        found.append(decoded(asked(seed), num_splits=splits))
+        assert attention.size() == 1
+    attention.clear()
+    assert not same(found[1], found[2]) and same(found[2], decoded(asked(2), num_splits=splits))
+
+
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"cache_leftpad": torch.tensor([0, 33, 7])}, {"num_splits": 3}], ids=str)
 def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
     """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""
