@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anyattn import flex_attention
 from anyattn.errors import ModError
 from anyattn.mods import masks
 from anyattn.mods.analysis.evaluate import evaluate
@@ -234,6 +235,38 @@ def test_arithmetic_of_captured_numbers_is_pythons() -> None:
     for n in (7, 0, 9):
         shifted = lambda b, h, q, k, n=n: k < (1 << (n * 10)) % 37
         assert_reads(shifted)
+
+
+def test_what_torch_refuses_is_refused_where_no_result_needs_it() -> None:
+    """Whatever a number was before: another call of the same code, warm or not, is asked anew."""
+
+    def mask(n: int):  # type: ignore[no-untyped-def]
+        def fn(b, h, q, k):  # type: ignore[no-untyped-def]
+            unused = (-(2**32) * n) * q
+            return torch.where(unused == 0, k, k) >= q
+
+        return fn
+
+    query = torch.randn(1, 1, 16, 8)
+    for n in (3, 2**40, 3, 2**62, 5):
+        if n < 2**31:
+            assert_reads(mask(n))
+            flex_attention(query, query, query, mask_mod=mask(n))
+            continue
+        with pytest.raises(OverflowError):
+            wanted(mask(n))
+        for refused in (lambda n=n: trace(mask(n), "mask"), lambda n=n: flex_attention(query, query, query, mask_mod=mask(n))):
+            with pytest.raises(ModError, match="more than the 64 bits") as error:
+                refused()
+            assert "unused" in str(error.value)
+
+
+def test_arithmetic_that_meets_no_tensor_has_no_end() -> None:
+    def mask(n: int):  # type: ignore[no-untyped-def]
+        return lambda b, h, q, k: (n**5 > 0) & (q - n % 7 >= k)
+
+    for n in (3, 2**62, 2**62 + 1, 4):
+        assert_reads(mask(n))
 
 
 def test_numbers_python_cannot_divide_by_are_its_own_error() -> None:

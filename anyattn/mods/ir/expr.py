@@ -175,10 +175,9 @@ class Expr:
         """The captured tensors that are read, ascending."""
         return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
-    @cached_property
-    def weak_arithmetic(self) -> tuple[int, ...]:
-        """The positions of whole numbers that are computed from captured ones alone (``weak_captures.py``)."""
-        return tuple(i for i, node in enumerate(self.nodes) if node.dtype is int and node.op not in ("const", "scalar"))
+    def of_first_output(self) -> Expr:
+        """The expression of the first output alone, which a builder puts before what only later ones need."""
+        return Expr(self.nodes[: self.outputs[0] + 1], self.outputs[:1])
 
     @cached_property
     def uses_score(self) -> bool:
