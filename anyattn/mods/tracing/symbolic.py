@@ -101,7 +101,7 @@ class View:
             if not -size <= item < size:
                 raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
             return self.builder.const(item % size, torch.int64)
-        if isinstance(item, torch.Tensor) and item.ndim == 0 and not item.is_floating_point() and item.dtype is not torch.bool:
+        if isinstance(item, torch.Tensor) and item.ndim == 0:
             item = Value.lift(self.builder, item)
         if isinstance(item, View):
             item = item.settled(required=True)
@@ -111,8 +111,9 @@ class View:
                 "use an integer, or an integer computed from b, h, q_idx, kv_idx, one per dimension (slices other than : are taken "
                 "outside the mod)",
             )
-        if category(item.kind) != "int":
-            raise mod_error(f"a captured tensor is indexed with a {item.kind} value", "convert it: table[x.to(torch.int64)]")
+        if item.kind not in (int, torch.int32, torch.int64):
+            meant = ", which torch reads as a mask" if item.kind in (torch.bool, torch.uint8) else ""
+            raise mod_error(f"a captured tensor is indexed with a {item.kind} value{meant}", "convert it: table[x.long()]")
         return self.builder.cast(item.node, torch.int64)
 
     def settled(self, required: bool = False) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_mask
 
 from anyattn import ModError
 from anyattn.mods.analysis.evaluate import evaluate
@@ -220,6 +221,59 @@ def test_constants_of_a_numpy_table_and_its_torch_view_are_fine():
     for fn in (lambda b, h, q, k: q >= k + array[place], lambda b, h, q, k: wrapped[q] >= k + 2, lambda b, h, q, k: q >= k + array[2]):
         got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
         assert torch.equal(got, i[:, None] >= i + 2)
+
+
+# ---- indices of dtypes that torch does not take for indices
+
+steps, square = torch.arange(6) % 3, torch.arange(36).view(6, 6) % 5
+
+
+def by_index_of(dtype):
+    """Mods that index by a captured value, by a computed one, by both in turn, and beside others."""
+    ids = (torch.arange(6) % 2).to(dtype)
+    one = torch.tensor(1).to(dtype)
+    return {
+        "captured": lambda b, h, q, k: steps[ids[q]] >= k,
+        "computed": lambda b, h, q, k: steps[(q % 2).to(dtype)] >= k,
+        "beside": lambda b, h, q, k: square[q, ids[k]] >= k,
+        "first": lambda b, h, q, k: square[ids[q]][k] >= k,
+        "after": lambda b, h, q, k: square[:, ids[q]][k] >= k,
+        "of rank 0": lambda b, h, q, k: square[q, one] >= k,
+    }
+
+
+def by_vmap(fn):
+    return create_mask(fn, 1, 1, 6, 6, device="cpu")[0, 0]
+
+
+@pytest.mark.parametrize("way", by_index_of(torch.int64))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_indices_of_32_and_64_bits_are_torchs(dtype, way):
+    fn, i = by_index_of(dtype)[way], torch.arange(6)
+    got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
+    assert torch.equal(got.expand(6, 6), by_vmap(fn))
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("way", by_index_of(torch.int64))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.bool, torch.float32], ids=str)
+def test_an_index_that_torch_refuses_or_reads_as_a_mask_is_refused(dtype, way):
+    fn = by_index_of(dtype)[way]
+    try:
+        is_torchs = by_vmap(fn).shape == (6, 6)
+    except (RuntimeError, IndexError, SystemError):
+        is_torchs = False
+    assert not is_torchs
+    message = message_of(fn, "mask")
+    assert f"is indexed with a {dtype} value" in message and "table[x.long()]" in message and __file__ in message, message
+    assert ("reads as a mask" in message) == (dtype in (torch.uint8, torch.bool))
+
+
+def test_narrow_indices_may_be_converted_or_computed_with():
+    narrow, i = torch.tensor([0, 2, 1, 0, 2, 1], dtype=torch.uint8), torch.arange(6)
+    for fn in (lambda b, h, q, k: steps[narrow[q].long()] >= k, lambda b, h, q, k: square[narrow[q] + 0 * q, k] >= narrow[k]):
+        got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
+        assert torch.equal(got, by_vmap(fn))
 
 
 # ---- whatever else fails while a body runs
