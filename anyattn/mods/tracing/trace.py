@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +26,7 @@ from anyattn.mods.ir.expr import Builder, DType, Expr, category
 from anyattn.mods.tracing import closure
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
-from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, refuse_random
+from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
 from anyattn.mods.tracing.symbolic import NeedsNumber, Value, View
 from anyattn.mods.tracing.vectors import Vector
 from anyattn.mods.tracing.weak_captures import slots_in_question, strayed, weak_arithmetic
@@ -203,11 +204,15 @@ def trace(
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
-    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
+    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing, and read no clock
     pinned: frozenset[int] = frozenset()
+
+    def run() -> tuple[Expr, Tracer, list[int | float]]:
+        return _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device), before is not None)
+
     while True:
         try:
-            computed, tracer, numbers = _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device))
+            computed, tracer, numbers = run()
             more = strayed(computed, numbers)
             if not more:
                 break
@@ -226,7 +231,7 @@ def trace(
                 raise
             raise told from error
     if before is not None:
-        check_draws(fn, before, lambda: _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device)))
+        check_draws(fn, before, run)
     expr, scalars, tensors = _compact(computed.of_first_output(), tracer.tensors)
     is_kept = memo is not None and not tracer.reads_values
     source = memo.remember(computed, expr, scalars, tensors, numbers, pinned) if is_kept else None  # type: ignore[union-attr]
@@ -313,11 +318,12 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 
 
 def _run(
-    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
+    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device, is_watched: bool
 ) -> tuple[Expr, Tracer, list[int | float]]:
     """One trace: the result, and all arithmetic among captured numbers, whose slots are numbered as ``closure.walk`` finds them.
 
-    Python computes that arithmetic, and torch refuses it beyond 64 bits, also where no result needs it.
+    Python computes that arithmetic, and torch refuses it beyond 64 bits, also where no result needs it. is_watched: whether the body may
+    read a clock, for all that is known of its names.
     """
     tracer = Tracer(device)
     numbers: list[int | float] = []
@@ -332,7 +338,9 @@ def _run(
     lifted = closure.rebuild(fn, lift)
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
     with InterceptCaptured(tracer):
-        result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
+        arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
+        with reads_refused(fn) if is_watched else nullcontext():
+            result = lifted(*arguments)
         output = _result_node(result, tracer, kind, score_dtype, name_of(fn))
         return tracer.build(output, *weak_arithmetic(tracer.nodes)), tracer, numbers
 
