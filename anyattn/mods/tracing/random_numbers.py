@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import gc
 import os
 import random
 import sys
@@ -117,11 +118,15 @@ def reads_refused(fn: Any) -> Iterator[None]:
     if method in clean or sys.getprofile() is not None:
         yield
         return
+    collects = gc.isenabled()
+    gc.disable()  # what a finalizer or a callback of the collector reads is no mod's
     sys.setprofile(_refuse_reads)
     try:
         yield
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     clean.add(method)
 
 

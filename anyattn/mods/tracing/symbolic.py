@@ -425,19 +425,8 @@ def _getitem(x: Any, key: Any) -> Any:
     return x[key]
 
 
-def _pow(input: Any, exponent: Any) -> Value:
-    builder, (a, b) = _values(input, exponent)
-    if type(exponent) is int and exponent == 2 and a.kind is not torch.bool:
-        return _binary("mul")(a, a)
-    literal = builder.nodes[b.node].attr if builder.nodes[b.node].op == "const" else None
-    if category(result_dtype([a.kind, b.kind])) == "int" and (literal is None or literal < 0):  # type: ignore[operator]
-        cure = "make one side a float: 2.0 ** n, or use 1 << n"
-        raise mod_error("an integer raised to an integer that is not a literal of 0 or more", cure)
-    return _binary("pow")(a, b)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast")},
+    **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast", "detach")},
     **{name: _binary(op) for op in ("add", "sub", "mul", "floordiv", "mod", "fmod") for name in (op,)},
     **{name: _binary(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
     **{"r" + name: _binary(name, swapped=True) for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")},
@@ -465,9 +454,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rdiv": _binary("div", swapped=True),
     "floor_divide": _binary("floordiv"),
     "remainder": _binary("mod"),
-    "pow": _pow,
-    "rpow": lambda input, other: _pow(_values(input, other)[1][1], input),
-    "square": lambda input: _pow(input, 2),
+    "pow": _binary("pow"),
     "minimum": _binary("min"),
     "maximum": _binary("max"),
     "clamp": _clamp,

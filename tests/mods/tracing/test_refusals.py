@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import os
 import random
@@ -166,6 +167,26 @@ def test_what_a_library_reads_is_its_own(caplog):
     assert trace(Logged(), "mask").expr.output.op == "ge" and caplog.messages == ["traced"]
     thread.join()
     assert "reads a clock" in seen[0] and sys.getprofile() is None
+
+
+def test_what_the_collector_calls_is_no_mods():
+    times, errors, thresholds = [], [], gc.get_threshold()
+
+    def callback(*_):
+        try:
+            times.append(time.time())
+        except ModError as error:
+            errors.append(error)
+
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1, 1, 1)
+        for _ in range(3):
+            trace(types.MethodType(lambda self, b, h, q, k: (q >= k) & (q < 7), object()), "mask")
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
+    assert times and not errors and gc.isenabled()
 
 
 def test_a_profiler_of_the_user_stays():
