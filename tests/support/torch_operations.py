@@ -75,7 +75,8 @@ def _detached() -> Mods:
     gain, bias, still = randn(H, seed=3) * 0.3 + 1, randn(H, N, seed=4), randn(M, seed=5)
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s * gain[h].detach() + 0.3 * torch.tanh(s.detach() * gain[h]) + bias[h, j].detach() * bias[h, j] + still[i].detach()
+        scaled = s * gain[h].detach() + 0.3 * torch.tanh(s.detach() * gain[h])
+        return scaled + bias[h, j].detach() * bias[h, j] + still[i].detach() * still[i]
 
     return Mods(score, lambda b, h, i, j: (i + 20).detach() >= j, (gain, bias, still))
 

@@ -2,7 +2,8 @@
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
 have 0 at 0, ``minimum`` and ``maximum`` share a tie half and half (so does ``clamp``, which is written with them), steps such as ``floor``
-have derivative 0, and ``detach`` lets none through. A branch that ``where`` does not take contributes 0 even where its own derivative is infinite.
+have derivative 0, and ``detach`` lets none through. A branch that ``where`` does not take contributes 0 even where its own derivative is
+infinite.
 """
 
 from __future__ import annotations
