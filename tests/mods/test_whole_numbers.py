@@ -269,6 +269,30 @@ def test_arithmetic_that_meets_no_tensor_has_no_end() -> None:
         assert_reads(mask(n))
 
 
+def test_powers_of_two_are_shifts() -> None:
+    """Of captured numbers, which compile nothing anew, and of positions; by Python's rules among numbers, by torch's with a tensor."""
+    power = lambda n: lambda b, h, q, k: (q - k) % 2**n < 4 ** (n // 2)  # noqa: E731
+    for n in (0, 1, 3, 5, 62):
+        assert_reads(power(n))
+    assert len({trace(power(n), "mask").expr.key for n in (1, 3, 5, 62)}) == 1
+    two, base, less = 2, 3, -2
+    for mod in (
+        lambda b, h, q, k: 2**k > q,
+        lambda b, h, q, k: two ** (k * 2) % 7 > q % 5,
+        lambda b, h, q, k: 8 ** (k - q) % 7 > 2,
+        lambda b, h, q, k: torch.pow(2, k.to(torch.uint8)) > q,
+        lambda b, h, q, k: q**two >= k + base**base - 2**less * 4 * 27,
+        lambda b, h, q, k: 2.0**q >= k,
+    ):
+        assert_reads(mod)
+    with pytest.raises(ModError, match="64 bits"):
+        trace(lambda b, h, q, k, n=64: q < 2**n, "mask")
+    for mod in (lambda b, h, q, k: base**k > q, lambda b, h, q, k: q**k > 3, lambda b, h, q, k: q**less > 3):
+        with pytest.raises(ModError, match=r"(?s)raised to one that is not a literal.*3\.0 \*\* n, or use powers of two") as error:
+            trace(mod, "mask")
+        assert "lambda b, h, q, k" in str(error.value)
+
+
 def test_numbers_python_cannot_divide_by_are_its_own_error() -> None:
     def mod(n):  # type: ignore[no-untyped-def]
         return lambda b, h, q, k: k < 100 // n

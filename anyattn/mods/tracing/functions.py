@@ -128,6 +128,9 @@ def _literal(value: Value, least: int | None = None) -> int | None:
 def _xlogy(input: Any, other: Any) -> Value:
     """``input * log(other)``, and 0 of 0 whatever the logarithm is; the derivative by 0 is the logarithm where there is one."""
     x, y = _number(input, other), _number(other, input)
+    kind = result_dtype([x.kind, y.kind])
+    dtype = kind if isinstance(kind, torch.dtype) and kind.is_floating_point else torch.get_default_dtype()
+    x, y = cast(x, dtype), cast(y, dtype)
     has_none = (y <= 0) | (y == torch.inf)
     return _WHERE((x == 0) & has_none, 0.0, x * FUNCTIONS["log"](y))  # type: ignore[no-any-return]
 
