@@ -130,9 +130,10 @@ def _xlogy(input: Any, other: Any) -> Value:
     x, y = _number(input, other), _number(other, input)
     kind = result_dtype([x.kind, y.kind])
     dtype = kind if isinstance(kind, torch.dtype) and kind.is_floating_point else torch.get_default_dtype()
-    x, y = cast(x, dtype), cast(y, dtype)
-    has_none = (y <= 0) | (y == torch.inf)
-    return _WHERE((x == 0) & has_none, 0.0, x * FUNCTIONS["log"](y))  # type: ignore[no-any-return]
+    by: Any = cast(y, dtype)
+    times: Any = cast(x, dtype)
+    has_none = (by <= 0) | (by == torch.inf)
+    return _WHERE((times == 0) & has_none, 0.0, times * FUNCTIONS["log"](by))  # type: ignore[no-any-return]
 
 
 def _detach(input: Any) -> Value:
