@@ -271,7 +271,7 @@ def test_arithmetic_that_meets_no_tensor_has_no_end() -> None:
 
 def test_powers_of_two_are_shifts() -> None:
     """Of captured numbers, which compile nothing anew, and of positions; by Python's rules among numbers, by torch's with a tensor."""
-    power = lambda n: lambda b, h, q, k: (q - k) % 2**n < 4 ** (n // 2)  # noqa: E731
+    power = lambda n: lambda b, h, q, k: (q - k) % 2**n < 4 ** (n // 2)
     for n in (0, 1, 3, 5, 62):
         assert_reads(power(n))
     assert len({trace(power(n), "mask").expr.key for n in (1, 3, 5, 62)}) == 1
