@@ -335,7 +335,9 @@ def _run(
             return number
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
-    lifted = closure.rebuild(fn, lift)
+    lifted, compares_identity = closure.rebuild(fn, lift)
+    if compares_identity and len(pinned) < len(numbers):
+        raise NeedsNumber(frozenset(range(len(numbers))))  # a symbol is another object
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
     with InterceptCaptured(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
