@@ -131,7 +131,7 @@ def reads_refused(fn: Any) -> Iterator[None]:
 
 
 def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:
-    if event != "c_call" or (name := called.__name__) not in _WATCHED:
+    if event != "c_call" or (name := getattr(called, "__name__", "")) not in _WATCHED:
         return
     file, owner = frame.f_code.co_filename, getattr(called, "__self__", None)
     is_standard = file.startswith((_STANDARD, "<frozen")) and "-packages" not in file
