@@ -30,7 +30,7 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *beyond: Any,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
@@ -78,6 +78,8 @@ def flash_attn_func(
 
     Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
     """
+    if beyond:
+        flash.refuse_positional(flash_attn_func, beyond)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
@@ -106,11 +108,11 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
+    *beyond: Any,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -159,6 +161,8 @@ def flash_attn_varlen_func(
 
     Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
     """
+    if beyond:
+        flash.refuse_positional(flash_attn_varlen_func, beyond)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
@@ -187,9 +191,9 @@ def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
     k: Tensor | None = None,
     v: Tensor | None = None,
+    *beyond: Any,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -253,6 +257,8 @@ def flash_attn_with_kvcache(
 
     Source: FlashAttention's function of this name; paged caches: Kwon et al. (arXiv:2309.06180).
     """
+    if beyond:
+        flash.refuse_positional(flash_attn_with_kvcache, beyond)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,

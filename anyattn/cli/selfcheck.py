@@ -102,7 +102,7 @@ def _decoding(place: Place, backend: str) -> float:
     q, k, v, k_cache, v_cache = _random(place, *[shapes[0]] * 3, *[shapes[1]] * 2)
     lengths = torch.tensor(_CACHED, dtype=torch.int32)
     given = [t.to(place.device, copy=True) for t in (q, k_cache, v_cache, k, v, lengths)]
-    out = anyattn.flash_attn_with_kvcache(*given[:3], k=given[3], v=given[4], cache_seqlens=given[5], causal=True, backend=backend)
+    out = anyattn.flash_attn_with_kvcache(*given[:5], cache_seqlens=given[5], causal=True, backend=backend)
     rows = torch.arange(len(_CACHED))
     k_cache[rows, lengths.long()], v_cache[rows, lengths.long()] = k[:, 0], v[:, 0]
     if not (torch.equal(given[1].cpu(), k_cache) and torch.equal(given[2].cpu(), v_cache)):

@@ -16,7 +16,7 @@ from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
-from anyattn.custom_ops.gradients import called, differentiable
+from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -165,7 +165,7 @@ def flash_backward(given: Flash, results: Results) -> list[Tensor]:
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), others, strict=True)}
     by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), given[:3], strict=True)]
     found = [*by_rows, by_tensor.get(id(slopes)), dsink, *(by_tensor.get(id(t)) for t in captured)]
-    return [given.q.new_empty(0) if g is None or not w else g for g, w in zip(found, wants, strict=True)]
+    return returned(found, wants, _sources(given), given.q)
 
 
 differentiable(flash, flash_backward, ("q", "k", "v", "alibi_slopes", "sink", "score_tensors"))

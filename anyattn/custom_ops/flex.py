@@ -20,7 +20,7 @@ from anyattn.call_cache import attention
 from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import opaque, operator
-from anyattn.custom_ops.gradients import called, differentiable
+from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
@@ -202,7 +202,7 @@ def attend_backward(given: Attend, results: Results) -> list[Tensor]:
     problem, chosen = _call(given._replace(q=q, k=k, v=v, sink=sink, score=given.score._replace(score_tensors=captured)))
     grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # of what stands in an empty list
-    return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
+    return returned(grads, wants, sources, q)
 
 
 differentiable(attend, attend_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))

@@ -6,7 +6,7 @@ of the kind that ``torch.func`` wants, takes every tensor of the arguments, also
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +17,7 @@ from anyattn.autograd import refuse_second_derivative
 from anyattn.custom_ops.arguments import Arguments, Results
 from anyattn.tensors import kinds
 
-__all__ = ["called", "differentiable", "without_gradients"]
+__all__ = ["called", "differentiable", "returned", "without_gradients"]
 
 _BELOW, _Below = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd  # type: ignore[attr-defined]
 _MEMORY = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -57,6 +57,15 @@ def called(operator: Any, *records: Any) -> Any:
         if t is not None:
             kinds.refuse("an argument of attention", t)
     return _differentiated(rule, operator, given) if "grad" in active else operator(*given)
+
+
+def returned(found: Sequence[Tensor | None], wants: Sequence[bool], sources: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """What a backward operator returns: a gradient for each of ``sources`` that wants one, zeros where a mod lets none through (``detach``,
+    ``floor``); else an empty tensor, which is not ``like``'s memory."""
+    return [
+        like.new_empty(0) if t is None or not w else t.new_zeros(t.shape) if g is None else g
+        for g, w, t in zip(found, wants, sources, strict=True)
+    ]
 
 
 def without_gradients(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ _TEMPLATES = {
     **{name: f"device_math.{name}({{0}})" for name in ("tan", "atan", "sinh", "cosh", "erfinv")},
     **{name: f"device_math.{name}({{0}}, {{1}})" for name in ("atan2", "hypot")},
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "device_math.trunc({0})", "round": "device_math.round_even({0})",
+    "detach": "{0}",
     "sign": "device_math.sign({0})", "abs": "tl.abs({0})", "neg": "-{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "div": "device_math.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "where": "tl.where({0}, {1}, {2})",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ __all__ = [
     "ends",
     "pages",
     "problem_of",
+    "refuse_positional",
     "sequence_lengths",
     "storage",
     "varlen_problem",
@@ -76,6 +78,17 @@ class Options(NamedTuple):
     num_splits: Any = 1
     pack_gqa: Any = None
     reads_captured: bool = True
+
+
+def refuse_positional(function: Callable, beyond: tuple) -> NoReturn:
+    """Raises ``TypeError`` for a call of an entry point with more arguments ``beyond`` those that all FlashAttentions order alike."""
+    parameters = inspect.signature(function).parameters.values()
+    taken = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+    raise TypeError(
+        f"{function.__name__} is given {len(taken) + len(beyond)} positional arguments; wanted at most {len(taken)} ({', '.join(taken)}), "
+        f"for versions of FlashAttention order the others differently: pass them by keyword ({', '.join(named)})"
+    )
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:

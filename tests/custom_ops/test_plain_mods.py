@@ -70,6 +70,24 @@ def test_floats_that_change_are_compiled_once_more_and_no_oftener() -> None:
     assert graphs.frame_count == 2
 
 
+@pytest.mark.parametrize("entry_point", ["flex", "flash"])
+def test_a_learned_table_that_no_gradient_reaches(entry_point: str) -> None:
+    """Detached, or cut to whole numbers: its gradient is zeros, and the others' are eager's."""
+    moved, still, cut = (nn.Parameter(torch.randn(H, S)) for _ in range(3))
+
+    def call(q, k, v):
+        def score(s, b, h, i, j):
+            return s.detach() * moved[h, i] + still[h, j].detach() + torch.floor(cut[h, j])
+
+        return (anyattn.flex_attention if entry_point == "flex" else anyattn.flash_attn_func)(q, k, v, score_mod=score)
+
+    compiled, given = fresh(call)[0], inputs()
+    if entry_point == "flash":
+        given = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in given]
+    assert same(compiled, call, given, (*given, moved))
+    assert not any(t.any() for t in torch.autograd.grad(compiled(*given).sum(), (still, cut)))
+
+
 @pytest.mark.parametrize("wrap", ["plain", "anyattn.mod", "library"])
 def test_block_masks_from_outside_are_new_every_step(wrap: str) -> None:
     def call(q, k, v, blocks):

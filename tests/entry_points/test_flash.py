@@ -227,6 +227,45 @@ def test_bad_input(name):
         bad()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_all_flash_attentions_order_alike_is_taken_by_position(is_compiled):
+    """Also by warm calls, and inside of torch.compile."""
+
+    def varlen(q, k, ends_q, ends_k):
+        return anyattn.flash_attn_varlen_func(q, k, k, ends_q, ends_k, 16, 24, causal=True)
+
+    def decode(q, k_cache, v_cache, k):
+        return anyattn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=7)
+
+    if is_compiled:
+        varlen, decode = (torch.compile(f, backend="aot_eager") for f in (varlen, decode))
+    q, k, ends_q, ends_k = torch.randn(20, 4, 8), torch.randn(30, 2, 8), torch.tensor([0, 4, 20]), torch.tensor([0, 24, 30])
+    named = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "max_seqlen_q": 16, "max_seqlen_k": 24}
+    cache, new = torch.randn(2, 12, 2, 8), torch.randn(2, 1, 2, 8)
+    queries = torch.randn(2, 1, 4, 8)
+    for _ in range(2):
+        assert torch.equal(varlen(q, k, ends_q, ends_k), anyattn.flash_attn_varlen_func(q, k, k, causal=True, **named))
+        copies = [cache.clone() for _ in range(4)]
+        out = decode(queries, *copies[:2], new)
+        assert torch.equal(out, anyattn.flash_attn_with_kvcache(queries, *copies[2:], k=new, v=new, cache_seqlens=7))
+        assert all(torch.equal(x, y) for x, y in zip(copies[:2], copies[2:], strict=True)) and not torch.equal(copies[0], cache)
+
+
+BEYOND = {
+    "varlen": (lambda: anyattn.flash_attn_varlen_func(Q[0], K[0], V[0], *(None,) * 4, 0.0, 0.5), r"given 9 .*at most 7 .*max_seqlen_k\)"),
+    "kvcache": (lambda: anyattn.flash_attn_with_kvcache(Q, K, V, None, None, None), r"given 6 .*at most 5 .*\(rotary_cos=, rotary_sin=,"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_they_order_differently_is_taken_by_keyword(name):
+    call, words = BEYOND[name]
+    for f in (call, torch.compile(call, backend="aot_eager")):
+        with pytest.raises(TypeError, match=words):
+            f()
+
+
 def test_options_are_keywords_only():
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match=r"given 4 positional.*at most 3 \(q, k, v\).*by keyword \(softmax_scale=, causal=") as error:
         flash_attn_func(Q, K, V, 0.5)
+    assert "beyond" not in str(error.value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anyattn import flex_attention
 from anyattn.errors import ModError
 from anyattn.mods import masks
 from anyattn.mods.analysis.evaluate import evaluate
@@ -234,6 +235,62 @@ def test_arithmetic_of_captured_numbers_is_pythons() -> None:
     for n in (7, 0, 9):
         shifted = lambda b, h, q, k, n=n: k < (1 << (n * 10)) % 37
         assert_reads(shifted)
+
+
+def test_what_torch_refuses_is_refused_where_no_result_needs_it() -> None:
+    """Whatever a number was before: another call of the same code, warm or not, is asked anew."""
+
+    def mask(n: int):  # type: ignore[no-untyped-def]
+        def fn(b, h, q, k):  # type: ignore[no-untyped-def]
+            unused = (-(2**32) * n) * q
+            return torch.where(unused == 0, k, k) >= q
+
+        return fn
+
+    query = torch.randn(1, 1, 16, 8)
+    for n in (3, 2**40, 3, 2**62, 5):
+        if n < 2**31:
+            assert_reads(mask(n))
+            flex_attention(query, query, query, mask_mod=mask(n))
+            continue
+        with pytest.raises(OverflowError):
+            wanted(mask(n))
+        for refused in (lambda n=n: trace(mask(n), "mask"), lambda n=n: flex_attention(query, query, query, mask_mod=mask(n))):
+            with pytest.raises(ModError, match="more than the 64 bits") as error:
+                refused()
+            assert "unused" in str(error.value)
+
+
+def test_arithmetic_that_meets_no_tensor_has_no_end() -> None:
+    def mask(n: int):  # type: ignore[no-untyped-def]
+        return lambda b, h, q, k: (n**5 > 0) & (q - n % 7 >= k)
+
+    for n in (3, 2**62, 2**62 + 1, 4):
+        assert_reads(mask(n))
+
+
+def test_powers_of_two_are_shifts() -> None:
+    """Of captured numbers, which compile nothing anew, and of positions; by Python's rules among numbers, by torch's with a tensor."""
+    power = lambda n: lambda b, h, q, k: (q - k) % 2**n < 4 ** (n // 2)
+    for n in (0, 1, 3, 5, 62):
+        assert_reads(power(n))
+    assert len({trace(power(n), "mask").expr.key for n in (1, 3, 5, 62)}) == 1
+    two, base, less = 2, 3, -2
+    for mod in (
+        lambda b, h, q, k: 2**k > q,
+        lambda b, h, q, k: two ** (k * 2) % 7 > q % 5,
+        lambda b, h, q, k: 8 ** (k - q) % 7 > 2,
+        lambda b, h, q, k: torch.pow(2, k.to(torch.uint8)) > q,
+        lambda b, h, q, k: q**two >= k + base**base - 2**less * 4 * 27,
+        lambda b, h, q, k: 2.0**q >= k,
+    ):
+        assert_reads(mod)
+    with pytest.raises(ModError, match="64 bits"):
+        trace(lambda b, h, q, k, n=64: q < 2**n, "mask")
+    for mod in (lambda b, h, q, k: base**k > q, lambda b, h, q, k: q**k > 3, lambda b, h, q, k: q**less > 3):
+        with pytest.raises(ModError, match=r"(?s)raised to one that is not a literal.*3\.0 \*\* n, or use powers of two") as error:
+            trace(mod, "mask")
+        assert "lambda b, h, q, k" in str(error.value)
 
 
 def test_numbers_python_cannot_divide_by_are_its_own_error() -> None:

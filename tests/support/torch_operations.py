@@ -63,8 +63,25 @@ ACTIVATIONS = {
     "atan2_hypot": _with_gain(lambda x: torch.atan2(x, x * x + 0.5) + torch.hypot(x, x + 1)),
     "logaddexp_lerp": _with_gain(lambda x: torch.logaddexp(x, -x) + torch.lerp(x, x * x, 0.3) + torch.addcmul(x, x, x, value=0.1)),
     "frac_round": _with_gain(lambda x: x + torch.frac(x * 2) * 0.1 + torch.round(x, decimals=1)),
+    "logit_xlogy": _with_gain(lambda x: torch.logit(torch.sigmoid(x) * 0.9 + 0.05) + torch.special.xlogy(x, x * x + 0.5)),
+    "detach": _with_gain(lambda x: x * torch.tanh(x).detach() + 0.1 * torch.exp(x.detach()) - 0.2 * x.detach() * x),
+    "powers": _with_gain(lambda x: x + 0.1 * 2**x),
     "nan_to_num": _with_gain(lambda x: torch.nan_to_num(torch.log(x), -3.0) + torch.where(torch.isnan(torch.sqrt(x)), x, 0.0)),
 }
+
+
+def _detached() -> Mods:
+    """Captured tensors read with and without a gradient, and the score beside itself."""
+    gain, bias, still = randn(H, seed=3) * 0.3 + 1, randn(H, N, seed=4), randn(M, seed=5)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        scaled = s * gain[h].detach() + 0.3 * torch.tanh(s.detach() * gain[h])
+        return scaled + bias[h, j].detach() * bias[h, j] + still[i].detach() * still[i]
+
+    return Mods(score, lambda b, h, i, j: (i + 20).detach() >= j, (gain, bias, still))
+
+
+ACTIVATIONS["detached_tables"] = _detached
 
 
 # ---- rows

@@ -20,7 +20,7 @@ __all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
 TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos",
                                                 "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "erfinv", "floor", "ceil", "trunc",
-                                                "round", "sign", "reciprocal")},
+                                                "round", "sign", "reciprocal", "detach")},
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "where")},
     "atan2": torch.atan2,
     "hypot": torch.hypot,

@@ -351,6 +351,7 @@ _RULES: dict[str, _Rule] = {
     "not": _not,
     "where": _where,
     "cast": _cast,
+    "detach": lambda node, args: args[0],
     **dict.fromkeys(("and", "or", "xor"), _bits),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compare),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sinh", "tanh", "sigmoid", "atan", "erf", "erfinv"), _rising),

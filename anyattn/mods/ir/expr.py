@@ -116,6 +116,7 @@ _COMPARE: dict[str, Callable[..., bool]] = {n: getattr(operator, n) for n in ("e
 OPS: dict[str, OpSpec] = {
     **{name: OpSpec(1, _REAL, "same", f) for name, f in _UNARY_REAL.items()},
     "erfinv": OpSpec(1, _REAL, "same", None),
+    "detach": OpSpec(1, _REAL, "same", lambda x: x),  # the value itself, of which no derivative is taken
     "neg": OpSpec(1, _NUMBER, "same", operator.neg),
     "abs": OpSpec(1, _NUMBER, "same", abs),
     "sign": OpSpec(1, _NUMBER, "same", _sign),
@@ -175,10 +176,20 @@ class Expr:
         """The captured tensors that are read, ascending."""
         return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
-    @cached_property
-    def weak_arithmetic(self) -> tuple[int, ...]:
-        """The positions of whole numbers that are computed from captured ones alone (``weak_captures.py``)."""
-        return tuple(i for i, node in enumerate(self.nodes) if node.dtype is int and node.op not in ("const", "scalar"))
+    def without_detach(self) -> Expr:
+        """The same values where nothing is differentiated any more."""
+        if all(node.op != "detach" for node in self.nodes):
+            return self
+        builder = Builder()
+        new: list[int] = []
+        for node in self.nodes:
+            args = [new[a] for a in node.args]
+            new.append(args[0] if node.op == "detach" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+        return builder.build(*(new[o] for o in self.outputs))
+
+    def of_first_output(self) -> Expr:
+        """The expression of the first output alone, which a builder puts before what only later ones need."""
+        return Expr(self.nodes[: self.outputs[0] + 1], self.outputs[:1])
 
     @cached_property
     def uses_score(self) -> bool:

@@ -2,7 +2,8 @@
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
 have 0 at 0, ``minimum`` and ``maximum`` share a tie half and half (so does ``clamp``, which is written with them), steps such as ``floor``
-have derivative 0. A branch that ``where`` does not take contributes 0 even where its own derivative is infinite.
+have derivative 0, and ``detach`` lets none through. A branch that ``where`` does not take contributes 0 even where its own derivative is
+infinite.
 """
 
 from __future__ import annotations
@@ -57,11 +58,14 @@ class _Reverse:
         self.dtype = expr.output.dtype
         self.primal: list[int] = []
         for node in expr.nodes:
-            self.primal.append(self.builder.add(node.op, *(self.primal[a] for a in node.args), dtype=node.dtype, attr=node.attr))
+            args = [self.primal[a] for a in node.args]
+            is_plain = node.op != "detach"  # what is computed here is not differentiated again
+            self.primal.append(self.builder.add(node.op, *args, dtype=node.dtype, attr=node.attr) if is_plain else args[0])
         self.needed = [False] * len(expr.nodes)
         for i, node in enumerate(expr.nodes):
             leaf = node.op == "score" or (node.op == "load" and category(node.dtype) == "float")
-            self.needed[i] = leaf or (category(node.dtype) == "float" and node.op != "load" and any(self.needed[a] for a in node.args))
+            passes = category(node.dtype) == "float" and node.op not in ("load", "detach")
+            self.needed[i] = leaf or (passes and any(self.needed[a] for a in node.args))
         self.cotangent: dict[int, int] = {}
         self.conditional: set[int] = set()  # cotangents that passed a `where`: 0 in the branch that it does not take
 

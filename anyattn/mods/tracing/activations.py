@@ -128,6 +128,14 @@ def _softsign(x: Any) -> Any:
     return x / (abs(x) + 1.0)
 
 
+@_activation("special_logit")
+@_activation("logit")
+def _logit(x: Any, eps: Any = None) -> Any:
+    if eps is not None:
+        x = torch.where(x < eps, eps, torch.where(x > 1.0 - eps, 1.0 - eps, x))
+    return torch.log(x / (1.0 - x))
+
+
 @_activation("frac")
 def _frac(x: Any) -> Any:
     return x - torch.trunc(x)

@@ -23,10 +23,12 @@ from anyattn.errors import ModError
 __all__ = [
     "FUNCTION_CURE",
     "MODE_CURE",
+    "RANDOM_FILES",
     "at_line",
     "called_from",
     "defined_at",
     "failed",
+    "is_library",
     "mod_error",
     "raised_at",
     "truth_cure",
@@ -36,7 +38,8 @@ __all__ = [
 # Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
 _PACKAGES = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
-_FILES = frozenset(str(m.__file__) for m in (functools, contextlib))
+RANDOM_FILES = frozenset(str(Path(str(functools.__file__)).with_name(f"{name}.py")) for name in ("random", "secrets", "uuid"))
+_FILES = RANDOM_FILES | {str(m.__file__) for m in (functools, contextlib)}
 _CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
 MODE_CURE = "take the `with` out of the mod: put it around the attention call"
 FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
@@ -52,7 +55,8 @@ class _Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a frame of this file is never the user's own."""
     if filename in _FILES or filename.startswith("<frozen"):
         return True
     return not filename.startswith("<") and str(Path(filename).resolve()).replace("\\", "/").startswith(_FOLDERS)
@@ -61,7 +65,7 @@ def _is_library(filename: str) -> bool:
 def _user_frame() -> FrameType:
     """The innermost frame that is the user's own; the outermost of all if none is."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -135,7 +139,7 @@ def called_from(outermost: CodeType) -> tuple[str, str] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         if frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS):
-            while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+            while frame.f_back is not None and is_library(frame.f_code.co_filename):
                 frame = frame.f_back
             return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
@@ -150,7 +154,7 @@ def raised_at(error: BaseException) -> tuple[str, str] | None:
 
 def _last_of_the_user(error: BaseException) -> TracebackType | None:
     steps = _steps(error)
-    return next((step for step in reversed(steps) if not _is_library(step.tb_frame.f_code.co_filename)), None)
+    return next((step for step in reversed(steps) if not is_library(step.tb_frame.f_code.co_filename)), None)
 
 
 def _steps(error: BaseException) -> list[TracebackType]:

@@ -32,6 +32,7 @@ def _number(x: Any, *beside: Any) -> Value:
 # ---- arithmetic
 
 _ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
+_POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # the first of floats, and of a whole number to a literal
 _MAXIMUM, _WHERE = FUNCTIONS["maximum"], FUNCTIONS["where"]
 
 
@@ -97,6 +98,48 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     if category(result_dtype([x.kind, fill.kind])) != category(x.kind):
         raise mod_error(f"masked_fill puts a {fill.kind} value into a {x.kind} one", "use torch.where(mask, value, x)")
     return cast(_WHERE(mask, fill, x), x.dtype)
+
+
+def _pow(input: Any, exponent: Any) -> Value:
+    base, power = _number(input, exponent), _number(exponent, input)
+    if type(exponent) is int and exponent == 2 and base.kind is not torch.bool:
+        return _MUL(base, base)  # type: ignore[no-any-return]
+    if category(result_dtype([base.kind, power.kind])) != "int" or _literal(power, 0) is not None:
+        return _POW(base, power)  # type: ignore[no-any-return]
+    if (two := _literal(base, 2)) is not None and is_weak(base.kind) and two & (two - 1) == 0:
+        bits = two.bit_length() - 1
+        if is_weak(power.kind):
+            return _SHIFTED(1, _MUL(power, bits))  # type: ignore[no-any-return]
+        return _POW(_SHIFTED(1, power), bits)  # type: ignore[no-any-return]
+    cure = "make one side a float: 3.0 ** n, or use powers of two, as in 1 << n"
+    for value in (power, base):
+        if is_weak(value.kind) and _literal(value) is None:
+            value.python_number("a power of whole numbers", cure)
+    raise mod_error("a whole number is raised to one that is not a literal of 0 or more", cure)
+
+
+def _literal(value: Value, least: int | None = None) -> int | None:
+    """The literal that a whole value is, if it is not below ``least``."""
+    node = value.builder.nodes[value.node]
+    is_one = node.op == "const" and category(node.dtype) == "int"
+    return node.attr if is_one and (least is None or node.attr >= least) else None  # type: ignore[return-value, operator]
+
+
+def _xlogy(input: Any, other: Any) -> Value:
+    """``input * log(other)``, and 0 of 0 whatever the logarithm is; the derivative by 0 is the logarithm where there is one."""
+    x, y = _number(input, other), _number(other, input)
+    kind = result_dtype([x.kind, y.kind])
+    dtype = kind if isinstance(kind, torch.dtype) and kind.is_floating_point else torch.get_default_dtype()
+    by: Any = cast(y, dtype)
+    times: Any = cast(x, dtype)
+    has_none = (by <= 0) | (by == torch.inf)
+    return _WHERE((times == 0) & has_none, 0.0, times * FUNCTIONS["log"](by))  # type: ignore[no-any-return]
+
+
+def _detach(input: Any) -> Value:
+    value = _number(input)
+    has_gradient = category(value.kind) == "float" and any(node.op == "score" for node in value.builder.nodes)  # a mask has none
+    return Value(value.builder, value.builder.add("detach", value.node)) if has_gradient else value
 
 
 # ---- casts
@@ -255,6 +298,11 @@ FUNCTIONS.update({
     "add": _scaled("add"),
     **{name: _scaled("sub") for name in ("sub", "subtract")},
     "rsub": _scaled("sub", swapped=True),
+    "pow": _pow,
+    "rpow": lambda input, other: _pow(_number(other, input), input),
+    "square": lambda input: _pow(input, 2),
+    **dict.fromkeys(("xlogy", "special_xlogy"), _xlogy),
+    "detach": _detach,
     "positive": _positive,
     "relu": _relu,
     **{name: _extreme(name) for name in ("min", "max")},

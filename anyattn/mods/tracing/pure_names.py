@@ -18,7 +18,7 @@ import torch
 
 from anyattn.mods.tracing.functions import FUNCTIONS
 
-__all__ = ["STABLE_MODULES", "has_pure_name", "names_of"]
+__all__ = ["STABLE_MODULES", "compares_identity", "has_pure_name", "names_of"]
 
 STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
 
@@ -37,7 +37,8 @@ _OF_TENSORS = (
     "norm", "ones", "prod", "roll", "select", "stack", "std", "sum", "tolist", "unsqueeze", "var", "zeros", "T", "mT",
 )  # fmt: skip
 _OTHERS = ("inf", "nan", "pi", "e", "Tensor", "Size", "partial", "reduce", "noop_mask", "and_masks", "or_masks", "mod", "then")
-_OPENING = ("attrgetter", "methodcaller", "type")  # `type` of a tensor may be a subclass, and `x.type()` is text
+_IDENTITY = ("id", "is_", "is_not")
+_OPENING = ("attrgetter", "methodcaller", "type", *_IDENTITY)  # `type` of a tensor may be a subclass, and `x.type()` is text
 
 _PURE = (
     frozenset((*FUNCTIONS, *_METADATA, *_LIMITS, *_FOLDERS, *_OF_TENSORS, *_OTHERS, *STABLE_MODULES))
@@ -70,9 +71,21 @@ def has_pure_name(item: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def compares_identity(code: CodeType) -> bool:
+    """Whether the body asks if something is the same object as anything but None, True or False: what a number's symbol is not."""
+    last = None
+    for instruction in dis.get_instructions(code):
+        is_literal = last is not None and last.opname == "LOAD_CONST" and (last.argval is None or isinstance(last.argval, bool))
+        if instruction.opname == "IS_OP" and not is_literal:
+            return True
+        last = instruction
+    return any(name in _IDENTITY for name in code.co_names) or any(compares_identity(c) for c in code.co_consts if isinstance(c, CodeType))
+
+
+@functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> tuple[bool, frozenset[str]]:
     """(whether the body uses nothing but pure attributes and imports, the globals it reads that are no pure built-in functions)."""
-    is_pure, read = True, set()
+    is_pure, read = not compares_identity(code), set()
     for instruction in dis.get_instructions(code):
         kind, name = instruction.opname, instruction.argval
         is_import = kind == "IMPORT_NAME" and name.split(".")[0] not in STABLE_MODULES

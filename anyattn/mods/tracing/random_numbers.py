@@ -1,21 +1,27 @@
-"""Refusal of random numbers inside a mod: drawn while the mod is traced, they would be one number for all pairs.
+"""Refusal of random numbers and clocks inside a mod: read while the mod is traced, they would be one number for all pairs.
 
 torch's functions are caught by name in the tracer's function mode. Python's and NumPy's are not: their modules and functions among a mod's
 captures are replaced by an object that raises at the user's line, and other draws are detected by the state of the two global generators.
+The clock and the system's own random bytes have no such state: a profile function of the thread sees who calls them, in any module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import datetime
+import gc
+import os
 import random
 import sys
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from anyattn.mods.tracing.diagnostics import defined_at, mod_error
+from anyattn.mods.tracing.diagnostics import RANDOM_FILES, defined_at, is_library, mod_error
 
-__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_random", "refuse_random", "refusing"]
+__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_random", "reads_refused", "refuse_random", "refusing"]
 
 RANDOM_CURE = (
     "compute it from the position instead, which gives every pair its own number and the backward pass the same one: a hash of a captured "
@@ -30,6 +36,12 @@ _DRAWS = frozenset(
         "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "rrelu", "uniform",
     )
 )  # fmt: skip
+_SYSTEM_DRAWS = frozenset(("urandom", "getrandom", "generate_time_safe", "UuidCreate"))  # of uuid1 the last two
+_TIMES = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+_CLOCKS = frozenset((*_TIMES, *(f"{name}_ns" for name in _TIMES), "ctime", "gmtime", "localtime", "strftime"))
+_DATES = frozenset(("now", "today", "utcnow"))
+_WATCHED = _SYSTEM_DRAWS | _CLOCKS | _DATES | {"random", "getrandbits"}
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # the folder of Python's own modules
 _MT19937 = 624 * 4 + 4  # bytes: its words, and the place among them
 _CALLS = 5  # other threads draw too, but hardly during each of five calls
 
@@ -75,8 +87,9 @@ def refusing(item: Any) -> Any:
     owner = getattr(item, "__self__", None) if isinstance(item, (types.MethodType, types.BuiltinFunctionType)) else item
     if _is_generator(owner):
         return _Refusing(type(owner).__name__ if owner is item else f"{type(owner).__name__}.{item.__name__}")
-    if isinstance(item, types.FunctionType) and item.__module__ in ("random", "secrets"):
-        return _Refusing(f"{item.__module__}.{item.__name__}")
+    module = getattr(item, "__module__", None) if callable(item) and hasattr(item, "__name__") else None
+    if module in ("random", "secrets") or (isinstance(module, str) and module.startswith("numpy.random")):
+        return _Refusing(f"{module}.{item.__name__}")
     return None
 
 
@@ -85,6 +98,52 @@ def _is_generator(item: Any) -> bool:
         return True
     numpys = sys.modules.get("numpy.random")
     return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
+
+
+_clean: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()  # what has run without a read: an object, and which methods of it
+
+
+@contextlib.contextmanager
+def reads_refused(fn: Any) -> Iterator[None]:
+    """Context of the first call of the mod ``fn``: a clock that it reads, and a draw from a source of Python's, raise ``ModError``.
+
+    Only in this thread, and only of code that is no library's. Later calls of the same object are not watched, which takes as long as to
+    trace it; nor is a thread whose only profile function is a profiler's.
+    """
+    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
+    try:
+        clean = _clean.setdefault(owner, set())
+    except TypeError:  # no hash, or no weak references
+        clean = set()
+    if method in clean or sys.getprofile() is not None:
+        yield
+        return
+    collects = gc.isenabled()
+    gc.disable()  # what a finalizer or a callback of the collector reads is no mod's
+    sys.setprofile(_refuse_reads)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+    clean.add(method)
+
+
+def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:
+    if event != "c_call" or (name := getattr(called, "__name__", "")) not in _WATCHED:
+        return
+    file, owner = frame.f_code.co_filename, getattr(called, "__self__", None)
+    is_standard = file.startswith((_STANDARD, "<frozen")) and "-packages" not in file
+    if file not in RANDOM_FILES and (is_standard or is_library(file)):
+        return  # such as the time of an entry in a log
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else None
+    if isinstance(owner, random.Random) or (name in _SYSTEM_DRAWS and module is not None):
+        refuse_random(f"{module or type(owner).__name__}.{name}".replace("posix.", "os."))
+    if (name in _CLOCKS and module == "time") or (name in _DATES and isinstance(owner, type) and issubclass(owner, datetime.date)):
+        what = f"{module or owner.__name__}.{name}"  # type: ignore[union-attr]
+        cure = "read it outside the mod and capture the number: a captured number may change from call to call"
+        raise mod_error(f"{what} reads a clock, which would be one number for all (b, h, q_idx, kv_idx), and another later", cure)
 
 
 def generators_state() -> tuple:

@@ -101,7 +101,7 @@ class View:
             if not -size <= item < size:
                 raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
             return self.builder.const(item % size, torch.int64)
-        if isinstance(item, torch.Tensor) and item.ndim == 0 and not item.is_floating_point() and item.dtype is not torch.bool:
+        if isinstance(item, torch.Tensor) and item.ndim == 0:
             item = Value.lift(self.builder, item)
         if isinstance(item, View):
             item = item.settled(required=True)
@@ -111,8 +111,9 @@ class View:
                 "use an integer, or an integer computed from b, h, q_idx, kv_idx, one per dimension (slices other than : are taken "
                 "outside the mod)",
             )
-        if category(item.kind) != "int":
-            raise mod_error(f"a captured tensor is indexed with a {item.kind} value", "convert it: table[x.to(torch.int64)]")
+        if item.kind not in (int, torch.int32, torch.int64):
+            meant = ", which torch reads as a mask" if item.kind in (torch.bool, torch.uint8) else ""
+            raise mod_error(f"a captured tensor is indexed with a {item.kind} value{meant}", "convert it: table[x.long()]")
         return self.builder.cast(item.node, torch.int64)
 
     def settled(self, required: bool = False) -> Any:
@@ -424,19 +425,8 @@ def _getitem(x: Any, key: Any) -> Any:
     return x[key]
 
 
-def _pow(input: Any, exponent: Any) -> Value:
-    builder, (a, b) = _values(input, exponent)
-    if type(exponent) is int and exponent == 2 and a.kind is not torch.bool:
-        return _binary("mul")(a, a)
-    literal = builder.nodes[b.node].attr if builder.nodes[b.node].op == "const" else None
-    if category(result_dtype([a.kind, b.kind])) == "int" and (literal is None or literal < 0):  # type: ignore[operator]
-        cure = "make one side a float: 2.0 ** n, or use 1 << n"
-        raise mod_error("an integer raised to an integer that is not a literal of 0 or more", cure)
-    return _binary("pow")(a, b)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast")},
+    **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast", "detach")},
     **{name: _binary(op) for op in ("add", "sub", "mul", "floordiv", "mod", "fmod") for name in (op,)},
     **{name: _binary(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
     **{"r" + name: _binary(name, swapped=True) for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")},
@@ -464,9 +454,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rdiv": _binary("div", swapped=True),
     "floor_divide": _binary("floordiv"),
     "remainder": _binary("mod"),
-    "pow": _pow,
-    "rpow": lambda input, other: _pow(_values(input, other)[1][1], input),
-    "square": lambda input: _pow(input, 2),
+    "pow": _binary("pow"),
     "minimum": _binary("min"),
     "maximum": _binary("max"),
     "clamp": _clamp,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -25,10 +26,10 @@ from anyattn.mods.ir.expr import Builder, DType, Expr, category
 from anyattn.mods.tracing import closure
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
-from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, refuse_random
+from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
 from anyattn.mods.tracing.symbolic import NeedsNumber, Value, View
 from anyattn.mods.tracing.vectors import Vector
-from anyattn.mods.tracing.weak_captures import slots_in_question, strayed
+from anyattn.mods.tracing.weak_captures import slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
     "InterceptCaptured",
@@ -203,12 +204,16 @@ def trace(
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
-    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
+    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing, and read no clock
     pinned: frozenset[int] = frozenset()
+
+    def run() -> tuple[Expr, Tracer, list[int | float]]:
+        return _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device), before is not None)
+
     while True:
         try:
-            expr, tracer, numbers = _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device))
-            more = strayed(expr, numbers)
+            computed, tracer, numbers = run()
+            more = strayed(computed, numbers)
             if not more:
                 break
             pinned |= more
@@ -226,9 +231,10 @@ def trace(
                 raise
             raise told from error
     if before is not None:
-        check_draws(fn, before, lambda: _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device)))
-    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
-    source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
+        check_draws(fn, before, run)
+    expr, scalars, tensors = _compact(computed.of_first_output(), tracer.tensors)
+    is_kept = memo is not None and not tracer.reads_values
+    source = memo.remember(computed, expr, scalars, tensors, numbers, pinned) if is_kept else None  # type: ignore[union-attr]
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
 
 
@@ -312,9 +318,13 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 
 
 def _run(
-    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
+    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device, is_watched: bool
 ) -> tuple[Expr, Tracer, list[int | float]]:
-    """One trace: the expression with scalar slots numbered as ``captures`` finds the numbers."""
+    """One trace: the result, and all arithmetic among captured numbers, whose slots are numbered as ``closure.walk`` finds them.
+
+    Python computes that arithmetic, and torch refuses it beyond 64 bits, also where no result needs it. is_watched: whether the body may
+    read a clock, for all that is known of its names.
+    """
     tracer = Tracer(device)
     numbers: list[int | float] = []
 
@@ -325,11 +335,16 @@ def _run(
             return number
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
-    lifted = closure.rebuild(fn, lift)
+    lifted, compares_identity = closure.rebuild(fn, lift)
+    if compares_identity and len(pinned) < len(numbers):
+        raise NeedsNumber(frozenset(range(len(numbers))))  # a symbol is another object
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
     with InterceptCaptured(tracer):
-        result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
-        return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers
+        arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
+        with reads_refused(fn) if is_watched else nullcontext():
+            result = lifted(*arguments)
+        output = _result_node(result, tracer, kind, score_dtype, name_of(fn))
+        return tracer.build(output, *weak_arithmetic(tracer.nodes)), tracer, numbers
 
 
 def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
@@ -345,7 +360,7 @@ def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, n
     """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
     with InterceptCaptured(tracer):
         expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
-    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    expr, scalars, tensors = _compact(expr, tracer.tensors)
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
 
 
@@ -365,7 +380,7 @@ def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtyp
     return tracer.cast(value.node, score_dtype)
 
 
-def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
+def _compact(expr: Expr, tensors: list[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
     """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys whatever else they capture."""
     scalars: list[int] = []
     slots: list[int] = []
@@ -398,15 +413,15 @@ class _Memo:
 
     def lookup(self, fn: Callable) -> TracedMod | None:
         found = self.reading.numbers
-        for expr, pinned, source in self.table.get(self.identity, ()):
-            if all(_same_number(found[s], value) for s, value in pinned):
+        for computed, expr, pinned, source in self.table.get(self.identity, ()):
+            if all(_same_number(found[s], value) for s, value in pinned) and not strayed(computed, found):
                 numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
-                if strayed(expr, numbers):
-                    continue
                 return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs have names of their own
         return None
 
-    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> Source | None:
+    def remember(
+        self, computed: Expr, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]
+    ) -> Source | None:
         paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), -1) for tensor in tensors]
         if -1 in paths or len(numbers) != len(self.reading.numbers):
             return None  # the body made a tensor of its own (a view, a constant): its values are this trace's only
@@ -415,9 +430,9 @@ class _Memo:
             entries.clear()
         if len(self.table) > 4096:
             self.table.clear()
-        self.reading.pattern.fix((*pinned, *(scalars[slot] for slot in slots_in_question(expr))))
+        self.reading.pattern.fix((*pinned, *slots_in_question(computed)))
         source = Source(self.reading.pattern, tuple(scalars), tuple(paths))
-        entries.append((expr, tuple((s, numbers[s]) for s in sorted(pinned)), source))
+        entries.append((computed, expr, tuple((s, numbers[s]) for s in sorted(pinned)), source))
         return source
 
 

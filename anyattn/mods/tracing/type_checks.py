@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anyattn.mods.ir.expr import is_weak
+from anyattn.mods.tracing.pure_names import compares_identity
 from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.vectors import Vector
 
@@ -64,7 +65,7 @@ def aware(item: Any, names: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def has_type_checks(cls: type) -> bool:
-    """Whether a method of ``cls``, or of a class that it inherits from, names one of ``TYPE_CHECKS``."""
+    """Whether a method of ``cls``, or of a class that it inherits from, names one of ``TYPE_CHECKS`` or compares objects by ``is``."""
     return any(_names_one(item) for c in cls.__mro__ for item in vars(c).values())
 
 
@@ -73,4 +74,4 @@ def _names_one(item: Any) -> bool:
     code = item if isinstance(item, types.CodeType) else getattr(inner, "__code__", None)
     if not isinstance(code, types.CodeType):
         return False
-    return not TYPE_CHECKS.keys().isdisjoint(code.co_names) or any(map(_names_one, code.co_consts))
+    return not TYPE_CHECKS.keys().isdisjoint(code.co_names) or compares_identity(code) or any(map(_names_one, code.co_consts))

@@ -15,10 +15,15 @@ from functools import lru_cache
 from anyattn.mods.ir.dependence import FAR_NUMBER, relies_on_near_numbers
 from anyattn.mods.ir.expr import OPS, Expr, Node
 
-__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "scalar_slots", "slots_in_question", "strayed"]
+__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "scalar_slots", "slots_in_question", "strayed", "weak_arithmetic"]
 
 NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
 _MOST_SHIFT = 64  # 1 << n is as long as n says
+
+
+def weak_arithmetic(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """The positions of whole numbers that are computed from captured ones alone."""
+    return tuple(i for i, node in enumerate(nodes) if node.dtype is int and node.op not in ("const", "scalar"))
 
 
 def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
@@ -35,7 +40,7 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
     if relies_on_near_numbers(expr):
         found = frozenset(s for s in _whole_slots(expr) if not -FAR_NUMBER < numbers[s] < FAR_NUMBER)
     values: dict[int, int | float] = {}
-    for at in expr.weak_arithmetic:
+    for at in weak_arithmetic(expr.nodes):
         node = expr.nodes[at]
         args = []
         for a in node.args:
@@ -53,7 +58,7 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
 def slots_in_question(expr: Expr) -> frozenset[int]:
     """The slots of the numbers on whose values ``strayed`` depends."""
     found = _whole_slots(expr) if relies_on_near_numbers(expr) else frozenset()
-    return found.union(*(_slots_below(expr, at) for at in expr.weak_arithmetic))
+    return found.union(*(_slots_below(expr, at) for at in weak_arithmetic(expr.nodes)))
 
 
 def _whole_slots(expr: Expr) -> frozenset[int]:

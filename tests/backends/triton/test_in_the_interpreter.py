@@ -34,7 +34,10 @@ EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_win
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
 # each function of triton_tools/device_math.py; rows that are products, distances, looked up and counted; a mask of many operations
-OPERATIONS = ("silu", "softplus", "erfinv", "atan", "sinh", "frac", "nan_to", "rope_dot", "distance", "neighbours", "counts", "tiles_3d")
+OPERATIONS = (
+    *("silu", "softplus", "erfinv", "atan", "sinh", "frac", "nan_to", "detach"),
+    *("rope_dot", "distance", "neighbours", "counts", "tiles_3d"),
+)
 KERNELS = "backends/triton/kernels"
 PARTS = {
     "mutants": Part(("mutants/test_triton_mutants_interpreted.py",), has_slow=False),

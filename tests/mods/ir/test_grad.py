@@ -99,6 +99,7 @@ UNARY = {
     "trunc": lambda s: torch.trunc(s) - s,
     "round": lambda s: torch.round(s * 3),
     "sign": lambda s: torch.sign(s) * s,
+    "detach": lambda s: s * s.detach() - torch.exp(s - s.detach()) + (s * 2).detach(),
 }
 BINARY = {
     "add": lambda x, y: x + y,

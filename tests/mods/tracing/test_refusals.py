@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import gc
+import logging
+import os
 import random
 import secrets
+import sys
+import threading
+import time
 import types
+import uuid
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_mask
 
 from anyattn import ModError
 from anyattn.mods.analysis.evaluate import evaluate
@@ -51,7 +60,12 @@ class Noisy:
 
 
 outside = types.ModuleType("outside")
-exec("import random\ndef noise(x):\n    return x + random.random()", outside.__dict__)
+exec(
+    "import numpy, os, random, time\ndef noise(x):\n    return x + random.random()\ndef bytes_of(x):\n    return x + os.urandom(1)[0]\n"
+    "def now(x):\n    return x + time.time()\ndef of_numpy(x):\n    return x + numpy.random.rand()",
+    outside.__dict__,
+)
+urandom, random_class, default_rng, clock, DateTime = os.urandom, random.SystemRandom, np.random.default_rng, time.time, datetime.datetime
 
 RANDOM = {
     "torch.rand": lambda s, b, h, q, k: s + torch.rand(()),
@@ -79,13 +93,113 @@ RANDOM = {
     "method_of_object": Noisy().score,
     "numpy_in_a_method": Noisy().of_numpy,
     "other_module": lambda s, b, h, q, k: outside.noise(s),
+    "numpy_of_another_module": lambda s, b, h, q, k: outside.of_numpy(s),
+    "numpy_maker": lambda s, b, h, q, k: s + default_rng(3).random(),
+    "urandom": lambda s, b, h, q, k: s + os.urandom(1)[0],
+    "urandom_function": lambda s, b, h, q, k: s + urandom(1)[0],
+    "uuid4": lambda s, b, h, q, k: s + uuid.uuid4().int % 7,
+    "uuid1": lambda s, b, h, q, k: s + uuid.uuid1().int % 7,
+    "system_random": lambda s, b, h, q, k: s + random.SystemRandom().random(),
+    "system_random_class": lambda s, b, h, q, k: s + random_class().random(),
+    "token": lambda s, b, h, q, k: s + secrets.token_bytes(1)[0],
+    "system_of_another_module": lambda s, b, h, q, k: s + outside.bytes_of(s),
 }
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_are_refused_with_the_way_out(name):
     message = message_of(RANDOM[name])
-    assert "random" in message and "hash of a captured seed" in message and __file__ in message, message
+    assert "random" in message and "hash of a captured seed" in message, message
+    assert ("<string>" if name in ("other_module", "system_of_another_module") else __file__) in message, message
+
+
+class Timed(nn.Module):
+    def forward(self, s, b, h, q, k):
+        return s + time.perf_counter()
+
+
+CLOCKS = {
+    "time": lambda s, b, h, q, k: s + time.time(),
+    "time_ns": lambda s, b, h, q, k: s + time.time_ns() % 7,
+    "perf_counter": lambda s, b, h, q, k: s + time.perf_counter(),
+    "monotonic": lambda s, b, h, q, k: s * time.monotonic(),
+    "process_time": lambda s, b, h, q, k: s * time.process_time_ns(),
+    "localtime": lambda s, b, h, q, k: s * time.localtime().tm_sec,
+    "function": lambda s, b, h, q, k: s + clock(),
+    "now": lambda s, b, h, q, k: s + datetime.datetime.now().second,
+    "now_of_a_class": lambda s, b, h, q, k: s + DateTime.now(datetime.timezone.utc).second,
+    "today": lambda s, b, h, q, k: s + datetime.date.today().day,
+    "object": Timed(),
+    "other_module": lambda s, b, h, q, k: outside.now(s),
+}
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_clocks_are_refused_with_the_way_out(name):
+    message = message_of(CLOCKS[name])
+    assert "reads a clock" in message and "outside the mod" in message, message
+    assert ("<string>" if name == "other_module" else __file__) in message
+    assert sys.getprofile() is None
+
+
+def test_a_number_read_from_the_clock_outside_is_a_capture():
+    now = time.time()
+    assert trace(lambda s, b, h, q, k: s + (now - now), "score").expr.uses_score
+
+
+def test_what_a_library_reads_is_its_own(caplog):
+    """An entry of a log has a time; what the user's own code reads is refused in any thread."""
+    seen = []
+
+    class Logged:
+        def __call__(self, b, h, q, k):
+            logging.getLogger("mods").warning("traced")
+            return q >= k
+
+    def other_thread():
+        try:
+            trace(CLOCKS["time"], "score")
+        except ModError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    assert trace(Logged(), "mask").expr.output.op == "ge" and caplog.messages == ["traced"]
+    thread.join()
+    assert "reads a clock" in seen[0] and sys.getprofile() is None
+
+
+def test_what_the_collector_calls_is_no_mods():
+    times, errors, thresholds = [], [], gc.get_threshold()
+
+    def callback(*_):
+        try:
+            times.append(time.time())
+        except ModError as error:
+            errors.append(error)
+
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1, 1, 1)
+        for _ in range(3):
+            trace(types.MethodType(lambda self, b, h, q, k: (q >= k) & (q < 7), object()), "mask")
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
+    assert times and not errors and gc.isenabled()
+
+
+def test_a_profiler_of_the_user_stays():
+    def watch(*_):
+        pass
+
+    sys.setprofile(watch)
+    try:
+        assert trace(types.MethodType(lambda self, b, h, q, k: q >= k, object()), "mask").expr.output.op == "ge"
+        assert "draws random numbers" in message_of(RANDOM["other_module"])  # by the generators' state
+        assert sys.getprofile() is watch
+    finally:
+        sys.setprofile(None)
 
 
 def test_reflected_and_is_no_random_number():
@@ -220,6 +334,59 @@ def test_constants_of_a_numpy_table_and_its_torch_view_are_fine():
     for fn in (lambda b, h, q, k: q >= k + array[place], lambda b, h, q, k: wrapped[q] >= k + 2, lambda b, h, q, k: q >= k + array[2]):
         got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
         assert torch.equal(got, i[:, None] >= i + 2)
+
+
+# ---- indices of dtypes that torch does not take for indices
+
+steps, square = torch.arange(6) % 3, torch.arange(36).view(6, 6) % 5
+
+
+def by_index_of(dtype):
+    """Mods that index by a captured value, by a computed one, by both in turn, and beside others."""
+    ids = (torch.arange(6) % 2).to(dtype)
+    one = torch.tensor(1).to(dtype)
+    return {
+        "captured": lambda b, h, q, k: steps[ids[q]] >= k,
+        "computed": lambda b, h, q, k: steps[(q % 2).to(dtype)] >= k,
+        "beside": lambda b, h, q, k: square[q, ids[k]] >= k,
+        "first": lambda b, h, q, k: square[ids[q]][k] >= k,
+        "after": lambda b, h, q, k: square[:, ids[q]][k] >= k,
+        "of rank 0": lambda b, h, q, k: square[q, one] >= k,
+    }
+
+
+def by_vmap(fn):
+    return create_mask(fn, 1, 1, 6, 6, device="cpu")[0, 0]
+
+
+@pytest.mark.parametrize("way", by_index_of(torch.int64))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_indices_of_32_and_64_bits_are_torchs(dtype, way):
+    fn, i = by_index_of(dtype)[way], torch.arange(6)
+    got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
+    assert torch.equal(got.expand(6, 6), by_vmap(fn))
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("way", by_index_of(torch.int64))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.bool, torch.float32], ids=str)
+def test_an_index_that_torch_refuses_or_reads_as_a_mask_is_refused(dtype, way):
+    fn = by_index_of(dtype)[way]
+    try:
+        is_torchs = by_vmap(fn).shape == (6, 6)
+    except (RuntimeError, IndexError, SystemError):
+        is_torchs = False
+    assert not is_torchs
+    message = message_of(fn, "mask")
+    assert f"is indexed with a {dtype} value" in message and "table[x.long()]" in message and __file__ in message, message
+    assert ("reads as a mask" in message) == (dtype in (torch.uint8, torch.bool))
+
+
+def test_narrow_indices_may_be_converted_or_computed_with():
+    narrow, i = torch.tensor([0, 2, 1, 0, 2, 1], dtype=torch.uint8), torch.arange(6)
+    for fn in (lambda b, h, q, k: steps[narrow[q].long()] >= k, lambda b, h, q, k: square[narrow[q] + 0 * q, k] >= narrow[k]):
+        got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
+        assert torch.equal(got, by_vmap(fn))
 
 
 # ---- whatever else fails while a body runs

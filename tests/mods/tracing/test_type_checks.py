@@ -1,5 +1,6 @@
 """What a mod is told of the types and the text of what it captures and computes with."""
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,19 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 import anyattn
+from anyattn.mods.tracing.fingerprint import recognise
+from anyattn.mods.tracing.pure_names import compares_identity
 
 S = 24
 NUMBER, RATE = 7, 2.5
+SAME, OTHER = NUMBER, int("1000007")
 TABLE = torch.arange(S)
+
+
+def is_same(a: object, b: object) -> bool:
+    return a is b
+
+
 CHECKS = {
     "isinstance int": lambda q: isinstance(NUMBER, int),
     "isinstance float": lambda q: isinstance(RATE, (float, str)) and not isinstance(RATE, int),
@@ -28,6 +38,10 @@ CHECKS = {
     "element of a set": lambda q: NUMBER in {7, 8},
     "hash": lambda q: hash(NUMBER) == hash(7),
     "text": lambda q: str(NUMBER) == "7" and repr(RATE) == "2.5" and f"{NUMBER:03d}" == "007",
+    "is": lambda q: NUMBER is SAME and NUMBER is not OTHER and NUMBER is not None,
+    "is of a helper": lambda q: is_same(NUMBER, SAME) and not is_same(OTHER, int("1000007")),
+    "is of operator": lambda q: operator.is_(NUMBER, SAME) and operator.is_not(NUMBER, OTHER),
+    "id": lambda q: id(NUMBER) == id(SAME) != id(OTHER),
     "methods": lambda q: NUMBER.bit_length() == 3 and RATE.is_integer() is False and NUMBER.real == 7,
 }
 
@@ -80,6 +94,33 @@ def test_another_number_is_heard_of() -> None:
     for number in (7, 8, 7):
         mask = lambda b, h, q, k, n=number: q >= k if {7: True}.get(n) else q < k
         assert torch.equal(seen(mask, device="cpu"), create_mask(mask, 1, 1, S, S, device="cpu"))
+
+
+def test_objects_are_compared_anew() -> None:
+    """Two numbers may be equal and one object, or two; a method's numbers stay numbers."""
+    number = int("1000007")
+    for other in (number, int("1000007"), 3, number):
+        mask = lambda b, h, q, k, n=number, m=other: q >= k if n is m else q < k
+        assert torch.equal(seen(mask, device="cpu"), create_mask(mask, 1, 1, S, S, device="cpu"))
+
+    class Compared:
+        def __init__(self, n: int):
+            self.n = n
+
+        def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+            return q >= k if self.n is number else q < k
+
+    for n in (number, 5):
+        compared = Compared(n)
+        wanted = create_mask(lambda b, h, q, k, c=compared: c(b, h, q, k), 1, 1, S, S, device="cpu")
+        assert torch.equal(seen(compared, device="cpu"), wanted)
+
+
+def test_none_is_no_reason_to_trace_again() -> None:
+    compares = [f for f in (lambda n: n is None, lambda n: n is not None and n > 3, is_same) if compares_identity(f.__code__)]
+    assert compares == [is_same]
+    keys = {recognise(lambda b, h, q, k, n=n: q - k < n if n is not None else q >= k).pattern for n in (3, 4)}  # type: ignore[union-attr]
+    assert len(keys) == 1
 
 
 def test_c_code_is_handed_no_symbol_for_a_tensor() -> None:
