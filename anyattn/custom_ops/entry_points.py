@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
+from anyattn.custom_ops.block_sparse_operands import parts_of_blocks
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.validate.flex import is_block_mask
 
@@ -38,8 +39,12 @@ def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None
 
 def flash(q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``. places, options: ``Places``, ``Options``."""
-    others, mods = _mods_apart(options)
-    operands = (q, k, v, (*places,), others, backend)
+    others, blocks, mods = _mods_apart(options)
+    if blocks is not None:
+        cu_q, cu_k, used_q, used_k, pages = places[0]
+        is_dense = cu_q is None and cu_k is None and used_q is None and used_k is None and pages is None
+        blocks = parts_of_blocks(blocks, not is_dense)
+    operands = (q, k, v, (*places,), others, blocks, backend)
     return call_with_mods("flash", q, operands, (("score", "score_mod"), ("mask", "mask_mod")), mods)
 
 
@@ -49,25 +54,16 @@ def decode(given: tuple, options: tuple, backend: str | None) -> tuple[Tensor, T
     if isinstance(lengths, int):
         lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
     tensors = (q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends)
-    without, mods = _mods_apart(options)
+    without, _, mods = _mods_apart(options)
     operands = ((*tensors, *others), without, backend)
     return call_with_mods("decode", q, operands, (("score", "score_mod"), ("mask", "mask_mod")), mods)
 
 
-def _mods_apart(options: tuple) -> tuple[tuple, tuple]:
-    """``Options`` as operands, and the mods, which travel beside them and hold aux_tensors."""
-    scale, causal, window, softcap, slopes, sink, score_mod, mask_mod, lists, aux_tensors, *others = options
-    _refuse_lists(lists)
+def _mods_apart(options: tuple) -> tuple[tuple, Any, tuple]:
+    """``Options`` as operands, block_sparse_tensors, and the mods; these travel beside the operands, and the mods hold aux_tensors."""
+    scale, causal, window, softcap, slopes, sink, score_mod, mask_mod, blocks, aux_tensors, *others = options
     without = (scale, causal, window, softcap, slopes, sink, None, None, None, None, *others)
-    return without, (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
-
-
-def _refuse_lists(block_sparse_tensors: Any) -> None:
-    if block_sparse_tensors is not None:
-        raise TypeError(
-            "block_sparse_tensors is given inside torch.compile, torch.export or torch.func; wanted None: pass the mask_mod alone, its "
-            "tiles are found"
-        )
+    return without, blocks, (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
 
 
 def block_lists(

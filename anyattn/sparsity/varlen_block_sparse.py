@@ -21,6 +21,7 @@ from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
+from anyattn.sparsity.pytree_nodes import register
 from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
@@ -288,6 +289,9 @@ class VarlenBlockSparseTensors:
             f"VarlenBlockSparseTensors({self.tiles.batch} sequences, {self.tiles.total_m} row tiles, tiles of {self.tile[0]} x "
             f"{self.tile[1]}, heads: {heads}, {self.layout}: {mask} mask, {full} full, {heads * self.tiles.total_n - mask - full} skipped)"
         )
+
+
+register(VarlenBlockSparseTensors, (*_LISTS, *_TABLES), ("tile",))
 
 
 def compute_varlen_block_sparsity(

@@ -1,0 +1,103 @@
+"""Block lists of FlashAttention's entry points as an operator's operands, and the lists that an operator makes of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
+from anyattn.validate.block_sparse import check_class
+
+__all__ = ["BlockSparse", "blocks_of_operands", "operands_of_blocks", "parts_of_blocks"]
+
+_TABLES = 4  # of varlen lists: cu_block_cnt, cu_block_idx, seqlens_q, seqlens_k
+_UNKNOWN = [-1, -1]
+
+
+class BlockSparse(NamedTuple):
+    """Block lists as an operator has them.
+
+    block_lists: counts and indices of partial tiles, then of full ones where they are listed, then the four tables of varlen lists.
+    block_lengths: of dense lists the lengths that they were built for, -1 where they know none.
+    """
+
+    block_lists: list[Tensor]
+    block_tile: list[int]
+    block_lengths: list[int]
+
+
+def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
+    """``block_sparse_tensors`` as plain tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
+    check_class(given, is_varlen)
+    lists = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx)
+    if is_varlen:
+        return lists, (given.cu_block_cnt, given.cu_block_idx, given.seqlens_q, given.seqlens_k), given.tile, None
+    return lists, (), given.tile, given.lengths
+
+
+def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | VarlenBlockSparseTensors]:
+    """The operands, and the lists themselves, of ``parts_of_blocks``; their tensors may be fake, lengths may be symbols."""
+    lists, tables, tile, lengths = parts
+    tile = tuple(int(n) for n in tile)
+    made = _unchecked(lists, tables, tile, lengths)
+    return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), made
+
+
+def _unchecked(lists: tuple, tables: tuple, tile: tuple, lengths: tuple | None) -> Any:
+    made = object.__new__(VarlenBlockSparseTensors if tables else BlockSparseTensors)
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    vars(made).update(zip(names, lists, strict=True), tile=tile)
+    if tables:
+        vars(made).update(zip(("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k"), tables, strict=True))
+    else:
+        vars(made).update(lengths=lengths)
+    return made
+
+
+# ---- in an operator
+
+# An entry keeps the memory that it views allocated, so that no other tensor gets the same address. It lives as long as the tensor of counts
+# that came last: a backward pass gets another one of the same memory, with the same count of writes.
+_by_place: WeakValueDictionary[tuple, Any] = WeakValueDictionary()
+_by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+
+
+def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
+    """The lists of an operator's call: the same object for the same tensors, since what backends make of lists is kept with it.
+
+    Raises as the lists' class; lists on a GPU were checked when they were made, and their contents are not read.
+    """
+    tensors, tile, lengths = operands
+    if any(t.is_inference() for t in tensors):  # these have no count of writes
+        return _made(operands)
+    places: list[Any] = [*tile, *lengths]
+    for t in tensors:
+        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
+    key = tuple(places)
+    found = _by_place.get(key)
+    if found is None:
+        # views: an entry must not keep alive what it is kept by
+        found = _by_place[key] = _made(operands._replace(block_lists=[t.detach() for t in tensors]))
+    _by_counts[tensors[0]] = found
+    return found
+
+
+def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
+    tensors, (tile_m, tile_n), lengths = operands
+    tile, count = (tile_m, tile_n), len(tensors)
+    if count in (2, 4):
+        return BlockSparseTensors(*tensors, tile=tile, lengths=None if -1 in lengths else tuple(lengths))  # type: ignore[arg-type, misc]
+    if count not in (2 + _TABLES, 4 + _TABLES):
+        raise ValueError(f"block_lists has {count} tensors; wanted 2 or 4 of dense lists, or {_TABLES} more of varlen lists")
+    lists, tables = (*tensors[:-_TABLES], None, None)[:4], tensors[-_TABLES:]
+    if tensors[0].is_cpu:
+        cu_block_cnt, cu_block_idx, seqlens_q, seqlens_k = tables
+        return VarlenBlockSparseTensors(*lists, cu_block_cnt, cu_block_idx, tile, seqlens_q, seqlens_k)
+    made: VarlenBlockSparseTensors = _unchecked(lists, tuple(tables), tile, None)  # a check would wait for the device
+    vars(made).update(tiles=RaggedTiles(made.seqlens_q, made.seqlens_k, tile))
+    return made

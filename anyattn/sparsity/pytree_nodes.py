@@ -1,0 +1,38 @@
+"""Pytree nodes of block lists: ``torch.export`` and ``torch.func`` take a function's lists apart into their tensors and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+__all__ = ["register"]
+
+
+def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) -> None:
+    """Registers a dataclass. tensors: its fields that are leaves. constants: those that are (pairs of) numbers or None.
+
+    What is put together again is not checked: its tensors may stand for anything, and were checked when the lists were made.
+    """
+
+    def flatten(lists: Any) -> tuple[list[Any], tuple]:
+        return [getattr(lists, name) for name in tensors], tuple(getattr(lists, name) for name in constants)
+
+    def flatten_with_keys(lists: Any) -> tuple[list[tuple[Any, Any]], tuple]:
+        leaves, context = flatten(lists)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(tensors, leaves, strict=True)], context
+
+    def unflatten(leaves: Any, context: Any) -> Any:
+        made = object.__new__(cls)
+        vars(made).update(zip(tensors, leaves, strict=True), **dict(zip(constants, context, strict=True)))
+        return made
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"anyattn.{cls.__name__}",
+        to_dumpable_context=lambda context: [None if x is None else list(x) for x in context],
+        from_dumpable_context=lambda context: tuple(None if x is None else tuple(x) for x in context),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
