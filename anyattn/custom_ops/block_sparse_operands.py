@@ -10,12 +10,14 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.validate.block_sparse import check_class
 
 __all__ = ["BlockSparse", "blocks_of_operands", "operands_of_blocks", "parts_of_blocks"]
 
-_TABLES = 4  # of varlen lists: cu_block_cnt, cu_block_idx, seqlens_q, seqlens_k
+_LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+_TABLES = ("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
 _UNKNOWN = [-1, -1]
 
 
@@ -32,7 +34,7 @@ class BlockSparse(NamedTuple):
 
 
 def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
-    """``block_sparse_tensors`` as plain tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
+    """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
     check_class(given, is_varlen)
     lists = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx)
     if is_varlen:
@@ -44,19 +46,11 @@ def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | 
     """The operands, and the lists themselves, of ``parts_of_blocks``; their tensors may be fake, lengths may be symbols."""
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
-    made = _unchecked(lists, tables, tile, lengths)
-    return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), made
-
-
-def _unchecked(lists: tuple, tables: tuple, tile: tuple, lengths: tuple | None) -> Any:
-    made = object.__new__(VarlenBlockSparseTensors if tables else BlockSparseTensors)
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    vars(made).update(zip(names, lists, strict=True), tile=tile)
     if tables:
-        vars(made).update(zip(("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k"), tables, strict=True))
+        made = unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*lists, *tables, tile))
     else:
-        vars(made).update(lengths=lengths)
-    return made
+        made = unchecked(BlockSparseTensors, (*_LISTS, "tile", "lengths"), (*lists, tile, lengths))
+    return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), made
 
 
 # ---- in an operator
@@ -92,12 +86,11 @@ def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensor
     tile, count = (tile_m, tile_n), len(tensors)
     if count in (2, 4):
         return BlockSparseTensors(*tensors, tile=tile, lengths=None if -1 in lengths else tuple(lengths))  # type: ignore[arg-type, misc]
-    if count not in (2 + _TABLES, 4 + _TABLES):
-        raise ValueError(f"block_lists has {count} tensors; wanted 2 or 4 of dense lists, or {_TABLES} more of varlen lists")
-    lists, tables = (*tensors[:-_TABLES], None, None)[:4], tensors[-_TABLES:]
+    if count not in (6, 8):
+        raise ValueError(f"block_lists has {count} tensors; wanted 2 or 4 of dense lists, or 4 more of varlen lists")
+    lists, tables = (*tensors[:-4], None, None)[:4], tensors[-4:]
     if tensors[0].is_cpu:
         cu_block_cnt, cu_block_idx, seqlens_q, seqlens_k = tables
         return VarlenBlockSparseTensors(*lists, cu_block_cnt, cu_block_idx, tile, seqlens_q, seqlens_k)
-    made: VarlenBlockSparseTensors = _unchecked(lists, tuple(tables), tile, None)  # a check would wait for the device
-    vars(made).update(tiles=RaggedTiles(made.seqlens_q, made.seqlens_k, tile))
-    return made
+    tiles = RaggedTiles(tables[2], tables[3], tile)  # not checked, which would wait for the device
+    return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile", "tiles"), (*lists, *tables, tile, tiles))

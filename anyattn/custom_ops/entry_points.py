@@ -18,7 +18,7 @@ from anyattn.custom_ops.block_sparse_operands import parts_of_blocks
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.validate.flex import is_block_mask
 
-__all__ = ["block_lists", "decode", "flash", "flex"]
+__all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
 
 
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,3 +75,21 @@ def block_lists(
     found = call_with_mods("block_mask", like, operands, (("mask", "mask_mod"),), (mask_mod,))
     lists = list(found) if separate_full else [*found[:2], None, None, *found[2:], None, None]
     return lists, tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+
+
+def tile_lists(mask_mod: Any, aux_tensors: Any, sizes: tuple, tile: tuple, device: Any, separate_full: bool) -> list[Tensor | None]:
+    """The four lists of ``compute_block_sparsity``. sizes: batch_size, num_heads, seqlen_q, seqlen_k."""
+    like = torch.empty(0, device=device)
+    operands = (sizes, tile, device, bool(separate_full))
+    found = call_with_mods("tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(found) if separate_full else [*found, None, None]
+
+
+def varlen_tile_lists(
+    mask_mod: Any, aux_tensors: Any, tables: tuple, num_heads: Any, tile: tuple, device: Any, separate_full: bool, layout: str
+) -> list[Tensor | None]:
+    """The four lists and the four tables of ``compute_varlen_block_sparsity``. tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
+    like = torch.empty(0, device=device)
+    operands = (tables, num_heads, tile, device, bool(separate_full), layout)
+    found = call_with_mods("varlen_tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(found) if separate_full else [*found[:2], None, None, *found[2:]]

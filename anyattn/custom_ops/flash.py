@@ -98,8 +98,8 @@ def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = N
     score = next(iter(mods_of_operands("score", *shared.score)), None)
     mask = next(iter(mods_of_operands("mask", *shared.mask)), None)
     return Options(
-        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score, mask, blocks,
-        None, deterministic, True, shared.num_splits, shared.pack_gqa, not is_cuda,
+        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score, mask,
+        blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, not is_cuda,
     )  # fmt: skip
 
 

@@ -6,7 +6,15 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-__all__ = ["register"]
+__all__ = ["register", "unchecked"]
+
+
+def unchecked(cls: Any, names: tuple[str, ...], values: tuple) -> Any:
+    """An object of a frozen dataclass with these fields, without the checks of its making; also for Dynamo to trace."""
+    made = object.__new__(cls)
+    for name, value in zip(names, values):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) -> None:
@@ -23,9 +31,7 @@ def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) ->
         return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(tensors, leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        made = object.__new__(cls)
-        vars(made).update(zip(tensors, leaves, strict=True), **dict(zip(constants, context, strict=True)))
-        return made
+        return unchecked(cls, (*tensors, *constants), (*leaves, *context))
 
     pytree.register_pytree_node(
         cls,
