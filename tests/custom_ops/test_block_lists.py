@@ -1,4 +1,4 @@
-"""``compute_block_sparsity`` and ``compute_varlen_block_sparsity`` inside ``torch.compile`` and ``torch.export``: eager's lists and errors."""
+"""``compute_block_sparsity`` and ``compute_varlen_block_sparsity`` inside ``torch.compile`` and ``torch.export``: as in eager calls."""
 
 from __future__ import annotations
 
