@@ -8,6 +8,7 @@ graph, some tenths of a microsecond each: so arguments come as plain tuples in t
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.block_sparse_operands import parts_of_blocks
 from anyattn.custom_ops.capture import bound, call_with_mods
+from anyattn.sparsity import captured
 from anyattn.validate.flex import is_block_mask
 
 __all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
@@ -93,3 +95,6 @@ def varlen_tile_lists(
     operands = (tables, num_heads, tile, device, bool(separate_full), layout)
     found = call_with_mods("varlen_tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
     return list(found) if separate_full else [*found[:2], None, None, *found[2:]]
+
+
+captured.entry_points = sys.modules[__name__]

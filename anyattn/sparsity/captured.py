@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["entry_points"]
+__all__ = ["entry_points", "load"]
+
+entry_points: Any = None  # the module ``anyattn.custom_ops.entry_points``, which enters itself
 
 
-def entry_points() -> Any:
-    """``anyattn.custom_ops.entry_points``, imported by the first call inside a compiled function."""
-    return importlib.import_module("anyattn.custom_ops.entry_points")
+def load() -> None:
+    """Imports ``entry_points``; the first call inside a compiled function needs it."""
+    importlib.import_module("anyattn.custom_ops.entry_points")
 
 
-entry_points._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator would import Dynamo
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces; its decorator would import Dynamo

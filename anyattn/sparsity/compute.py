@@ -14,9 +14,9 @@ from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.captured import entry_points
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
 
@@ -56,8 +56,9 @@ def compute_block_sparsity(
     """
     if torch.compiler.is_compiling():
         sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
-        captured = entry_points().tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
-        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*captured, (tile_m, tile_n), (seqlen_q, seqlen_k)))
+        captured.load()
+        made = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
+        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*made, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     lengths = (positions("seqlen_q", seqlen_q), positions("seqlen_k", seqlen_k))
     batch = 1 if batch_size is None else length("batch_size", batch_size)

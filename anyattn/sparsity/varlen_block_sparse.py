@@ -17,10 +17,9 @@ from anyattn.mods.analysis.visible_loads import Ragged, check_call
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
-from anyattn.sparsity import varlen_checks
+from anyattn.sparsity import captured, varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.captured import entry_points
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
 from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
@@ -333,8 +332,9 @@ def compute_varlen_block_sparsity(
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if torch.compiler.is_compiling():
         options = (num_heads, (tile_m, tile_n), device, compute_full_blocks, layout)
-        captured = entry_points().varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
-        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*captured, (tile_m, tile_n)))
+        captured.load()
+        made = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
+        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*made, (tile_m, tile_n)))
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
     for name, table in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True):

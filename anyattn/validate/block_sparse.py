@@ -22,13 +22,14 @@ __all__ = ["blocks_of", "check_class", "check_dense", "check_varlen"]
 def blocks_of(given: Any, problem: Problem) -> Any:
     """The lists as kernels read them, checked against the problem."""
     check_class(given, problem.sequences is not None)
-    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
     if problem.sequences is not None:
         check_varlen(given, problem.q, problem.heads_q)
+        _check_memory(given)
         _check_built_for(given, problem.sequences)
         return given
     lengths = (problem.seqlen_q, problem.seqlen_k)
     check_dense(given, problem.q, lengths, (problem.batch, problem.heads_q))
+    _check_memory(given)
     return kept_for_call(given, lengths)
 
 
@@ -63,6 +64,10 @@ def check_varlen(given: VarlenBlockSparseTensors, q: Tensor, heads: int) -> None
     listed = given.mask_block_cnt.shape[0]
     if listed not in (1, heads):
         raise ValueError(f"block_sparse_tensors has {listed} heads but q has {heads}; wanted 1 (shared) or {heads}")
+
+
+def _check_memory(given: BlockSparseTensors | VarlenBlockSparseTensors) -> None:
+    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
 
 
 def _check_device(given: BlockSparseTensors | VarlenBlockSparseTensors, q: Tensor) -> None:

@@ -255,7 +255,7 @@ ERRORS: dict[str, tuple[Callable, Callable[[], Any], str]] = {
     "heads of varlen lists": (varlen, lambda: varlen_lists(heads=3), "has 3 heads but q has 4"),
     "device": (dense, lambda: dense_lists().to("meta"), "block_sparse_tensors is on meta but q is on cpu; move it"),
     "dtype": (dense, lambda: broken(mask_block_cnt=COUNTS.long()), "mask_block_cnt is torch.int64; wanted torch.int32"),
-    "counts": (dense, lambda: broken(mask_block_cnt=COUNTS + 9), "mask_block_cnt holds 9 to .*; wanted 0 to 5"),
+    "counts": (dense, lambda: broken(mask_block_cnt=COUNTS + 9), r"mask_block_cnt holds \d+ to \d+; wanted 0 to 5"),
     "a tile that does not exist": (dense, lambda: broken(mask_block_idx=dense_lists().mask_block_idx + 7), "column|outside"),
     "other sequences": (
         varlen,
