@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
+from anyattn.custom_ops import ENTRY_POINTS, dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.block_sparse_operands import parts_of_blocks
 from anyattn.custom_ops.capture import bound, call_with_mods
-from anyattn.sparsity import captured
+from anyattn.sparsity import captured, compute, varlen_block_sparse
 from anyattn.validate.flex import is_block_mask
 
 __all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
@@ -98,3 +98,4 @@ def varlen_tile_lists(
 
 
 captured.entry_points = sys.modules[__name__]
+ENTRY_POINTS += [compute.compute_block_sparsity, varlen_block_sparse.compute_varlen_block_sparsity]

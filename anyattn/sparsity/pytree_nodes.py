@@ -1,9 +1,10 @@
-"""Pytree nodes of block lists: ``torch.export`` and ``torch.func`` take a function's lists apart into their tensors and back."""
+"""Block lists to torch: pytree nodes, which ``torch.export`` and ``torch.func`` take apart and put together, and which are saved."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 __all__ = ["register", "unchecked"]
@@ -42,3 +43,4 @@ def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) ->
         from_dumpable_context=lambda context: tuple(None if x is None else tuple(x) for x in context),
         flatten_with_keys_fn=flatten_with_keys,
     )
+    torch.serialization.add_safe_globals([cls])  # torch.export saves a program's example inputs, and loads tensors and known classes alone

@@ -93,6 +93,9 @@ class VarlenBlockSparseTensors:
         """Where the tiles of each sequence lie."""
         return RaggedTiles(self.seqlens_q, self.seqlens_k, self.tile)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_LISTS, *_TABLES, "tile")}
+
     @property
     def layout(self) -> str:
         """ "padded" or "flat": the form of the index lists."""

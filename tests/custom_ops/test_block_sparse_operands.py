@@ -358,12 +358,14 @@ def test_export(make: Callable, sizes: tuple[int, ...], strict: bool) -> None:
     assert all(map(torch.equal, closed.module()(*x), Given()(*x, make(1))))
 
 
-def test_an_exported_program_is_saved(tmp_path: Any) -> None:
-    x = [t.detach() for t in rows(B, S)]
-    program = torch.export.export(Given(), (*x, dense_lists()))
-    torch.export.save(program, tmp_path / "program.pt2")
-    loaded = torch.export.load(tmp_path / "program.pt2").module()
-    assert all(map(torch.equal, loaded(*x, dense_lists(1)), Given()(*x, dense_lists(1))))
+@pytest.mark.parametrize("make, sizes", [(dense_lists, (B, S)), (varlen_lists, (S,))], ids=["dense", "varlen"])
+def test_an_exported_program_is_saved(make: Callable, sizes: tuple[int, ...], tmp_path: Any) -> None:
+    x = [t.detach() for t in rows(*sizes)]
+    torch.export.save(torch.export.export(Given(), (*x, make())), tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    assert all(map(torch.equal, loaded.module()(*x, make(1)), Given()(*x, make(1))))
+    again = loaded.example_inputs[0][3]
+    assert type(again) is type(make()) and torch.equal(again.classes(), make().classes())
 
 
 @pytest.mark.parametrize("make", [dense_lists, varlen_lists], ids=["dense", "varlen"])
