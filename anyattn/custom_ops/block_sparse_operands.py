@@ -12,9 +12,8 @@ from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
-from anyattn.validate.block_sparse import check_class
 
-__all__ = ["BlockSparse", "blocks_of_operands", "operands_of_blocks", "parts_of_blocks"]
+__all__ = ["BlockSparse", "blocks_of_operands", "operands_of_blocks"]
 
 _LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 _TABLES = ("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
@@ -33,17 +32,8 @@ class BlockSparse(NamedTuple):
     block_lengths: list[int]
 
 
-def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
-    """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
-    check_class(given, is_varlen)
-    lists = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx)
-    if is_varlen:
-        return lists, (given.cu_block_cnt, given.cu_block_idx, given.seqlens_q, given.seqlens_k), given.tile, None
-    return lists, (), given.tile, given.lengths
-
-
 def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | VarlenBlockSparseTensors]:
-    """The operands, and the lists themselves, of ``parts_of_blocks``; their tensors may be fake, lengths may be symbols."""
+    """The operands, and the lists themselves, of ``validate.block_sparse.parts_of_blocks``; their tensors may be fake, lengths may be symbols."""
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
     if tables:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from anyattn.custom_ops import ENTRY_POINTS, dynamo  # noqa: F401 - enters the operator into Dynamo's table
-from anyattn.custom_ops.block_sparse_operands import parts_of_blocks
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.sparsity import captured, compute, varlen_block_sparse
+from anyattn.validate.block_sparse import parts_of_blocks
 from anyattn.validate.flex import is_block_mask
 
 __all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]

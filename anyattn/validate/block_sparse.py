@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from anyattn.sparsity.lists import kept_for_call
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.tensors.kinds import refuse_hidden
 
-__all__ = ["blocks_of", "check_class", "check_dense", "check_varlen"]
+__all__ = ["blocks_of", "check_class", "check_dense", "check_varlen", "parts_of_blocks"]
 
 
 def blocks_of(given: Any, problem: Problem) -> Any:
@@ -33,13 +33,27 @@ def blocks_of(given: Any, problem: Problem) -> Any:
     return kept_for_call(given, lengths)
 
 
+def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
+    """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
+    if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
+        _refuse_class(given, is_varlen)
+    lists = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx)
+    if is_varlen:
+        return lists, (given.cu_block_cnt, given.cu_block_idx, given.seqlens_q, given.seqlens_k), given.tile, None
+    return lists, (), given.tile, given.lengths
+
+
 def check_class(given: Any, is_varlen: bool) -> None:
     """Raises ``TypeError`` unless these are lists of the class that the entry point takes."""
     if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
-        wanted, maker = "BlockSparseTensors", "compute_block_sparsity"
-        if is_varlen:
-            wanted, maker = "VarlenBlockSparseTensors", "compute_varlen_block_sparsity"
-        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted}: make it with anyattn.{maker}")
+        _refuse_class(given, is_varlen)
+
+
+def _refuse_class(given: Any, is_varlen: bool) -> NoReturn:
+    wanted, maker = "BlockSparseTensors", "compute_block_sparsity"
+    if is_varlen:
+        wanted, maker = "VarlenBlockSparseTensors", "compute_varlen_block_sparsity"
+    raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted}: make it with anyattn.{maker}")
 
 
 def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], heads: tuple[int, int]) -> None:
