@@ -72,11 +72,11 @@ def lists_with_mods(
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
 
 
-def _lengths(**lengths: Any) -> list[int]:
+def _lengths(**lengths: Any) -> list[Any]:
     return [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in lengths.items()]
 
 
-def _counts(**counts: Any) -> list[int]:
+def _counts(**counts: Any) -> list[Any]:
     return [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in counts.items()]
 
 
@@ -121,7 +121,8 @@ def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: 
     tile_m, tile_n = _tile(tile)
     lengths, counts = _lengths(seqlen_q=seqlen_q, seqlen_k=seqlen_k), _counts(batch_size=batch, num_heads=heads)
     like = torch.empty(0, device=device_of(device, mask))
-    stacks = called(tile_lists, TileLists(like, *operands_of(like, mask), *counts, *lengths, tile_m, tile_n, separate_full))
+    (b, h), (m, n) = counts, lengths
+    stacks = called(tile_lists, TileLists(like, *operands_of(like, mask), b, h, m, n, tile_m, tile_n, separate_full))
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
 
 
@@ -187,5 +188,6 @@ def varlen_lists_with_mods(
     first = next(t for t in tables if t is not None)
     like = torch.empty(0, device=device_of(first.device if device is None and not mask.tensors else device, mask))
     counts = None if heads is None else _counts(num_heads=heads)[0]
-    given = VarlenTileLists(like, *operands_of(like, mask), *tables, counts, tile_m, tile_n, separate_full, layout)
+    of_sequences = named["cu_seqlens_q"], named["cu_seqlens_k"], named["seqused_q"], named["seqused_k"]
+    given = VarlenTileLists(like, *operands_of(like, mask), *of_sequences, counts, tile_m, tile_n, separate_full, layout)
     return called(varlen_tile_lists, given)  # type: ignore[no-any-return]

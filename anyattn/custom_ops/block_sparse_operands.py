@@ -33,7 +33,7 @@ class BlockSparse(NamedTuple):
 
 
 def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | VarlenBlockSparseTensors]:
-    """The operands, and the lists themselves, of ``validate.block_sparse.parts_of_blocks``; their tensors may be fake, lengths may be symbols."""
+    """The operands, and the lists, of ``validate.block_sparse.parts_of_blocks``; tensors may be fake, lengths may be symbols."""
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
     if tables:
@@ -80,7 +80,7 @@ def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensor
         raise ValueError(f"block_lists has {count} tensors; wanted 2 or 4 of dense lists, or 4 more of varlen lists")
     lists, tables = (*tensors[:-4], None, None)[:4], tensors[-4:]
     if tensors[0].is_cpu:
-        cu_block_cnt, cu_block_idx, seqlens_q, seqlens_k = tables
-        return VarlenBlockSparseTensors(*lists, cu_block_cnt, cu_block_idx, tile, seqlens_q, seqlens_k)
+        fields: dict[str, Any] = dict(zip((*_LISTS, *_TABLES), (*lists, *tables), strict=True))
+        return VarlenBlockSparseTensors(**fields, tile=tile)
     tiles = RaggedTiles(tables[2], tables[3], tile)  # not checked, which would wait for the device
     return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile", "tiles"), (*lists, *tables, tile, tiles))

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.custom_ops import ENTRY_POINTS, dynamo  # noqa: F401 - enters the operator into Dynamo's table
+from anyattn.custom_ops import (
+    dynamo,  # noqa: F401 - enters the operator into Dynamo's table
+    entry_point,
+)
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.sparsity import captured, compute, varlen_block_sparse
 from anyattn.validate.block_sparse import parts_of_blocks
@@ -98,4 +101,5 @@ def varlen_tile_lists(
 
 
 captured.entry_points = sys.modules[__name__]
-ENTRY_POINTS += [compute.compute_block_sparsity, varlen_block_sparse.compute_varlen_block_sparsity]
+entry_point(compute.compute_block_sparsity)
+entry_point(varlen_block_sparse.compute_varlen_block_sparsity)

@@ -66,7 +66,8 @@ def compute_block_sparsity(
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     where = device_of(device, traced)
     lists = lists_of_mask(traced, lengths, tile, (batch, heads), where, compute_full_blocks)
-    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)
+    fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
+    return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
 
 
 def lists_of_mask(

@@ -37,10 +37,11 @@ def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
     """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
     if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
         _refuse_class(given, is_varlen)
-    lists = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx)
+    made: Any = given
+    lists = (made.mask_block_cnt, made.mask_block_idx, made.full_block_cnt, made.full_block_idx)
     if is_varlen:
-        return lists, (given.cu_block_cnt, given.cu_block_idx, given.seqlens_q, given.seqlens_k), given.tile, None
-    return lists, (), given.tile, given.lengths
+        return lists, (made.cu_block_cnt, made.cu_block_idx, made.seqlens_q, made.seqlens_k), made.tile, None
+    return lists, (), made.tile, made.lengths
 
 
 def check_class(given: Any, is_varlen: bool) -> None:
