@@ -24,7 +24,6 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
 from anyattn.custom_ops.define import opaque
-from anyattn.custom_ops.own_lists import with_own_lists
 from anyattn.mods.algebra import Mask
 from anyattn.tensors import kinds as tensor_kinds
 
@@ -58,7 +57,6 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     raise
             graphs.append(graph)
             captured.append(lifted)
-        operands = with_own_lists(tx, entry.as_python_constant(), operands)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
         proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
         call_with_mods.refusal, is_replaced = None, _is_replaced(tx)

@@ -18,6 +18,7 @@ from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_oper
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called, differentiable
+from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -233,6 +234,7 @@ def flash_with_mods(
         check_dense(lists, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]))
     else:
         check_varlen(lists, q, q.shape[-2])
+    operands = operands._replace(block_lists=own_lists(operands.block_lists))
     return called(flash_block_sparse, call, operands)  # type: ignore[no-any-return]
 
 

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.lists import TupleVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from anyattn.custom_ops.capture import call_with_mods
 from anyattn.custom_ops.define import operator
+from anyattn.custom_ops.gradients import called
 
-__all__ = ["own_list", "with_own_lists"]
+__all__ = ["own_list", "own_lists"]
+
+_VIEWS = (python_operator.getitem, torch.ops.aten.select.int, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class OwnList(NamedTuple):
@@ -34,37 +35,30 @@ def own_list(given: OwnList) -> Tensor:
     return given.one.clone(memory_format=torch.contiguous_format)
 
 
-def with_own_lists(tx: Any, entry: str, operands: Any) -> Any:
-    """The operands of a call that Dynamo traces, with copies of the lists that its graph computes."""
-    place = {"flex": 1, "flash": 5}.get(entry)
-    if place is None:
-        return operands
-    items = list(operands.items)
-    items[place] = _own(tx, items[place])
-    return TupleVariable(items)
+def own_lists(lists: list[Tensor]) -> list[Tensor]:
+    """The lists; while calls are written into a graph, copies of those that the graph computes, one for each of them in a graph."""
+    mode = get_proxy_mode()
+    return lists if mode is None else [_own(one, mode.tracer) for one in lists]
 
 
-def _own(tx: Any, lists: Any) -> Any:
-    lists = lists.realize()
-    if isinstance(lists, TupleVariable):
-        return TupleVariable([_own(tx, one) for one in lists.items])
-    if not isinstance(lists, TensorVariable):
-        return lists
-    node, example = lists.proxy.node, lists.proxy.node.meta["example_value"]
-    if _is_from_outside(node, example) or _is_of_operator(node):
-        return lists
-    copies = vars(tx.output.current_tracer).setdefault("_anyattn_own_lists", {})
-    if (known := copies.get((node, example._version))) is None:
-        proxy = tx.output.create_proxy("call_function", own_list, (lists.as_proxy(),), {})
-        known = copies[node, example._version] = wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
-    return known
+def _own(one: Tensor, tracer: Any) -> Tensor:
+    inner = one
+    if isinstance(one, FunctionalTensor):
+        torch._sync(one)  # writes that are not in the graph yet
+        inner = torch._from_functional_tensor(one.elem)
+    found: Any = get_proxy_slot(inner, tracer, None)
+    if found is None or _is_safe(found.proxy.node):  # what has no node is a constant
+        return one
+    copies = vars(tracer).setdefault("_anyattn_own_lists", {})
+    if found.proxy.node not in copies:
+        copies[found.proxy.node] = called(own_list, OwnList(one))
+    return copies[found.proxy.node]  # type: ignore[no-any-return]
 
 
-def _is_from_outside(node: Any, example: Tensor) -> bool:
-    """Whether this is an input of the graph that the graph has not written to."""
-    return node.op in ("placeholder", "get_attr") and example._version == 0
-
-
-def _is_of_operator(node: Any) -> bool:
-    """Whether anyattn's own operators have made it, such as that of ``create_block_mask``."""
-    return node.op == "call_function" and node.target is python_operator.getitem and node.args[0].target is call_with_mods
+def _is_safe(node: Any) -> bool:
+    """Whether this is an input of the graph, a constant, or what one of anyattn's operators has made."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return getattr(node.target, "namespace", None) == "anyattn"

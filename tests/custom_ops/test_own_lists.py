@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._dynamo.backends.common import aot_autograd
 
 import anyattn
 from anyattn import masks
@@ -61,12 +62,17 @@ def test_lists_of_one_size_in_one_graph(attention: Callable) -> None:
 
 
 def recorded(call: Callable, *given: Any) -> list[int]:
-    """How many copies, and how many calls with mods, there are in the graph of a call."""
+    """How many copies, and how many of our operators, there are in the graph of a call."""
     torch._dynamo.reset()
-    graphs = EagerAndRecordGraphs()
-    torch.compile(call, fullgraph=True, backend=graphs)(*given)
-    names = [str(node.target) for node in graphs.graphs[0].graph.nodes]
-    return [sum(what in name for name in names) for what in ("own_list", "call_with_mods")]
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    with torch.no_grad():
+        torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=record))(*given)
+    return [sum(what in name for name in graphs[0]) for what in ("anyattn.own_list", "anyattn.")]
 
 
 def test_one_copy_of_a_list_that_two_calls_take() -> None:
@@ -77,7 +83,7 @@ def test_one_copy_of_a_list_that_two_calls_take() -> None:
         q = anyattn.flash_attn_func(q, q, q, block_sparse_tensors=lists)
         return anyattn.flash_attn_func(q, q, q, block_sparse_tensors=lists)
 
-    assert recorded(lambda q, c: twice(q, c - 1), q, cnt) == [2, 2]
+    assert recorded(lambda q, c: twice(q, c - 1), q, cnt) == [2, 4]
 
 
 def test_no_copies_of_lists_from_outside_and_of_our_own_makers() -> None:
@@ -95,6 +101,19 @@ def test_no_copies_of_lists_from_outside_and_of_our_own_makers() -> None:
     assert recorded(lambda q, m: anyattn.flash_attn_func(q, q, q, mask_mod=causal, block_sparse_tensors=m), q, lists) == [0, 1]
     assert recorded(made, q) == [0, 2]
     assert recorded(made_mask, q) == [0, 2]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("attention", [flex, flash])
+def test_exported_programs_copy_too(attention: Callable, strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            return attention(attention(q, k, v, x, 0), k, v, x, 1)
+
+    given = (*(torch.randn(1, S, 1, 16) for _ in range(3)), torch.tensor(0, dtype=torch.int32))
+    program = torch.export.export(Model(), given, strict=strict)
+    assert sum("own_list" in str(node.target) for node in program.graph.nodes) == 4
+    assert torch.equal(program.module()(*given), Model()(*given))
 
 
 def test_lists_from_outside_that_the_graph_writes_to() -> None:
