@@ -62,9 +62,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lists: Any) -> tuple[Tensor, Tensor]:
     return anyattn.flash_attn_func(q, k, v, mask_mod=near, block_sparse_tensors=lists, return_lse=True)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, lists: Any) -> tuple[Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, lists: Any, ends: Tensor = ENDS) -> tuple[Tensor, Tensor]:
     return anyattn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, mask_mod=near, block_sparse_tensors=lists, return_lse=True
+        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=near, block_sparse_tensors=lists, return_lse=True
     )
 
 
@@ -396,3 +396,26 @@ def test_fake_tensors_beside_lists_with_memory() -> None:
     assert out.shape == (B, S, H, D) and lse.shape == (B, H, S) and type(out).__name__ == "FakeTensor"
     with pytest.raises(ValueError, match="has batch 3 but q has 2"):
         dense(*fakes, dense_lists(batch=3))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("call, make, sizes", [(dense, dense_lists, (B, S)), (varlen, varlen_lists, (S,))], ids=["dense", "varlen"])
+def test_make_fx(call: Callable, make: Callable, sizes: tuple[int, ...], mode: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = [t.detach() for t in rows(*sizes)]
+    more = (ENDS,) if call is varlen else ()  # fake tensors do not mix with what a function closes over
+    graph = make_fx(call, tracing_mode=mode)(*x, make(), *more)
+    assert sum("flash_block_sparse" in str(node.target) for node in graph.graph.nodes) == 1
+    assert all(map(torch.equal, graph(*x, make(1), *more), call(*x, make(1))))
+
+
+def test_inference_mode() -> None:
+    """Whose tensors have no count of writes: what is made of lists is made anew."""
+    with torch.inference_mode():
+        x, lists = [t.detach().clone() for t in rows(B, S)], dense_lists()
+        compiled, graphs = fresh(dense)
+        for _ in range(2):
+            assert all(map(torch.equal, compiled(*x, lists), dense(*x, lists)))
+            lists.full_block_cnt.zero_()
+    assert graphs.frame_count == 1 and not block_sparse_operands._by_place
