@@ -404,10 +404,11 @@ def test_make_fx(call: Callable, make: Callable, sizes: tuple[int, ...], mode: s
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = [t.detach() for t in rows(*sizes)]
-    more = (ENDS,) if call is varlen else ()  # fake tensors do not mix with what a function closes over
-    graph = make_fx(call, tracing_mode=mode)(*x, make(), *more)
+    # fake tensors do not mix with what a function closes over
+    traced = lambda q, k, v, lists, ends: call(q, k, v, lists) if call is dense else call(q, k, v, lists, ends)
+    graph = make_fx(traced, tracing_mode=mode)(*x, make(), ENDS)
     assert sum("flash_block_sparse" in str(node.target) for node in graph.graph.nodes) == 1
-    assert all(map(torch.equal, graph(*x, make(1), *more), call(*x, make(1))))
+    assert all(map(torch.equal, graph(*x, make(1), ENDS), call(*x, make(1))))
 
 
 def test_inference_mode() -> None:
