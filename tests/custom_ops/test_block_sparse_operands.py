@@ -145,6 +145,15 @@ def test_compact_lists_of_other_widths_share_a_graph_of_open_sizes(knows_lengths
     assert len(seen) >= 3 and graphs.frame_count <= 3
 
 
+def test_varlen_lists_of_other_lengths_share_a_graph_of_open_sizes() -> None:
+    compiled, graphs = fresh(varlen)
+    given = rows(S)
+    for values in ((0, 9, 9, S), (0, 1, 20, S), (0, 30, 40, S), (0, 33, 66, S)):  # the second opens both sizes
+        ends = torch.tensor(values, dtype=torch.int32)
+        assert same(compiled, varlen, (*given, varlen_lists(ends=ends), ends), given)
+    assert graphs.frame_count <= 2
+
+
 def test_lengths_that_change_share_a_graph_of_open_sizes() -> None:
     compiled, graphs = fresh(dense)
     for length in (70, 90, 100, 130):
