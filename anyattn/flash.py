@@ -34,7 +34,7 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,  # of 0.0 torch.compile(dynamic=True) makes an open number, and compiles twice
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     score_mod: Callable | None = None,
@@ -53,7 +53,7 @@ def flash_attn_func(
     Hq a multiple of Hkv. softmax_scale: default 1 / sqrt(D).
     causal: query i sees the keys up to ``i + Sk - Sq`` (the last query sees the last key). window_size: (left, right) neighbours visible on
     each side of that place; -1 or None is no limit, a number below -1 ends the window short of it. causal, window and mask_mod are ANDed.
-    softcap: ``cap * tanh(score / cap)``, 0.0 for none; then alibi_slopes, (Hq,) or (B, Hq): minus slope times the distance to the key; then
+    softcap: ``cap * tanh(score / cap)``, 0 for none; then alibi_slopes, (Hq,) or (B, Hq): minus slope times the distance to the key; then
     score_mod ``(score, b, h, q_idx, kv_idx) -> score``, of whose results those below -1e38 count as -inf.
     sink: (Hq,), one logit per head in the denominator.
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
@@ -119,7 +119,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     score_mod: Callable | None = None,
@@ -205,7 +205,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     score_mod: Callable | None = None,

@@ -1,4 +1,4 @@
-"""The operator through which ``torch.compile`` and ``torch.export`` see the making of a block mask."""
+"""The operators through which ``torch.compile`` and ``torch.export`` see the making of block masks and of block lists."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called
 from anyattn.mods.tracing.trace import TracedMod
-from anyattn.sparsity.arguments import device_of, length, pair, positions
+from anyattn.sparsity import compute, varlen_checks
+from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
 from anyattn.sparsity.block_mask import lists_of_mask
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
+from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 
-__all__ = ["block_lists", "lists_with_mods"]
+__all__ = ["block_lists", "lists_with_mods", "tile_lists", "tile_lists_with_mods", "varlen_lists_with_mods", "varlen_tile_lists"]
 
 
 class BlockLists(NamedTuple):
@@ -62,10 +64,130 @@ def lists_with_mods(
     mask: TracedMod,
 ) -> list[Tensor]:
     """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call."""
-    lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
-    sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
+    lengths, sizes = _lengths(Q_LEN=q_len, KV_LEN=kv_len), _counts(B=batch, H=heads)
     like = torch.empty(0, device=device_of(device, mask))
     (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
     given = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
     stacks = called(block_lists, given)
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+
+
+def _lengths(**lengths: Any) -> list[Any]:
+    return [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in lengths.items()]
+
+
+def _counts(**counts: Any) -> list[Any]:
+    return [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in counts.items()]
+
+
+# ---- compute_block_sparsity
+
+
+class TileLists(NamedTuple):
+    """The arguments of ``anyattn::tile_lists``: those of ``compute_block_sparsity``. like: a tensor on the lists' device."""
+
+    like: Tensor
+    program: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    tile_m: int
+    tile_n: int
+    separate_full: bool
+
+
+def _fake_tile_lists(given: TileLists) -> list[Tensor]:
+    grid = (ceil_div(given.seqlen_q, given.tile_m), ceil_div(given.seqlen_k, given.tile_n))
+    ((counts, indices),) = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, False)
+    return [given.like.new_empty(shape, dtype=torch.int32) for shape in (counts, indices)]
+
+
+@operator(TileLists, fake=_fake_tile_lists)
+def tile_lists(given: TileLists) -> list[Tensor]:
+    """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.list_stacks``)."""
+    like, program, numbers, tensors, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n, separate_full = given
+    (mask,) = mods_of_operands("mask", program, numbers, tensors)
+    sizes = ((seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads))
+    return compute.lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)
+
+
+def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: bool, mask: TracedMod) -> list[Tensor]:
+    """The lists of ``compute_block_sparsity``, made by the operator: four, or two without full tiles. sizes: batch_size, num_heads,
+    seqlen_q, seqlen_k. Raises as the eager call."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    tile_m, tile_n = _tile(tile)
+    lengths, counts = _lengths(seqlen_q=seqlen_q, seqlen_k=seqlen_k), _counts(batch_size=batch, num_heads=heads)
+    like = torch.empty(0, device=device_of(device, mask))
+    (b, h), (m, n) = counts, lengths
+    stacks = called(tile_lists, TileLists(like, *operands_of(like, mask), b, h, m, n, tile_m, tile_n, separate_full))
+    return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+
+
+def _tile(tile: tuple) -> tuple[int, int]:
+    return length("tile_m", tile[0], 1), length("tile_n", tile[1], 1)
+
+
+# ---- compute_varlen_block_sparsity
+
+
+class VarlenTileLists(NamedTuple):
+    """The arguments of ``anyattn::varlen_tile_lists``: those of ``compute_varlen_block_sparsity``. like: a tensor on the lists' device."""
+
+    like: Tensor
+    program: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    heads: int | None
+    tile_m: int
+    tile_n: int
+    separate_full: bool
+    layout: str
+
+
+def _fake_varlen_tile_lists(given: VarlenTileLists) -> list[Tensor]:
+    like, heads = given.like, 1 if given.heads is None else given.heads
+    used, ends = given.seqused_q, given.cu_seqlens_q
+    batch = len(used) if used is not None else len(ends) - 1  # type: ignore[arg-type]
+    # not ctx.new_dynamic_size, see document_ids
+    shapes = torch.library.get_ctx()._shape_env
+    sizes = [shapes.create_unbacked_symint() for _ in range(2)]
+    for n in sizes:
+        torch._check(n >= 0)
+    rows, width = (heads, sizes[0]), (heads, sizes[1]) if given.layout == "flat" else (heads, sizes[0], sizes[1])
+    lists = [like.new_empty(shape, dtype=torch.int32) for shape in (rows, width) * (1 + given.separate_full)]
+    dtypes = (torch.int32, torch.int64)
+    return [*lists, *(like.new_empty(batch + 1, dtype=d) for d in dtypes), *(like.new_empty(batch, dtype=torch.int64) for _ in dtypes)]
+
+
+@operator(VarlenTileLists, fake=_fake_varlen_tile_lists)
+def varlen_tile_lists(given: VarlenTileLists) -> list[Tensor]:
+    """The lists of ``compute_varlen_block_sparsity``, then its tables cu_block_cnt, cu_block_idx, seqlens_q and seqlens_k."""
+    (mask,) = mods_of_operands("mask", given.program, given.numbers, given.tensors)
+    tables, options = given[4:8], (given.like.device, given.separate_full, given.layout)
+    made = varlen_lists_of_mask(mask, (given.tile_m, given.tile_n), given.heads, tables, *options)
+    lists = (made.mask_block_cnt, made.mask_block_idx, made.full_block_cnt, made.full_block_idx, made.cu_block_cnt, made.cu_block_idx)
+    return [t for t in lists if t is not None] + [made.seqlens_q.clone(), made.seqlens_k.clone()]  # may be the arguments themselves
+
+
+def varlen_lists_with_mods(
+    tables: tuple, heads: int | None, tile: tuple, device: Any, separate_full: bool, layout: str, mask: TracedMod
+) -> list[Tensor]:
+    """The lists and the tables of ``compute_varlen_block_sparsity``, made by the operator. Raises as the eager call."""
+    tile_m, tile_n = _tile(tile)
+    varlen_checks.check_layout(layout)
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True))
+    for side in ("q", "k"):
+        check_tables(side, named[f"cu_seqlens_{side}"], named[f"seqused_{side}"])
+    first = next(t for t in tables if t is not None)
+    like = torch.empty(0, device=device_of(first.device if device is None and not mask.tensors else device, mask))
+    counts = None if heads is None else _counts(num_heads=heads)[0]
+    of_sequences = named["cu_seqlens_q"], named["cu_seqlens_k"], named["seqused_q"], named["seqused_k"]
+    given = VarlenTileLists(like, *operands_of(like, mask), *of_sequences, counts, tile_m, tile_n, separate_full, layout)
+    return called(varlen_tile_lists, given)  # type: ignore[no-any-return]

@@ -30,6 +30,8 @@ _ENTRIES = {
     "flash": ("anyattn.custom_ops.flash", "flash_with_mods"),
     "decode": ("anyattn.custom_ops.flash", "decode_with_mods"),
     "block_mask": ("anyattn.custom_ops.block_lists", "lists_with_mods"),
+    "tile_lists": ("anyattn.custom_ops.block_lists", "tile_lists_with_mods"),
+    "varlen_tile_lists": ("anyattn.custom_ops.block_lists", "varlen_lists_with_mods"),
 }
 _ARITY = {"mask": 4, "score": 5}
 NO_MODS: tuple = ()

@@ -12,9 +12,9 @@ from torch import Tensor
 from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import entry_points
 from anyattn.tensors import kinds
+from anyattn.validate import block_sparse, kvcache, sequences
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
-from anyattn.validate import kvcache, sequences
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import Given
 
@@ -39,8 +39,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
         check_flash.check_varlen_storage(q, k, v, cu_q, cu_k, pages)
     tables = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k, "page_table": pages}
     _check_options(q, sequences.batch_of(q, cu_q, cu_k, k, pages), options, tables)
-    if kinds.are_fake((q, k, v)):
-        options = options._replace(block_sparse_tensors=None)  # which change no result's shape
+    if options.block_sparse_tensors is not None and kinds.are_fake((q, k, v)) and not kinds.is_recorded():
+        _check_blocks(q, k, options.block_sparse_tensors, is_varlen=any(t is not None for t in places.tables))
+        options = options._replace(block_sparse_tensors=None)  # they may have memory, and change no result's shape
     with _among((q, k, v)):
         return entry_points.flash(q, k, v, places, options, backend)
 
@@ -56,6 +57,14 @@ def decode(given: Given, options: Options, backend: str | None) -> Results:
     _check_options(given.q, batch, options, others)
     with _among(rows):
         return entry_points.decode(given, options, backend)
+
+
+def _check_blocks(q: Tensor, k: Tensor, blocks: Any, is_varlen: bool) -> None:
+    block_sparse.check_class(blocks, is_varlen)
+    if is_varlen:
+        block_sparse.check_varlen(blocks, q, q.shape[-2])
+    else:
+        block_sparse.check_dense(blocks, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]))
 
 
 def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:

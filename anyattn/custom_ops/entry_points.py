@@ -8,16 +8,22 @@ graph, some tenths of a microsecond each: so arguments come as plain tuples in t
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
+from anyattn.custom_ops import (
+    dynamo,  # noqa: F401 - enters the operator into Dynamo's table
+    entry_point,
+)
 from anyattn.custom_ops.capture import bound, call_with_mods
+from anyattn.sparsity import captured, compute, varlen_block_sparse
+from anyattn.validate.block_sparse import parts_of_blocks
 from anyattn.validate.flex import is_block_mask
 
-__all__ = ["block_lists", "decode", "flash", "flex"]
+__all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
 
 
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,8 +44,12 @@ def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None
 
 def flash(q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``. places, options: ``Places``, ``Options``."""
-    others, mods = _mods_apart(options)
-    operands = (q, k, v, (*places,), others, backend)
+    others, blocks, mods = _mods_apart(options)
+    if blocks is not None:
+        cu_q, cu_k, used_q, used_k, pages = places[0]
+        is_dense = cu_q is None and cu_k is None and used_q is None and used_k is None and pages is None
+        blocks = parts_of_blocks(blocks, not is_dense)
+    operands = (q, k, v, (*places,), others, blocks, backend)
     return call_with_mods("flash", q, operands, (("score", "score_mod"), ("mask", "mask_mod")), mods)
 
 
@@ -49,25 +59,16 @@ def decode(given: tuple, options: tuple, backend: str | None) -> tuple[Tensor, T
     if isinstance(lengths, int):
         lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
     tensors = (q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends)
-    without, mods = _mods_apart(options)
+    without, _, mods = _mods_apart(options)
     operands = ((*tensors, *others), without, backend)
     return call_with_mods("decode", q, operands, (("score", "score_mod"), ("mask", "mask_mod")), mods)
 
 
-def _mods_apart(options: tuple) -> tuple[tuple, tuple]:
-    """``Options`` as operands, and the mods, which travel beside them and hold aux_tensors."""
-    scale, causal, window, softcap, slopes, sink, score_mod, mask_mod, lists, aux_tensors, *others = options
-    _refuse_lists(lists)
+def _mods_apart(options: tuple) -> tuple[tuple, Any, tuple]:
+    """``Options`` as operands, block_sparse_tensors, and the mods; these travel beside the operands, and the mods hold aux_tensors."""
+    scale, causal, window, softcap, slopes, sink, score_mod, mask_mod, blocks, aux_tensors, *others = options
     without = (scale, causal, window, softcap, slopes, sink, None, None, None, None, *others)
-    return without, (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
-
-
-def _refuse_lists(block_sparse_tensors: Any) -> None:
-    if block_sparse_tensors is not None:
-        raise TypeError(
-            "block_sparse_tensors is given inside torch.compile, torch.export or torch.func; wanted None: pass the mask_mod alone, its "
-            "tiles are found"
-        )
+    return without, blocks, (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
 
 
 def block_lists(
@@ -79,3 +80,26 @@ def block_lists(
     found = call_with_mods("block_mask", like, operands, (("mask", "mask_mod"),), (mask_mod,))
     lists = list(found) if separate_full else [*found[:2], None, None, *found[2:], None, None]
     return lists, tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+
+
+def tile_lists(mask_mod: Any, aux_tensors: Any, sizes: tuple, tile: tuple, device: Any, separate_full: bool) -> list[Tensor | None]:
+    """The four lists of ``compute_block_sparsity``. sizes: batch_size, num_heads, seqlen_q, seqlen_k."""
+    like = torch.empty(0, device=device)
+    operands = (sizes, tile, device, bool(separate_full))
+    found = call_with_mods("tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(found) if separate_full else [*found, None, None]
+
+
+def varlen_tile_lists(
+    mask_mod: Any, aux_tensors: Any, tables: tuple, num_heads: Any, tile: tuple, device: Any, separate_full: bool, layout: str
+) -> list[Tensor | None]:
+    """The four lists and the four tables of ``compute_varlen_block_sparsity``. tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
+    like = torch.empty(0, device=device)
+    operands = (tables, num_heads, tile, device, bool(separate_full), layout)
+    found = call_with_mods("varlen_tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(found) if separate_full else [*found[:2], None, None, *found[2:]]
+
+
+captured.entry_points = sys.modules[__name__]
+entry_point(compute.compute_block_sparsity)
+entry_point(varlen_block_sparse.compute_varlen_block_sparsity)

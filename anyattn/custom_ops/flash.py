@@ -14,16 +14,20 @@ from torch import Tensor
 from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
+from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_operands, operands_of_blocks
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called, differentiable, returned
+from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
-from anyattn.validate.flash import Options
+from anyattn.validate.block_sparse import check_dense, check_varlen
+from anyattn.validate.flash import Options, check_dense_storage
 from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 
 __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
@@ -91,19 +95,20 @@ class Decode(NamedTuple):
     backend: str
 
 
-def _options(shared: Shared, deterministic: bool, is_cuda: bool) -> Options:
+def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = None) -> Options:
     score = next(iter(mods_of_operands("score", *shared.score)), None)
     mask = next(iter(mods_of_operands("mask", *shared.mask)), None)
     return Options(
-        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score, mask, None,
-        None, deterministic, True, shared.num_splits, shared.pack_gqa, not is_cuda,
+        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score, mask,
+        blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, not is_cuda,
     )  # fmt: skip
 
 
-def _call(given: Flash) -> tuple[Problem, Plan]:
+def _call(given: Flash, lists: BlockSparse | None = None) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     q, k, v, tables = given[:4]
-    options, backend = _options(given.shared, given.deterministic, q.is_cuda), given.backend or None
+    blocks = None if lists is None else blocks_of_operands(lists)
+    options, backend = _options(given.shared, given.deterministic, q.is_cuda, blocks), given.backend or None
     if all(t is None for t in tables):
         return attention.flash_call(q, k, v, options, backend, is_operator=True)  # type: ignore[return-value]
     places = attention.Places(tuple(tables), (given.max_seqlen_q, given.max_seqlen_k), given.validate)  # type: ignore[arg-type]
@@ -135,6 +140,13 @@ def flash(given: Flash) -> tuple[Tensor, Tensor]:
     return _results(*_call(given), given.q.ndim == 3)
 
 
+@operator(Flash, BlockSparse, fake=lambda given, _: _fake(given.q, given.v))
+def flash_block_sparse(given: Flash, lists: BlockSparse) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with block lists; an operator of its own, so that exported programs without lists hold what they held."""
+    kinds.refuse_forward_mode()
+    return _results(*_call(given, lists), given.q.ndim == 3)
+
+
 def _sources(given: Flash) -> list[Tensor | None]:
     """The tensors whose gradients there may be, in the order in which ``flash_backward`` returns those."""
     return [*given[:3], given.shared.alibi_slopes, given.shared.sink, *given.shared.score.score_tensors]
@@ -150,11 +162,21 @@ def _fake_backward(given: Flash, results: Results) -> list[Tensor]:
 @operator(Flash, Results, fake=_fake_backward)
 def flash_backward(given: Flash, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, alibi_slopes, sink and each score tensor; empty where ``wants`` says that none is."""
+    return _gradients(given, None, results)
+
+
+@operator(Flash, BlockSparse, Results, fake=lambda given, _, results: _fake_backward(given, results))
+def flash_block_sparse_backward(given: Flash, lists: BlockSparse, results: Results) -> list[Tensor]:
+    """As ``flash_backward``."""
+    return _gradients(given, lists, results)
+
+
+def _gradients(given: Flash, lists: BlockSparse | None, results: Results) -> list[Tensor]:
     (out, lse, dout, dlse, wants), shared = results, given.shared
     captured = [t.detach().requires_grad_(w) for t, w in zip(shared.score.score_tensors, wants[5:], strict=True)]
     slopes = None if shared.alibi_slopes is None else shared.alibi_slopes.detach().requires_grad_(wants[3])
     shared = shared._replace(alibi_slopes=slopes, score=shared.score._replace(score_tensors=captured))
-    problem, chosen = _call(given._replace(shared=shared))
+    problem, chosen = _call(given._replace(shared=shared), lists)
     asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # a graph's own tensors, as they come, require none
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
     if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
@@ -168,7 +190,8 @@ def flash_backward(given: Flash, results: Results) -> list[Tensor]:
     return returned(found, wants, _sources(given), given.q)
 
 
-differentiable(flash, flash_backward, ("q", "k", "v", "alibi_slopes", "sink", "score_tensors"))
+for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_block_sparse_backward)):
+    differentiable(_forward, _backward, ("q", "k", "v", "alibi_slopes", "sink", "score_tensors"))
 
 
 @operator(Decode, fake=lambda given: _fake(given.q, given.v_cache), changed=("k_cache", "v_cache"))
@@ -186,16 +209,33 @@ def decode(given: Decode) -> tuple[Tensor, Tensor]:
 
 
 def flash_with_mods(
-    q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: tuple,
+    options: tuple,
+    blocks: tuple | None,
+    backend: str | None,
+    score: TracedMod | None,
+    mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods. places, options: ``Places`` and
-    ``Options`` without mods."""
+    ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = _shared(q, given, score, mask)
     most_q, most_k = map(_number, longest)
     call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), most_q, most_k, validate, backend or "")
-    return called(flash, call)  # type: ignore[no-any-return]
+    if blocks is None:
+        return called(flash, call)  # type: ignore[no-any-return]
+    operands, lists = operands_of_blocks(blocks)
+    if isinstance(lists, BlockSparseTensors):
+        check_dense_storage(q, k, v)
+        check_dense(lists, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]))
+    else:
+        check_varlen(lists, q, q.shape[-2])
+    operands = operands._replace(block_lists=own_lists(operands.block_lists))
+    return called(flash_block_sparse, call, operands)  # type: ignore[no-any-return]
 
 
 def _number(longest: Any) -> Any:

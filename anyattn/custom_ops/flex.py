@@ -21,6 +21,7 @@ from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import opaque, operator
 from anyattn.custom_ops.gradients import called, differentiable, returned
+from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
@@ -239,6 +240,7 @@ def flex_with_mods(
         is_exact = tells_no_more(listed, counts.shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         flex.check_lists(lengths, counts, query, key)
+        block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph makes it at every call
     given = Attend(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask)),

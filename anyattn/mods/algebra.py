@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
+from anyattn.mods.tracing.dynamo_import import call_when_imported
 from anyattn.mods.tracing.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
 from anyattn.mods.tracing.trace import name_of, refuse_native, trace
 
@@ -38,8 +38,7 @@ class _Wrapped:
             _enter_into_dynamo()
             self.recipe, self.name = None, name or "compiled mod"
             return
-        if "torch._dynamo" in sys.modules:
-            _enter_into_dynamo()
+        call_when_imported(_enter_into_dynamo)  # a compiled function may invert this mask before it calls any entry point
         self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))

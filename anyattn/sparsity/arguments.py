@@ -12,7 +12,7 @@ from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.tensors import kinds
 
-__all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
+__all__ = ["check_retile", "check_tables", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
 
 
 def length(name: str, value: Any, least: int = 0) -> int:
@@ -70,13 +70,21 @@ def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
     return False
 
 
+def check_tables(side: str, cu_seqlens: Any, seqused: Any) -> None:
+    """Raises as ``ragged_lengths``, but reads no contents."""
+    if cu_seqlens is None and seqused is None:
+        raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
+    for name, table, shape in ((f"cu_seqlens_{side}", cu_seqlens, "(B + 1,)"), (f"seqused_{side}", seqused, "(B,)")):
+        if table is not None:
+            _whole_numbers(name, table, shape)
+
+
 def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
     """The lengths of a ragged batch, int64 (B,): ``seqused`` where given, else the steps of ``cu_seqlens``, which may then be None.
 
     side: "q" or "k". Raises ``TypeError`` or ``ValueError`` naming the first bad entry.
     """
-    if cu_seqlens is None and seqused is None:
-        raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
+    check_tables(side, cu_seqlens, seqused)
     steps = None if cu_seqlens is None else _steps(f"cu_seqlens_{side}", cu_seqlens)
     if seqused is None:
         assert steps is not None

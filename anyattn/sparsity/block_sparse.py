@@ -12,6 +12,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
 from anyattn.sparsity.arguments import check_retile, length, pair
 from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
+from anyattn.sparsity.pytree_nodes import register
 
 __all__ = ["BlockSparseTensors"]
 
@@ -263,3 +264,6 @@ def _check_contents(name: str, cnt: Tensor, idx: Tensor, columns: int) -> None:
         raise ValueError(f"{name}_block_idx is not strictly increasing within its counts; sort each row and list every tile once")
     if bool((~listed & (idx != 0)).any()):
         raise ValueError(f"{name}_block_idx is not 0 after the listed tiles; fill the tail with 0")
+
+
+register(BlockSparseTensors, ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"), ("tile", "lengths"))

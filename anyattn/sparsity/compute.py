@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,11 +14,13 @@ from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
+from anyattn.sparsity.pytree_nodes import unchecked
 
-__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "tile_lists"]
+__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "lists_of_mask", "tile_lists"]
 
 _FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
@@ -53,18 +54,43 @@ def compute_block_sparsity(
     >>> compute_block_sparsity(128, 128, 1, 1, 768, 896, lambda b, h, q, k: q + 128 >= k, device="cpu")
     BlockSparseTensors(6 x 7 tiles of 128 x 128, (1, 1) batches x heads: 6 mask, 21 full, 15 skipped)
     """
+    if torch.compiler.is_compiling():
+        sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
+        captured.load()
+        made = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
+        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*made, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     lengths = (positions("seqlen_q", seqlen_q), positions("seqlen_k", seqlen_k))
     batch = 1 if batch_size is None else length("batch_size", batch_size)
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     where = device_of(device, traced)
-    options = {"wants_columns": False, "separate_full": compute_full_blocks, "has_full_tails": True, "broadcasts": False}
-    if (found := device_lists(traced, lengths, tile, (batch, heads), where, **options)) is not None:
-        fields: dict[str, Any] = dict(zip(_FIELDS, found, strict=True))
-        return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
-    classes = classes_of_mask(traced, lengths, tile, (batch, heads), where)
-    return _expanded(BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks), batch, heads)
+    lists = lists_of_mask(traced, lengths, tile, (batch, heads), where, compute_full_blocks)
+    fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
+    return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
+
+
+def lists_of_mask(
+    mask: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    separate_full: bool,
+    stacks: bool = False,
+) -> list[Any]:
+    """The four lists of ``compute_block_sparsity``; None for full tiles where they are not listed separately.
+
+    stacks: the same as stacks (``sparsity.list_stacks``), which share no memory.
+    """
+    options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
+    found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
+    if found is None:
+        made = lists_of_grid(classes_of_mask(mask, lengths, tile, batch, device), separate_full)
+        found = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in made]
+        if stacks:
+            return [torch.stack([t for t in found[at::2] if t is not None]) for at in (0, 1)]
+    return found
 
 
 class TileLists(NamedTuple):
@@ -149,11 +175,3 @@ def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, i
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
         ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])
         return classify(mod, *lengths, *tile, *batch, where)
-
-
-def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseTensors:
-    def full(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.expand(batch, heads, *tensor.shape[2:]).contiguous()
-
-    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in _FIELDS}
-    return replace(lists, **fields)

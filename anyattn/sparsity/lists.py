@@ -66,8 +66,9 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
-    """Raises ``ValueError`` where lists on a CPU have a count above their width or below 0. Not on a GPU, where it would wait."""
-    if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
+    """Raises ``ValueError`` where lists on a CPU have a count above their width or below 0. Not on a GPU, where it would wait, nor inside
+    ``torch.compile``: the operator that takes the lists checks them when it runs."""
+    if torch.compiler.is_compiling() or cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
     least, most = (int(n) for n in cnt.aminmax())
     if least < 0 or most > idx.shape[-1]:

@@ -15,12 +15,13 @@ from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.analysis.visible_loads import Ragged, check_call
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.tracing.trace import trace
+from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
-from anyattn.sparsity import varlen_checks
+from anyattn.sparsity import captured, varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
+from anyattn.sparsity.pytree_nodes import register, unchecked
 from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
@@ -91,6 +92,9 @@ class VarlenBlockSparseTensors:
     def tiles(self) -> RaggedTiles:
         """Where the tiles of each sequence lie."""
         return RaggedTiles(self.seqlens_q, self.seqlens_k, self.tile)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_LISTS, *_TABLES, "tile")}
 
     @property
     def layout(self) -> str:
@@ -290,6 +294,9 @@ class VarlenBlockSparseTensors:
         )
 
 
+register(VarlenBlockSparseTensors, (*_LISTS, *_TABLES), ("tile",))
+
+
 def compute_varlen_block_sparsity(
     tile_m: int,
     tile_n: int,
@@ -325,21 +332,39 @@ def compute_varlen_block_sparsity(
     >>> lists.mask_block_cnt.tolist(), lists.full_block_cnt.tolist()
     ([[1, 1, 1, 1]], [[0, 0, 1, 2]])
     """
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if torch.compiler.is_compiling():
+        options = (num_heads, (tile_m, tile_n), device, compute_full_blocks, layout)
+        captured.load()
+        made = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
+        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*made, (tile_m, tile_n)))
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    for name, lengths in given.items():
-        refuse_hidden(name, lengths)
-    seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
-    varlen_checks.check_batch(*seqlens)
+    for name, table in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True):
+        refuse_hidden(name, table)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     refuse_hidden_captures(traced)
-    if num_heads is None and any(d.h for d in dependence(traced.expr)):
+    return varlen_lists_of_mask(traced, tile, num_heads, tables, device, compute_full_blocks, layout)
+
+
+def varlen_lists_of_mask(
+    mask: TracedMod,
+    tile: tuple[int, int],
+    num_heads: int | None,
+    tables: tuple[Tensor | None, ...],
+    device: Any,
+    separate_full: bool,
+    layout: str,
+) -> VarlenBlockSparseTensors:
+    """``compute_varlen_block_sparsity`` of a traced mask. tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
+    seqlens = [ragged_lengths("q", tables[0], tables[2]), ragged_lengths("k", tables[1], tables[3])]
+    varlen_checks.check_batch(*seqlens)
+    if num_heads is None and any(d.h for d in dependence(mask.expr)):
         raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
     heads = 1 if num_heads is None else length("num_heads", num_heads)
-    where = device_of(seqlens[0].device if device is None and not traced.tensors else device, traced)
+    where = device_of(seqlens[0].device if device is None and not mask.tensors else device, mask)
     seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
-        ((traced,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [traced])
-        classes = classify_ragged(traced, seqlens_q, seqlens_k, *tile, heads)
-    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, compute_full_blocks, layout)._of_heads(heads)
+        ((mask,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [mask])
+        classes = classify_ragged(mask, seqlens_q, seqlens_k, *tile, heads)
+    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, separate_full, layout)._of_heads(heads)

@@ -21,6 +21,7 @@ __all__ = [
     "are_fake",
     "belong_to_operators",
     "has_memory",
+    "is_recorded",
     "refuse",
     "refuse_batched",
     "refuse_forward_mode",
@@ -156,6 +157,11 @@ def _kind_of(t: Tensor) -> str:
 def _is_traced() -> bool:
     """Whether whatever is called now is to be faked, or written into a graph."""
     return _mode("FAKE") is not None or _mode("PROXY") is not None or _mode("FUNCTIONAL") is not None
+
+
+def is_recorded() -> bool:
+    """Whether whatever is called now is written into a graph."""
+    return _mode("PROXY") is not None
 
 
 def _mode(name: str) -> Any:

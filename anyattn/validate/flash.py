@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.analysis.load_bounds import unsettled
@@ -22,9 +21,9 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
-from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
+from anyattn.sequences.unread_varlen import LengthTables
 from anyattn.tensors.by_contents import kept
-from anyattn.tensors.kinds import refuse, refuse_hidden, refuse_hidden_captures
+from anyattn.tensors.kinds import refuse, refuse_hidden_captures
 from anyattn.validate import flex
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.sequences import (
@@ -228,7 +227,9 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     predicates = []
     blocks = None
     if options.block_sparse_tensors is not None:
-        blocks = _blocks(options.block_sparse_tensors, bare)
+        from anyattn.validate.block_sparse import blocks_of
+
+        blocks = blocks_of(options.block_sparse_tensors, bare)
         predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
     elif options.mask_mod is not None:
         predicates.append(traced(options.mask_mod, "mask"))
@@ -359,60 +360,6 @@ def _packs(given: Any) -> bool | None:
     if given is not None and not isinstance(given, bool):
         raise TypeError(f"pack_gqa={given!r} is a {type(given).__name__}; wanted True or False, None to choose")
     return given
-
-
-def _blocks(given: Any, problem: Problem) -> Any:
-    """Block lists, checked against the problem's lengths, heads and device."""
-    from anyattn.sparsity.block_sparse import BlockSparseTensors
-    from anyattn.sparsity.lists import kept_for_call
-    from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
-
-    wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
-    if not isinstance(given, wanted):
-        maker = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
-        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{maker}")
-    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
-    if given.device != problem.q.device:
-        raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
-    if isinstance(given, VarlenBlockSparseTensors):
-        assert problem.sequences is not None
-        _check_built_for(given, problem.sequences)
-        heads = given.mask_block_cnt.shape[0]
-        if heads not in (1, problem.heads_q):
-            raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
-        return given
-    lengths = (problem.seqlen_q, problem.seqlen_k)
-    tiles = tuple(ceil_div(n, t) for n, t in zip(lengths, given.tile, strict=True))
-    # lists without lengths may be compact
-    fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
-    if not fits or given.lengths not in (None, lengths):
-        raise ValueError(
-            f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
-            f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
-        )
-    for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
-        if got not in (1, size):
-            raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
-    return kept_for_call(given, lengths)
-
-
-def _check_built_for(lists: Any, sequences: Sequences) -> None:
-    """Raises where ragged lists were built for other sequences; where no table is read, for another number of them."""
-    if isinstance(sequences, StoredSequences):
-        if len(lists.seqlens_q) != sequences.batch:
-            have = f"{len(lists.seqlens_q)} sequences but the call has {sequences.batch}"
-            raise ValueError(f"block_sparse_tensors was built for {have}; build it for these")
-        return
-    for name in ("seqlens_q", "seqlens_k"):
-        listed, have = getattr(lists, name), getattr(sequences, name)
-        if not torch.equal(listed.to(torch.int64), have):
-            what = f"{name} {_short(listed)} but the call has {_short(have)}"
-            raise ValueError(f"block_sparse_tensors was built for {what}; build it for these")
-
-
-def _short(x: Tensor) -> str:
-    listed = x[:8].tolist()
-    return f"{listed}" if len(x) <= 8 else f"{str(listed)[:-1]}, ...]"
 
 
 def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tensor]:

@@ -365,7 +365,7 @@ def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.ndim == 0:
         scale = scale.item()
-    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+    if not isinstance(scale, (numbers.Real, torch.SymFloat)) or isinstance(scale, bool):
         raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
     try:
         number = float(scale)

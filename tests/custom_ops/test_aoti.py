@@ -25,6 +25,8 @@ RANGES = anyattn.create_block_mask(masks.causal(), 1, 1, S, S, "cpu", 16)
 LISTED = anyattn.BlockMask.from_kv_blocks(
     RANGES.kv_num_blocks, RANGES.kv_indices, RANGES.full_kv_num_blocks, RANGES.full_kv_indices, 16, masks.causal(), (S, S)
 )
+SIZES = (16, 16, None, None, S, S)
+LISTS = anyattn.compute_block_sparsity(*SIZES, DOCUMENTS)
 TILES = anyattn.create_block_mask(masks.causal() & masks.dilated(3, 2), 1, 1, S, S, "cpu", 16, separate_full_blocks=False)
 
 
@@ -51,7 +53,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         anyattn.flash_attn_func(q, k, v, score_mod=OWN, mask_mod=DOCUMENTS),
         anyattn.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True),
         anyattn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=used),
-    ]
+        anyattn.flash_attn_func(q, k, v, score_mod=OWN, mask_mod=DOCUMENTS, block_sparse_tensors=LISTS),
+        anyattn.flash_attn_func(q, k, v, mask_mod=DOCUMENTS, block_sparse_tensors=anyattn.compute_block_sparsity(*SIZES, DOCUMENTS)),
+        anyattn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=CAUSAL,
+            block_sparse_tensors=anyattn.compute_varlen_block_sparsity(16, 16, None, CAUSAL, cu_seqlens_q=ends, cu_seqlens_k=ends),
+        ),
+    ]  # fmt: skip
 
 
 class Model(torch.nn.Module):

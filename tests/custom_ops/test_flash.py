@@ -9,6 +9,7 @@ import anyattn
 from anyattn.custom_ops.flash import decode, flash
 from anyattn.custom_ops.flex import operands_of
 from anyattn.mods.tracing.trace import trace
+from tests.support.compiling import fresh
 
 H, D = 4, 8
 ENDS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)
@@ -122,8 +123,38 @@ def test_opcheck() -> None:
     torch.library.opcheck(decode, args)
 
 
-def test_block_lists_are_refused_in_a_graph() -> None:
-    lists = anyattn.compute_block_sparsity(16, 16, 1, 1, 20, 20, anyattn.masks.causal(), device="cpu")
-    q = torch.randn(1, 20, H, D)
-    with pytest.raises(Exception, match="block_sparse_tensors"):
-        compiled(lambda q: anyattn.flash_attn_func(q, q, q, block_sparse_tensors=lists))(q)
+def test_open_sizes_are_compiled_once() -> None:
+    """Dynamo makes inputs of numbers that are left open, of floats with a second compilation."""
+
+    def dense(q, k, v, cu):
+        return anyattn.flash_attn_func(q, k, v, causal=True)
+
+    def varlen(q, k, v, cu):
+        return anyattn.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+
+    def step(q, k, v, cu):
+        with torch.no_grad():
+            return anyattn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=cu[1:])
+
+    for call in (dense, varlen, step):
+        graph, graphs = fresh(call, dynamic=True)
+        for length in (20, 37):
+            given = [torch.randn(2, length, n, D, requires_grad=True) for n in (H, 2, 2)]
+            ends = torch.tensor([0, 9, length])
+            out = graph(*given, ends)
+            assert torch.equal(out, call(*given, ends))
+            if call is not step:
+                out.sum().backward()
+        assert graphs.frame_count == 1, call
+
+
+@pytest.mark.parametrize("call", [
+    lambda q, x: anyattn.flex_attention(q, q, q, scale=x),
+    lambda q, x: anyattn.flash_attn_func(q, q, q, softmax_scale=x),
+    lambda q, x: anyattn.flash_attn_func(q, q, q, softcap=x),
+], ids=["scale", "softmax_scale", "softcap"])  # fmt: skip
+def test_numbers_that_are_left_open(call) -> None:
+    graph, _ = fresh(call, dynamic=True)
+    q = torch.randn(2, 20, H, D)
+    for x in (0.5, 0.7):
+        assert torch.equal(graph(q, x), call(q, x))

@@ -15,11 +15,13 @@ import anyattn
 QKV = tuple(torch.randn(1, 2, 32, 16) for _ in range(3))
 ROWS = tuple(torch.randn(1, 32, 2, 16) for _ in range(3))
 LISTS = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 32, 32, device="cpu", BLOCK_SIZE=16)
+TILES = anyattn.compute_block_sparsity(16, 16, 1, 1, 32, 32, lambda b, h, q, k: q >= k, device="cpu")
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple]] = {
     "flex": (lambda q, k, v: anyattn.flex_attention(q, k, v), QKV),
     "block mask": (lambda q, k, v, lists: anyattn.flex_attention(q, k, v, block_mask=lists), (*QKV, LISTS)),
     "score mod": (lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + (j - i)), QKV),
     "flash": (lambda q, k, v: anyattn.flash_attn_func(q, k, v, causal=True), ROWS),
+    "lists": (lambda q, k, v, lists: anyattn.flash_attn_func(q, k, v, block_sparse_tensors=lists), (*ROWS, TILES)),
 }
 
 

@@ -59,20 +59,26 @@ def test_other_objects_that_dynamo_cannot_invert_stay_refused() -> None:
 
 
 _FIRST = """
+import sys
 import torch
 import anyattn
 from anyattn import masks
 
+MADE = MADE_BEFORE
+
 def call(q):
-    return anyattn.flex_attention(q, q, q, mask_mod=~masks.causal())
+    return anyattn.flex_attention(q, q, q, mask_mod=~(MADE or masks.causal()))
 
 q = torch.randn(1, 1, 20, 8)
+assert "torch._dynamo" not in sys.modules
 assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q))
 """
 
 
-def test_an_inversion_may_be_the_first_thing_of_ours_that_dynamo_traces() -> None:
-    done = python("-W", "ignore", "-c", _FIRST)
+@pytest.mark.parametrize("made_before", ["None", "masks.causal()"])
+def test_an_inversion_may_be_the_first_thing_of_ours_that_dynamo_traces(made_before: str) -> None:
+    """Also of a mask that was made before Dynamo was imported."""
+    done = python("-W", "ignore", "-c", _FIRST.replace("MADE_BEFORE", made_before))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

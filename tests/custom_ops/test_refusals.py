@@ -117,3 +117,34 @@ def test_an_edit_between_forward_and_backward_is_noticed() -> None:
     table.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+LENGTHS = torch.tensor([S, 20])
+LISTS = {
+    "dense": (anyattn.compute_block_sparsity, {"batch_size": 1, "num_heads": 1, "seqlen_q": S, "seqlen_k": S, "device": "cpu"}),
+    "varlen": (
+        anyattn.compute_varlen_block_sparsity,
+        {"num_heads": 1, "cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_q": LENGTHS, "seqused_k": LENGTHS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_a_mask_that_dynamo_cannot_trace_break_the_graph_once_and_warn_once(name: str) -> None:
+    make, options = LISTS[name]
+
+    def untraceable(b, h, i, j):
+        return i - j >= json.loads("2")
+
+    def call(x):
+        x = x * 2
+        lists = make(16, 16, mask_mod=untraceable, **options)
+        return x + 1, lists.mask_block_cnt, lists.mask_block_idx
+
+    compiled = torch.compile(call, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert all(map(torch.equal, compiled(Q), call(Q)))
+    assert len([w for w in caught if "torch.compile cannot capture a mask_mod of anyattn" in str(w.message)]) == 1
+    assert sum(counters["graph_break"].values()) == 1 and counters["frames"]["total"] <= 2

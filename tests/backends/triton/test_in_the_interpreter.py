@@ -50,7 +50,7 @@ PARTS = {
     ),
     "strides": Part(("tensors/test_strides.py",), "(test_flex and score_mod) or remembered or packed or pages or decoding"),
     "operators": Part(
-        ("custom_ops/test_strided_operators.py",),
+        ("custom_ops/test_strided_operators.py", "custom_ops/test_block_sparse_operands.py"),
         "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
     ),
     "operations": Part(

@@ -1,0 +1,46 @@
+"""A callback for the moment when Dynamo is imported, which ``import torch`` leaves to the first compilation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["call_when_imported"]
+
+_DYNAMO = "torch._dynamo"
+
+
+class _Watch(MetaPathFinder):
+    """Finds Dynamo as the other finders do, once, and has its loader call ``then`` afterwards."""
+
+    def __init__(self, then: Callable[[], None]):
+        self.then = then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def load_and_call(module: ModuleType) -> None:
+                load(module)
+                self.then()
+
+            loader.exec_module = load_and_call
+        return spec
+
+
+def call_when_imported(then: Callable[[], None]) -> None:
+    """Calls ``then`` now if Dynamo is imported, else as soon as it is; of several callbacks that wait, the first alone is called."""
+    if _DYNAMO in sys.modules:
+        then()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(then))
