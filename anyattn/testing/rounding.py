@@ -10,10 +10,15 @@ made by one error, little for a row made of many. Errors that a whole row shares
 count as one; so do the errors of equal LSEs, which are made by equal roundings. Queries that see one key alone leave dP - delta = 0 in
 ``same_dtype``, whose sum of p dP is dP itself: their roundings in dk are noise in full, whatever the number of queries. A stored value
 below the dtype's normal numbers is rounded to a multiple of the least subnormal number, not relative to itself.
+
+Of the gradients of captured tensors only the mod's code is known: their noise is that of draws, in which dS errs by its own noise and each
+operation of the mod and of its derivative by one rounding of float32 or better (Monte Carlo arithmetic: Parker, UCLA CSD-970002, 1997):
+behind a saturated softcap a derivative 1 - tanh^2 is all rounding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,13 +27,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
 __all__ = ["Later", "Noise", "Noises", "later", "rounding"]
 
-_DRAWS = 8
+_AS_IT_IS = contextlib.nullcontext()
+_DRAWS = 32  # a standard deviation of 8 draws is off by a quarter: 4 of them are then exceeded a hundred times as often
 
 
 class Noise(NamedTuple):
@@ -62,6 +69,29 @@ class Later:
 
     def of_captured(self, i: int) -> Callable[[], Noise]:
         return lambda: self.found(True).captured[i]  # type: ignore[return-value]
+
+
+_Pull = Callable[..., Sequence[Tensor | None]]  # of the gradient, and of the context in which the mod and its derivative are computed
+
+
+class _Rounded(TorchDispatchMode):
+    """Every elementwise operation's result is off by a relative error of standard deviation ``unit``."""
+
+    def __init__(self, unit: float, random: torch.Generator) -> None:
+        super().__init__()
+        self.unit, self.random = unit, random
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_rounded = torch.Tag.pointwise in func.tags and isinstance(found, Tensor) and found.is_floating_point()
+        if not is_rounded or func._schema.is_mutable:
+            return found
+        return found * (1 + self.unit * _normal(found, self.random))
+
+
+def _normal(like: Tensor, random: torch.Generator) -> Tensor:
+    """Drawn on the CPU, so that a budget is the same wherever it is judged."""
+    return torch.randn(like.shape, generator=random, dtype=torch.float64).to(like)
 
 
 class _Sum:
@@ -124,7 +154,7 @@ class _Forward:
     k: Tensor  # (heads, Sk, D)
     v: Tensor  # (heads, Sk, Dv)
     slope: Tensor | None  # (heads, Sq, Sk), derivative of the score mod by the score; None for 1 everywhere
-    pull: Callable[[Tensor], Sequence[Tensor | None]] | None  # a gradient by the modified scores back to the captured tensors
+    pull: _Pull | None  # a gradient by the modified scores back to the captured tensors
     p: Tensor  # (heads, Sq, Sk), probabilities
     p2: Tensor  # their squares
     p_sink: Tensor | None  # (heads, Sq)
@@ -210,7 +240,7 @@ class _Work:
         common = f.p
         if f.slope is not None:
             if self.captured:
-                self._captured(f, ds, own + p2 * delta2)
+                self._captured(f, ds, relative2 + 2 * u2, dp2, delta2)
             # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the greatest derivative, whatever is left of them
             bent2 = 4 * w2 * max(1.0, float(f.slope.abs().max())) ** 2
             common, ds = f.p * f.slope, ds * f.slope
@@ -232,18 +262,24 @@ class _Work:
             relative = f.row2[..., 0] + u2 * (2 + self.call.sink[h][:, None].square())
             self.dsink2[h] += (f.p_sink.square() * (net_sink.square() * relative + delta2[..., 0])).sum(-1) + self.quantum2
 
-    def _captured(self, f: _Forward, ds: Tensor, ds2: Tensor) -> None:
-        """The variance of the captured tensors' gradients, from draws of dS with its variance: only the mod's derivative is known."""
+    def _captured(self, f: _Forward, ds: Tensor, relative2: Tensor, dp2: Tensor, delta2: Tensor) -> None:
+        """The variance of the captured tensors' gradients, from draws of dS: only the mod's derivative is known.
+
+        Equal probabilities of a row have equal errors, whose relative variance is relative2, and a row has one error of delta.
+        """
         assert f.pull is not None
-        size = ds[0].numel()
-        sigma = (ds2 + self.w2 * _depth(size) * ds.square()).sqrt()
+        size, unit, equal = ds[0].numel(), math.sqrt(self.w2), _equal_in_rows(f.p)
+        of_p, of_dp, of_delta = ds * relative2.sqrt(), f.p * dp2.sqrt(), f.p * delta2.sqrt()
+        of_sum = ds * math.sqrt(self.w2 * _depth(size))
+        exact = f.pull(ds)
         for _ in range(_DRAWS):
-            # drawn on the CPU, so that a budget is the same wherever it is judged
-            draw = f.pull(sigma * torch.randn(sigma.shape, generator=self.random, dtype=sigma.dtype).to(sigma.device))
-            for total, part in zip(self.captured2, draw):
-                if part is not None:
-                    total += part.square() / _DRAWS
-        for total, part in zip(self.captured2, f.pull(ds)):
+            each, tied, row, summed = (_normal(t, self.random) for t in (ds, ds, delta2, ds))
+            error = of_dp * each + of_p * tied.gather(-1, equal) + of_delta * row + of_sum * summed
+            drawn = f.pull(ds + error, _Rounded(unit, self.random))
+            for total, part, right in zip(self.captured2, drawn, exact):
+                if part is not None and right is not None:
+                    total += (part - right).square() / _DRAWS
+        for total, part in zip(self.captured2, exact):
             if part is not None:
                 total += self.w2 * _length(size) * part.square()
 
@@ -256,24 +292,28 @@ class _Work:
     def _kv_heads(self, h: Tensor) -> Tensor:
         return h // (self.call.q.shape[1] // max(1, self.call.k.shape[1]))
 
-    def _modified(
-        self, product: Tensor, visible: Tensor, b: int, h: Tensor
-    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Sequence[Tensor | None]] | None]:
+    def _modified(self, product: Tensor, visible: Tensor, b: int, h: Tensor) -> tuple[Tensor, Tensor | None, _Pull | None]:
         """The mod's value, its derivative by the score (None for 1), and a function that pulls a gradient back to the captured tensors."""
-        if self.call.score is None or product.numel() == 0:
+        mod = self.call.score
+        if mod is None or product.numel() == 0:
             return product, None, None
         at = visible.nonzero(as_tuple=True)
         score = product[at].requires_grad_()
-        value = _apply(self.call.score, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2]).to(score.dtype).expand(score.shape)
-        slope = torch.zeros_like(score)
+
+        def computed() -> Tensor:
+            value = _apply(mod, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2])
+            return value.to(score.dtype).expand(score.shape)
+
+        value, slope = computed(), torch.zeros_like(score)
         if value.requires_grad:
             (found,) = torch.autograd.grad(value, score, torch.ones_like(value), retain_graph=True, allow_unused=True)
             slope = slope if found is None else torch.nan_to_num(found, 0.0, 0.0, 0.0)
 
-        def pull(d: Tensor) -> Sequence[Tensor | None]:
+        def pull(d: Tensor, within: contextlib.AbstractContextManager = _AS_IT_IS) -> Sequence[Tensor | None]:
             if not value.requires_grad:
                 return [None] * len(self.captured)
-            return torch.autograd.grad(value, self.captured, d[at], retain_graph=True, allow_unused=True)
+            with within:
+                return torch.autograd.grad(computed(), self.captured, d[at], allow_unused=True)
 
         dense = torch.zeros_like(product)
         return dense.index_put(at, value.detach()), dense.index_put(at, slope), pull
@@ -306,6 +346,13 @@ def _by_value(weights: Tensor, values: Tensor) -> Tensor:
         which = row.unique(return_inverse=True)[1]
         found[i] = weight.new_zeros(row.numel()).index_add_(0, which, weight).square().sum()
     return found.reshape(weights.shape[:-1])[..., None]
+
+
+def _equal_in_rows(x: Tensor) -> Tensor:
+    """Of each element a number below the row's length that all elements of its row with its value have."""
+    ordered, places = x.sort(-1)
+    is_next = torch.nn.functional.pad((ordered[..., 1:] != ordered[..., :-1]).to(torch.int64), (1, 0))
+    return torch.empty_like(places).scatter_(-1, places, is_next.cumsum(-1))
 
 
 def _single(variance: Tensor) -> Noise:

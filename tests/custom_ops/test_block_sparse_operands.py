@@ -422,6 +422,7 @@ def test_make_fx(call: Callable, make: Callable, sizes: tuple[int, ...], mode: s
 
 def test_inference_mode() -> None:
     """Whose tensors have no count of writes: what is made of lists is made anew."""
+    block_sparse_operands._by_place.clear()
     with torch.inference_mode():
         x, lists = [t.detach().clone() for t in rows(B, S)], dense_lists()
         compiled, graphs = fresh(dense)

@@ -139,9 +139,18 @@ _PLAIN = {"mask": None, "chain": [], "batch": 1, "seqlen_q": 255, "strides": ("p
             mask=None, chain=[], batch=1, heads_kv=1, ratio=5, seqlen_q=1, seqlen_k=31, head_dim=16, head_dim_v=8, dtype=torch.float32,
             kind="peaky", strides=("expanded", "plain", "plain"), block=None, tile=None, has_sink=False, seed=1,
         ),
+        Call(
+            heads_kv=1, ratio=1, seqlen_k=64, head_dim=1, head_dim_v=1, dtype=torch.bfloat16, kind="coded", has_sink=False,
+            **_PLAIN | {"mask": ("rows", 42), "chain": [("head_bias", 1), ("row_gate", 1)]},
+        ),
+        Call(
+            heads_kv=1, ratio=1, seqlen_k=2, head_dim=1, head_dim_v=1, dtype=torch.float32, kind="normal", has_sink=False,
+            **_PLAIN | {"chain": [("distance_table", 0), ("softcap", 0.7)], "seqlen_q": 1},
+        ),
     ],
-    ids=["a sink alone", "a sink and one key", "one key", "equal heads"],
+    ids=["a sink alone", "a sink and one key", "one key", "equal heads", "equal scores", "a saturated cap"],
 )  # fmt: skip
 def test_rows_that_share_their_rounding_errors(call: Call) -> None:
-    """Found by random calls: equal LSEs and equal heads err alike, and queries of one key leave no error in the plain formula."""
+    """Found by random calls: equal LSEs, heads and scores err alike, queries of one key leave no error in the plain formula, and the
+    derivative of a saturated cap is all rounding."""
     run(call)
