@@ -60,7 +60,7 @@ def describe_mask(
         way, rows, listed = _way_in_a_graph(sizes, form, mask_function, attention_mask), None, None
     else:
         padding = _padding(sizes, form, attention_mask, is_read)
-        way = _way(sizes, form, padding)
+        way = _way(sizes, form, padding, is_read)
         rows = _few_rows(sizes, form, attention_mask) if is_read else None
         listed = partial(_listed, sizes, form, padding) if isinstance(way, Cached) else None
     description = MaskDescription(batch_size, (q_length, kv_length), way, rows, listed)
@@ -98,7 +98,11 @@ class _Sizes:
         end = self.distance + self.queries
         if isinstance(end, Tensor):
             return end.to(torch.int32).expand(self.batch)
-        return torch.full((self.batch,), end, dtype=torch.int32, device=self.device)
+        return self.of_all(end)
+
+    def of_all(self, rows: int) -> Tensor:
+        """A number of rows as that of every batch entry, int32 (B,)."""
+        return torch.full((self.batch,), rows, dtype=torch.int32, device=self.device)
 
 
 def _can_read(device: torch.device, attention_mask: Tensor | None, q_offset: int | Tensor) -> bool:
@@ -130,7 +134,7 @@ def _padding(sizes: _Sizes, form: Form, attention_mask: Tensor | None, is_read: 
     return padding_read(attention_mask, sizes.kv_offset, max(end, 0), sizes.keys)
 
 
-def _way(sizes: _Sizes, form: Form, padding: Padding) -> Way:
+def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
     places_matter = form.depends_on_places
     if padding is NO_PADDING and form.is_band and (sizes.is_aligned or not places_matter):
         return Aligned(form.causal, form.window)
@@ -141,7 +145,10 @@ def _way(sizes: _Sizes, form: Form, padding: Padding) -> Way:
         if padding.visible is not None:
             mods.append(_on_cache(_visible(padding.visible), padding.leftpad, sizes.kv_offset))
         mod = and_masks(*mods) if mods else None
-        return Cached(sizes.in_use(), padding.leftpad, form.causal, form.window, mod)
+        lengths = sizes.in_use()
+        if lengths is None and not is_read:
+            lengths = sizes.of_all(sizes.keys)  # one for all layers, each of which would make it on the GPU
+        return Cached(lengths, padding.leftpad, form.causal, form.window, mod)
     return _listed(sizes, form, padding)
 
 

@@ -17,8 +17,9 @@ if importlib.util.find_spec("triton") is None:
 
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
 
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, kvcache_step
 from anyattn.integrations.transformers import attention_forward, describe_mask, masks
+from anyattn.mods.tracing import trace
 from tests.support.no_reading import no_reading, noted_launches
 from tests.support.transformers_models import padded
 
@@ -63,3 +64,26 @@ def test_a_step_reads_nothing(name: str, queries: int, cache: str, padding: str 
     with torch.no_grad(), no_reading():
         out = step(torch.tensor(first) if cache == "static" else first)
     assert out.shape == (2, queries, 8, 64) and len(gpu.made) == 1
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_token_is_checked_once_for_all_layers(name: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache that grows; no mod is traced again, and no layer makes a vector of lengths."""
+    cold, traced, layers = [], [], 3
+    cache_call, run, full = kvcache_step.cache_call, trace._run, torch.full
+    monkeypatch.setattr(kvcache_step, "cache_call", lambda *given: cold.append(1) or cache_call(*given))
+    monkeypatch.setattr(trace, "_run", lambda *given: traced.append(1) or run(*given))
+    for length in range(260, 264):
+        seen = padded(2, length, [length, 90]).bool()
+        described = describe_mask(
+            batch_size=2, q_length=1, kv_length=length, q_offset=length - 1, mask_function=MASKS[name], attention_mask=seen, device="cpu"
+        )
+        monkeypatch.setattr(torch, "full", None)
+        for _ in range(layers):
+            query, key, value = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 1), (2, length), (2, length)))
+            with torch.no_grad():
+                attention_forward(torch.nn.Module(), query, key, value, described, scaling=0.2)
+        monkeypatch.setattr(torch, "full", full)
+        if length == 260:
+            traced.clear()
+    assert len(gpu.made) == 4 * layers and len(cold) == 4 and not traced
