@@ -8,7 +8,6 @@ strings: mask programs are joined by newlines.
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,14 +45,14 @@ _FAR = (
 
 
 def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
-    """The programs (a line each), the captured numbers and the captured tensors of traced mods; what is None is left out.
+    """The programs, the captured numbers and the captured tensors of traced mods; what is None is left out.
 
     like: any tensor of the call, or what ``never_empty`` would make of one. No list is empty, see there.
     """
     given = [m for m in mods if m is not None]
     numbers = [*bits_of_numbers([x for m in given for x in m.scalars])]
     tensors = [t for m in given for t in m.tensors]
-    return "\n".join([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
+    return codec.joined([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
 
 
 def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -83,7 +82,7 @@ def mods_and_places(kind: str, programs: str, numbers: list[int]) -> list[tuple[
 def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[tuple[TracedMod, int, int]]:
     """Each program as a mod without its tensors, and where those are in the list of all."""
     found, first = [], 0
-    for program in programs.splitlines():
+    for program in codec.separated(programs):
         expr, kinds, pattern, count = _read_program(program)
         scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
         if strayed(expr, scalars):
@@ -105,12 +104,12 @@ def _read_program(program: str) -> tuple[Any, tuple[type, ...], Pattern, int]:
 
 def options_text(options: dict[str, Any] | None) -> str:
     """``kernel_options`` as text; empty for none."""
-    return json.dumps(flex.kernel_options(options)) if options else ""
+    return codec.quoted(flex.kernel_options(options)) if options else ""
 
 
 @lru_cache(maxsize=256)
 def _options(text: str) -> dict[str, Any] | None:
-    return json.loads(text) if text else None
+    return codec.read(text) if text else None
 
 
 # ---- the operators

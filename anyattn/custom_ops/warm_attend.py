@@ -93,7 +93,7 @@ def _mods_key(programs: str, numbers: list[int], tensors: list[Tensor]) -> tuple
 
 @lru_cache(maxsize=1024)
 def _tensors_of(programs: str) -> int:
-    return sum(len(codec.decode(program).tensor_slots) for program in programs.splitlines())
+    return sum(len(codec.decode(program).tensor_slots) for program in codec.separated(programs))
 
 
 def _refuse() -> Any:

@@ -143,6 +143,19 @@ def test_inductor():
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
+@pytest.mark.slow
+def test_inductors_cpp_wrapper():
+    """Which writes the operands' texts into C++, between double quotes as they stand."""
+    bias, documents = torch.randn(H), torch.arange(S) // 20
+    score, mask = scores.head_bias(bias), anyattn.and_masks(masks.causal(), masks.document(documents))
+    call = lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask, kernel_options={"tile_m": 32})
+    tensors = inputs(grad=False)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        got = torch.compile(call, fullgraph=True)(*tensors)
+    assert torch.equal(got, call(*tensors))
+
+
 def test_one_graph_for_other_values_of_captured_tensors():
     graphs = []
 

@@ -1,9 +1,13 @@
-"""Serialisation of expressions as JSON text, which compiled and exported graphs carry and any process can read."""
+"""Serialisation of expressions as text, which compiled and exported graphs carry and any process can read.
+
+It is JSON with single quotes, and ";" between programs: Inductor's C++ wrapper writes a string operand between double quotes as it stands.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,22 +15,42 @@ import torch
 
 from anyattn.mods.ir.expr import DType, Expr, Node, is_weak, verify
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "joined", "quoted", "read", "separated"]
 
 _WEAK: dict[str, type] = {"int": int, "float": float}
 
 
 def encode(expr: Expr) -> str:
-    """One line of JSON; ``decode(encode(expr)) == expr``."""
+    """A program's text; ``decode(encode(expr)) == expr``."""
     nodes = [[n.op, list(n.args), _dtype_name(n.dtype), _plain(n.attr)] for n in expr.nodes]
-    return json.dumps([nodes, list(expr.outputs)], separators=(",", ":"), allow_nan=False)
+    return quoted([nodes, list(expr.outputs)])
+
+
+def quoted(value: Any) -> str:
+    """The text of lists, dicts, numbers and names."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace('"', "'")
+
+
+def read(text: str) -> Any:
+    """The way back of ``quoted``; also of plain JSON, which graphs carried before."""
+    return json.loads(text.replace("'", '"'))
+
+
+def joined(programs: Iterable[str]) -> str:
+    """Several programs as one text."""
+    return ";".join(programs)
+
+
+def separated(programs: str) -> list[str]:
+    """The way back of ``joined``; also of a line for each, as graphs had them before."""
+    return programs.replace("\n", ";").split(";") if programs else []
 
 
 @lru_cache(maxsize=1024)
 def decode(text: str) -> Expr:
     """The expression that ``encode`` wrote; raises ``ValueError`` for any other text."""
     try:
-        nodes, outputs = json.loads(text)
+        nodes, outputs = read(text)
         expr = Expr(tuple(Node(op, tuple(args), _dtype(dtype), _value(attr)) for op, args, dtype, attr in nodes), tuple(outputs))
         verify(expr)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
