@@ -15,9 +15,10 @@ import os
 import random
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from anyattn.mods.tracing.diagnostics import RANDOM_FILES, defined_at, is_library, mod_error
 
@@ -100,7 +101,8 @@ def _is_generator(item: Any) -> bool:
     return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
 
 
-_clean: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()  # what has run without a read: an object, and which methods of it
+# what has run without a read: an object, which may define == as it likes, and which methods of it
+_clean: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -113,7 +115,7 @@ def reads_refused(fn: Any) -> Iterator[None]:
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     try:
         clean = _clean.setdefault(owner, set())
-    except TypeError:  # no hash, or no weak references
+    except TypeError:  # no weak references
         clean = set()
     if method in clean or sys.getprofile() is not None:
         yield

@@ -147,6 +147,29 @@ def test_a_number_read_from_the_clock_outside_is_a_capture():
     assert trace(lambda s, b, h, q, k: s + (now - now), "score").expr.uses_score
 
 
+class Weighted:
+    """Compared by its tensor, as torch compares: a truth value that asks for one element."""
+
+    def __init__(self, reads: bool):
+        self.weights, self.reads = torch.ones(3), reads
+
+    def __eq__(self, other):
+        return self.weights == other.weights
+
+    def __hash__(self):
+        return 3
+
+    def __call__(self, score, b, h, q, k):
+        return score + (time.time() if self.reads else hash(0))
+
+
+def test_mods_are_watched_one_by_one_whatever_their_equality_is():
+    quiet = Weighted(False)
+    for _ in range(2):
+        assert trace(quiet, "score").expr.uses_score
+    assert "reads a clock" in message_of(Weighted(True))
+
+
 def test_what_a_library_reads_is_its_own(caplog):
     """An entry of a log has a time; what the user's own code reads is refused in any thread."""
     seen = []
