@@ -101,7 +101,7 @@ def _is_generator(item: Any) -> bool:
     return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
 
 
-# what has run without a read: an object, which may define == as it likes, and which methods of it
+# what has run without a read: an object, which may define == as it likes, and which methods of it, none of which is kept alive
 _clean: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -110,14 +110,15 @@ def reads_refused(fn: Any) -> Iterator[None]:
     """Context of the first call of the mod ``fn``: a clock that it reads, and a draw from a source of Python's, raise ``ModError``.
 
     Only in this thread, and only of code that is no library's. Later calls of the same object are not watched, which takes as long as to
-    trace it; nor is a thread whose only profile function is a profiler's.
+    trace it; nor is a thread that has a profile function, such as a profiler's.
     """
-    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
+    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, type(fn))
     try:
-        clean = _clean.setdefault(owner, set())
+        clean = _clean.setdefault(owner, WeakIdKeyDictionary())
+        is_clean = method in clean
     except TypeError:  # no weak references
-        clean = set()
-    if method in clean or sys.getprofile() is not None:
+        clean, is_clean = {}, False
+    if is_clean or sys.getprofile() is not None:
         yield
         return
     collects = gc.isenabled()
@@ -129,7 +130,8 @@ def reads_refused(fn: Any) -> Iterator[None]:
         sys.setprofile(None)
         if collects:
             gc.enable()
-    clean.add(method)
+    with contextlib.suppress(TypeError):
+        clean[method] = True
 
 
 def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 import uuid
 
 import numpy as np
@@ -168,6 +169,25 @@ def test_mods_are_watched_one_by_one_whatever_their_equality_is():
     for _ in range(2):
         assert trace(quiet, "score").expr.uses_score
     assert "reads a clock" in message_of(Weighted(True))
+
+
+def test_watched_methods_are_not_kept_alive():
+    class Owner:
+        pass
+
+    owner = Owner()
+    made = [types.MethodType(lambda self, b, h, q, k: q >= k + hash(0), owner) for _ in range(2)]
+    closed_over = weakref.ref(owner)
+    for method in made:
+        method.__func__.of = owner  # as a closure over the object has it
+        assert trace(method, "mask").expr.output.op == "ge"
+    first = weakref.ref(made[0].__func__)
+    del made, method
+    gc.collect()
+    assert first() is None
+    del owner
+    gc.collect()
+    assert closed_over() is None
 
 
 def test_what_a_library_reads_is_its_own(caplog):
