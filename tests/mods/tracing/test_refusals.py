@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import types
-import weakref
 import uuid
+import weakref
 
 import numpy as np
 import pytest
@@ -169,6 +169,48 @@ def test_mods_are_watched_one_by_one_whatever_their_equality_is():
     for _ in range(2):
         assert trace(quiet, "score").expr.uses_score
     assert "reads a clock" in message_of(Weighted(True))
+
+
+def test_functions_of_the_same_parts_are_watched_once(monkeypatch):
+    from anyattn.mods.tracing import random_numbers
+
+    watched, refuse = [], random_numbers._refuse_reads
+
+    def watch(frame, event, called):
+        watched.append(event)
+        refuse(frame, event, called)
+
+    class Layer:
+        window = 4
+
+        def mod(self, bias, late=False, read=None):
+            def inner(q):
+                return hash(0) if read is None else read()
+
+            return lambda s, b, h, q, k: s + bias[q] * self.window + (clock() if late else inner(q))
+
+    monkeypatch.setattr(random_numbers, "_refuse_reads", watch)
+    layer = Layer()
+    counts = []
+    for bias, options in (
+        (torch.ones(4), {}),
+        (torch.ones(4), {}),
+        (torch.zeros(5), {}),
+        (torch.ones(4), {"read": lambda: 1}),
+    ):
+        watched.clear()
+        assert trace(layer.mod(bias, **options), "score").expr.uses_score
+        counts.append(bool(watched))
+    assert counts == [True, False, False, True]
+    names, counts = {"w": 2}, []
+    listed = lambda s, b, h, q, k: s + hash(0) * names["w"]
+    for _ in range(2):  # a dictionary has no weak references: then it is the function that is known again
+        watched.clear()
+        assert trace(listed, "score").expr.uses_score
+        counts.append(bool(watched))
+    assert counts == [True, False]
+    for options in ({"late": True}, {"read": clock}, {"read": lambda: time.time()}):
+        assert "reads a clock" in message_of(layer.mod(torch.ones(4), **options))
 
 
 def test_watched_methods_are_not_kept_alive():
