@@ -131,7 +131,8 @@ class _Differentiated(torch.autograd.Function):
         rule: _Rule = ctx.rule
         if rule.backward is None:
             _refuse(rule.operator)
-        (out, lse, *_), tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: hooks unpack them at every access, and those of checkpoints refuse a second one
+        (out, lse, *_), tensors = saved[: ctx.count], saved[ctx.count :]
         dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
         given = rule.arguments.joined(ctx.others, tensors)
         found = called(rule.backward, *rule.arguments.records(given), Results(out, lse, dout, dlse, ctx.wants))

@@ -96,6 +96,15 @@ def test_inductor() -> None:
     assert graphs.frame_count == 1
 
 
+def test_saved_tensors_are_unpacked_once() -> None:
+    """A checkpoint around the operators themselves refuses a second access, and hooks that store tensors elsewhere load them anew."""
+    attend, _ = fresh(lambda q: anyattn.flex_attention(q, q, q), backend="eager")
+    q = torch.randn(1, 2, 16, D, requires_grad=True)
+    wanted = torch.autograd.grad(attend(q).square().sum(), q)[0]
+    found = torch.autograd.grad(checkpoint(attend, q, use_reentrant=False).square().sum(), q)[0]
+    assert torch.equal(found, wanted)
+
+
 def test_autocast() -> None:
     model = GPT()
     compiled, _ = fresh(model)

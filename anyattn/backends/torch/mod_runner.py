@@ -139,7 +139,7 @@ class Bound:
         device: torch.device,
         sequences: Sequences | None = None,
     ):
-        expr = expr.without_detach()  # its value would share the operand's memory
+        expr = expr.without_detach  # its value would share the operand's memory
         self.expr, self.tensors = expr, tensors
         self.staging = _staging(expr, sequences is not None)
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y

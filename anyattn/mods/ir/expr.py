@@ -176,10 +176,15 @@ class Expr:
         """The captured tensors that are read, ascending."""
         return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
+    @property
     def without_detach(self) -> Expr:
         """The same values where nothing is differentiated any more."""
+        return self if self._undetached is None else self._undetached
+
+    @cached_property
+    def _undetached(self) -> Expr | None:
         if all(node.op != "detach" for node in self.nodes):
-            return self
+            return None  # itself would be a cycle
         builder = Builder()
         new: list[int] = []
         for node in self.nodes:

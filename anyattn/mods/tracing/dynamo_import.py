@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ _DYNAMO = "torch._dynamo"
 
 
 class _Watch(MetaPathFinder):
-    """Finds Dynamo as the other finders do, once, and has its loader call ``then`` afterwards."""
+    """Finds Dynamo as the other finders do and, once it is loaded, calls ``then``. A search without an import changes nothing."""
 
     def __init__(self, then: Callable[[], None]):
         self.then = then
@@ -24,15 +23,17 @@ class _Watch(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _DYNAMO:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        found = (f.find_spec(fullname, path, target) for f in list(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
+        spec = next((s for s in found if s is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             load = loader.exec_module
 
             def load_and_call(module: ModuleType) -> None:
                 load(module)
-                self.then()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.then()
 
             loader.exec_module = load_and_call
         return spec

@@ -15,9 +15,11 @@ import os
 import random
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from anyattn.mods.tracing.diagnostics import RANDOM_FILES, defined_at, is_library, mod_error
 
@@ -100,22 +102,65 @@ def _is_generator(item: Any) -> bool:
     return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
 
 
-_clean: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()  # what has run without a read: an object, and which methods of it
+# What has run without a read: a tree by the objects that a mod is made of, none of which is kept alive, with sets of plain values.
+_clean: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PLAIN = (int, float, str, types.NoneType, torch.dtype, torch.device)
+_MOST_VALUES = 64  # a number that changes at each call would only grow the set
+
+
+class _Values:
+    """The key of the set at an end of the tree."""
+
+
+def _parts(fn: Any) -> tuple[list[Any], tuple]:
+    """The objects that a mod is made of, and the plain values among its captures, each with its place. A function made anew of the same
+    ones is the same mod."""
+    objects: list[Any] = []
+    values: list[Any] = []
+    seen: list[Any] = []
+    waiting = [fn]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, types.MethodType):
+            objects += [item.__self__, item.__func__]
+        elif isinstance(item, types.FunctionType) and item not in seen:
+            seen.append(item)
+            objects.append(item.__code__)
+            waiting += [c.cell_contents for c in item.__closure__ or ()]
+            waiting += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+        elif isinstance(item, (torch.Tensor, *_PLAIN)):
+            values.append((len(objects), type(item), None if isinstance(item, torch.Tensor) else item))
+        else:
+            objects.append(item)
+    return objects, tuple(values)
+
+
+def _itself(fn: Any) -> tuple[list[Any], tuple]:
+    return ([fn.__self__, fn.__func__] if isinstance(fn, types.MethodType) else [fn]), ()
+
+
+def _clean_values(fn: Any) -> tuple[set, tuple]:
+    """The plain values with which the objects of ``fn`` have run without a read, and those of ``fn``."""
+    for parts in (_parts, _itself):
+        with contextlib.suppress(TypeError, ValueError):  # a list has no weak references, a cell may be empty
+            objects, values = parts(fn)
+            level: Any = _clean
+            for item in objects:
+                level = level.setdefault(item, WeakIdKeyDictionary())
+            return level.setdefault(_Values, set()), values
+    return set(), ()
 
 
 @contextlib.contextmanager
 def reads_refused(fn: Any) -> Iterator[None]:
     """Context of the first call of the mod ``fn``: a clock that it reads, and a draw from a source of Python's, raise ``ModError``.
 
-    Only in this thread, and only of code that is no library's. Later calls of the same object are not watched, which takes as long as to
-    trace it; nor is a thread whose only profile function is a profiler's.
+    Only in this thread, and only of code that is no library's. Later calls of the same object, or of a function of the same code and
+    captures (tensors may be others), are not watched, which takes as long as to trace it; nor is a thread that has a profile function, such
+    as a profiler's.
     """
-    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
-    try:
-        clean = _clean.setdefault(owner, set())
-    except TypeError:  # no hash, or no weak references
-        clean = set()
-    if method in clean or sys.getprofile() is not None:
+    clean, values = _clean_values(fn)
+    if values in clean or sys.getprofile() is not None:
         yield
         return
     collects = gc.isenabled()
@@ -127,7 +172,9 @@ def reads_refused(fn: Any) -> Iterator[None]:
         sys.setprofile(None)
         if collects:
             gc.enable()
-    clean.add(method)
+    if len(clean) >= _MOST_VALUES:
+        clean.clear()
+    clean.add(values)
 
 
 def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:

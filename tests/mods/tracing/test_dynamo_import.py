@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -33,6 +34,24 @@ def test_the_callback_follows_the_import_once(called: list[str]) -> None:
     importlib.import_module(NAME)
     importlib.import_module(NAME)
     assert called == ["first, 3"] and sys.meta_path == before
+
+
+def test_a_search_without_an_import_keeps_the_callback(called: list[str]) -> None:
+    call_when_imported(lambda: called.append("then"))
+    assert importlib.util.find_spec(NAME) is not None and called == []  # as Transformers asks what is installed
+    importlib.import_module(NAME)
+    assert called == ["then"]
+
+
+def test_a_failed_import_keeps_the_callback(called: list[str], tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.py").write_text("import no_such_module\n")
+    call_when_imported(lambda: called.append("then"))
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(NAME)
+    (tmp_path / f"{NAME}.py").write_text("VALUE = 'found at the second try'\n")
+    importlib.invalidate_caches()
+    importlib.import_module(NAME)
+    assert called == ["then"]
 
 
 def test_what_is_imported_already_calls_at_once(called: list[str]) -> None:
