@@ -115,13 +115,13 @@ def test_random_numbers_are_refused_with_the_way_out(name):
 
 class Timed(nn.Module):
     def forward(self, s, b, h, q, k):
-        return s + time.perf_counter()
+        return s + time.monotonic()
 
 
 CLOCKS = {
     "time": lambda s, b, h, q, k: s + time.time(),
     "time_ns": lambda s, b, h, q, k: s + time.time_ns() % 7,
-    "perf_counter": lambda s, b, h, q, k: s + time.perf_counter(),
+    "perf_counter": lambda s, b, h, q, k: s + time.perf_counter_ns() % 7,
     "monotonic": lambda s, b, h, q, k: s * time.monotonic(),
     "process_time": lambda s, b, h, q, k: s * time.process_time_ns(),
     "localtime": lambda s, b, h, q, k: s * time.localtime().tm_sec,
