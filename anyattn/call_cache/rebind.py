@@ -94,7 +94,7 @@ def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
     if s is not None:
         if not s.is_unread:
             return None
-        # an index that is read from a tensor is clamped, for nobody looks at it; one of positions may have had the lengths looked at
+        # contents are not read here: an index that they decide is clamped, and one of positions is checked by sizes, else by the lengths
         first, end = s.position_bounds
         if unsettled(mod, *entries, end, problem.bound_k, first).by_positions:
             return None

@@ -29,7 +29,7 @@ class Mask(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Masks as ``Score``; the programs are joined by newlines, since an operator takes no list of strings."""
+    """Masks as ``Score``; the programs are one text (``codec.joined``), since an operator takes no list of strings."""
 
     mask_programs: str
     mask_numbers: list[int]

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from anyattn.custom_ops.list_operands import places_of
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.pytree_nodes import unchecked
@@ -57,12 +58,10 @@ def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBloc
     Raises as the lists' class; lists on a GPU were checked when they were made, and their contents are not read.
     """
     tensors, tile, lengths = operands
-    if any(t.is_inference() for t in tensors):  # these have no count of writes
+    places = places_of(tensors)
+    if places is None:
         return _made(operands)
-    places: list[Any] = [*tile, *lengths]
-    for t in tensors:
-        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
-    key = tuple(places)
+    key = (*tile, *lengths, *places)
     found = _by_place.get(key)
     if found is None:
         # views: an entry must not keep alive what it is kept by

@@ -3,7 +3,7 @@
 A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/ir/codec.py``), the captured
 numbers as integers (floats by their bits) and a list of captured tensors. The operators check, plan and run like an eager call, warm calls
 from the call cache included; eager calls do not pass through here, which saves the dispatcher's overhead. An operator takes no list of
-strings: mask programs are joined by newlines.
+strings: mask programs are one text (``codec.joined``).
 """
 
 from __future__ import annotations

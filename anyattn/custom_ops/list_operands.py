@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.sparsity.block_mask import are_unwritten
 from anyattn.validate import flex
 
-__all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "stand_in"]
+__all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "places_of", "stand_in"]
 
 
 class ListOperands:
@@ -36,17 +36,25 @@ _by_place: WeakValueDictionary[tuple, ListOperands] = WeakValueDictionary()
 
 def stand_in(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> ListOperands:
     """The same one for the same lists: what is found out of a block mask is kept with it. sizes: block size and lengths."""
-    places: list[Any] = [*sizes, is_exact]
-    for t in tensors:
-        if t.is_inference():  # these have no count of writes
-            return ListOperands(tensors, (*sizes, False))
-        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
-    key = tuple(places)
+    places = places_of(tensors)
+    if places is None:
+        return ListOperands(tensors, (*sizes, False))
+    key = (*sizes, is_exact, *places)
     found = _by_place.get(key)
     if found is None:
         found = _by_place[key] = ListOperands(tensors, (*sizes, is_exact and are_unwritten(*tensors)))
     _remember(tensors, sizes, is_exact, found)
     return found
+
+
+def places_of(tensors: Sequence[Tensor]) -> tuple | None:
+    """Where tensors are in memory, how they lie there, and how often they were written to, which inference tensors do not count: None."""
+    places: list[Any] = []
+    for t in tensors:
+        if t.is_inference():
+            return None
+        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
+    return tuple(places)
 
 
 # ---- the same tensors once more

@@ -35,6 +35,7 @@ def blocks_of(given: Any, problem: Problem) -> Any:
 
 def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
     """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
+    # ``check_class`` in place: a call more is a guard more of every compiled call
     if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
         _refuse_class(given, is_varlen)
     made: Any = given
