@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,12 @@ from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 __all__ = ["block_lists", "lists_with_mods", "tile_lists", "tile_lists_with_mods", "varlen_lists_with_mods", "varlen_tile_lists"]
 
 
+_Pair = tuple[int, int]
+
+
 class BlockLists(NamedTuple):
-    """The arguments of ``anyattn::block_lists``: those of ``create_block_mask``. like: any tensor on the lists' device."""
+    """The arguments of ``anyattn::block_lists`` and ``anyattn::tile_lists``: those of ``create_block_mask``, or of
+    ``compute_block_sparsity``. like: any tensor on the lists' device."""
 
     like: Tensor
     program: str
@@ -37,20 +42,24 @@ class BlockLists(NamedTuple):
     separate_full: bool
 
 
-def _fake(given: BlockLists) -> list[Tensor]:
+def _fake(given: BlockLists, wants_columns: bool) -> list[Tensor]:
     grid = (ceil_div(given.q_len, given.block_m), ceil_div(given.kv_len, given.block_n))
-    shapes = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, True)
+    shapes = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, wants_columns)
     return [given.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
 
 
-@operator(BlockLists, fake=_fake)
-def block_lists(given: BlockLists) -> list[Tensor]:
-    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
+def _problem(given: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.device, bool]:
+    """The first arguments of either ``lists_of_mask``."""
     like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = given
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
+    return mask, (q_len, kv_len), (block_m, block_n), (batch, heads), like.device, separate_full
+
+
+@operator(BlockLists, fake=partial(_fake, wants_columns=True))
+def block_lists(given: BlockLists) -> list[Tensor]:
+    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
     # .data: whether a list is exact is told by how often it was written to since it was made
-    return [t.data for t in lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)]
+    return [t.data for t in lists_of_mask(*_problem(given), stacks=True)]
 
 
 def lists_with_mods(
@@ -83,35 +92,10 @@ def _counts(**counts: Any) -> list[Any]:
 # ---- compute_block_sparsity
 
 
-class TileLists(NamedTuple):
-    """The arguments of ``anyattn::tile_lists``: those of ``compute_block_sparsity``. like: a tensor on the lists' device."""
-
-    like: Tensor
-    program: str
-    numbers: list[int]
-    tensors: list[Tensor]
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_k: int
-    tile_m: int
-    tile_n: int
-    separate_full: bool
-
-
-def _fake_tile_lists(given: TileLists) -> list[Tensor]:
-    grid = (ceil_div(given.seqlen_q, given.tile_m), ceil_div(given.seqlen_k, given.tile_n))
-    ((counts, indices),) = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, False)
-    return [given.like.new_empty(shape, dtype=torch.int32) for shape in (counts, indices)]
-
-
-@operator(TileLists, fake=_fake_tile_lists)
-def tile_lists(given: TileLists) -> list[Tensor]:
+@operator(BlockLists, fake=partial(_fake, wants_columns=False))
+def tile_lists(given: BlockLists) -> list[Tensor]:
     """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.list_stacks``)."""
-    like, program, numbers, tensors, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n, separate_full = given
-    (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    sizes = ((seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads))
-    return compute.lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)
+    return compute.lists_of_mask(*_problem(given), stacks=True)
 
 
 def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: bool, mask: TracedMod) -> list[Tensor]:
@@ -122,7 +106,7 @@ def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: 
     lengths, counts = _lengths(seqlen_q=seqlen_q, seqlen_k=seqlen_k), _counts(batch_size=batch, num_heads=heads)
     like = torch.empty(0, device=device_of(device, mask))
     (b, h), (m, n) = counts, lengths
-    stacks = called(tile_lists, TileLists(like, *operands_of(like, mask), b, h, m, n, tile_m, tile_n, separate_full))
+    stacks = called(tile_lists, BlockLists(like, *operands_of(like, mask), b, h, m, n, tile_m, tile_n, separate_full))
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
 
 
