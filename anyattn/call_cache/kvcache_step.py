@@ -1,7 +1,12 @@
-"""Warm calls of ``flash_attn_with_kvcache`` whose tables the host does not read, on a GPU: the signature decides all that is done."""
+"""Warm calls of ``flash_attn_with_kvcache`` whose tables the host does not read, on a GPU: the signature decides all that is done.
+
+A cache that is read alone may grow from call to call, as Transformers' dynamic caches do. It is planned for the capacity ``room_for`` its
+rows, and calls whose checks hold for that capacity too share a signature.
+"""
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -9,10 +14,12 @@ from anyattn import hardware, planner
 from anyattn.call_cache.calls import RememberedCall, known, remember, score_of_user
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sequences.unread_kvcache import CacheStep, CacheTables, StoredCache
+from anyattn.sequences.unread_kvcache import CacheStep, CacheTables, StoredCache, room_for
 from anyattn.tensors import kinds
+from anyattn.validate import flash
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheCall, Given, cache_call, cached_rows, heads_first
 
@@ -24,25 +31,49 @@ _GIVEN = fields(
     rotary_sin=Kind.ALIGNED, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.ALIGNED, cache_leftpad=Kind.ALIGNED,
     page_table=Kind.ALIGNED, cu_seqlens_q=Kind.ALIGNED, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
 )  # fmt: skip
-_signature = signature("flash_attn_with_kvcache, unread", given=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
+_of_call = signature("flash_attn_with_kvcache, unread", given=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
+_of_room = signature(
+    "flash_attn_with_kvcache, unread and growing", given=_GIVEN | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING), options=OPTIONS,
+    backend=Kind.VALUE,
+)  # fmt: skip
 
 
 def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
     """The call, checked, and its plan; nothing is written. None where an operator takes the call."""
-    found = _signature(given, options, backend)
-    warm = known(found)
-    if warm is not None and found is not None:
-        return _warm_call(given, options, warm, found), warm.plan
+    may_grow = given.k is None and given.page_table is None
+    for made in (_of_room, _of_call) if may_grow else (_of_call,):
+        found = made(given, options, backend)
+        warm = known(found)
+        if warm is not None and found is not None:
+            return _warm_call(given, options, warm, found), warm.plan
     if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
         return None
     call = cache_call(given, options)
-    plan = planner.choose(call.problem, hardware.of(given.q.device.type), backend)
+    larger = _with_room(call, options) if may_grow else None
+    problem, made = (call.problem, _of_call) if larger is None else (larger, _of_room)
+    plan = planner.choose(problem, hardware.of(given.q.device.type), backend)
+    found = made(given, options, backend)
     if found is not None:
         reach = append.reach(given.k_cache), append.reach(given.v_cache)
-        again = partial(_signature, given, options, backend)
+        again = partial(made, given, options, backend)
         of_step = {"reach": reach, "sizes": call.step.sizes, "follows": call.step.follows}
-        remember(found, again, call.problem, plan, score_of_user(options, call.problem), (options.alibi_slopes,), **of_step)
+        remember(found, again, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
+
+
+def _with_room(call: CacheCall, options: Options) -> Problem | None:
+    """The call's problem as that of a cache with ``room_for`` its rows; None where its mods are not the same there."""
+    step, problem = call.step, call.problem
+    sequences = StoredCache(step.tables, step.sizes._replace(capacity=room_for(step.sizes.capacity)), problem.q.device)
+    found = flash.problem_of(step.q, step.k_cache, step.v_cache, sequences, options._replace(reads_captured=False), 0)
+    mods, others = ((p.score, *p.predicates) for p in (problem, found))
+    return found if len(mods) == len(others) and all(map(_is_same, mods, others)) else None
+
+
+def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
+    if mod is None or other is None:
+        return mod is other
+    return mod.expr == other.expr and mod.scalars == other.scalars and all(map(operator.is_, mod.tensors, other.tensors))
 
 
 def named_tensors(given: Given, options: Options) -> dict[str, Any]:
@@ -55,6 +86,8 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, found: Sign
     assert sizes is not None
     if given.k is not None:
         append.check_disjoint(given.k_cache, given.v_cache, warm.reach)
+    if sizes.page_size == 0:
+        sizes = sizes._replace(capacity=given.k_cache.shape[1])
     cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
     tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
     k, v = given.k_cache.transpose(1, 2), given.v_cache.transpose(1, 2)

@@ -21,6 +21,7 @@ from anyattn.mods.tracing.cute_mod import native_reading
 from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
+from anyattn.sequences.unread_kvcache import room_for
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
@@ -83,6 +84,8 @@ class Kind:
     TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # and gradients flow to
     # the number of packed rows is not in the key; whether there are several is, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
+    # room for a number of rows instead of the number, and of strides what plans look at
+    GROWING = _tensor("_room({x})", ALIGNMENT).replace("{x}.stride()", "_parts_of_strides({x})")
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
@@ -159,6 +162,18 @@ def is_listened_to() -> bool:
 
 def _refuse() -> NoReturn:
     raise NotCacheable
+
+
+def _room(cache: Tensor) -> tuple:
+    entries, rows, *rest = cache.shape
+    return entries, room_for(rows), *rest
+
+
+def _parts_of_strides(cache: Tensor) -> tuple:
+    """The last one, and whether steps along the others keep 16 bytes aligned."""
+    *strides, last = cache.stride()
+    size = cache.element_size()
+    return last, *[s * size & 15 for s in strides]
 
 
 def _usable_number(x: Any) -> bool:

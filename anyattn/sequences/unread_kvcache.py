@@ -9,10 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import UnreadSequences
 
-__all__ = ["CacheSizes", "CacheStep", "CacheTables", "StoredCache"]
+__all__ = ["CacheSizes", "CacheStep", "CacheTables", "StoredCache", "alike", "room_for"]
+
+_STEP, _SHORT = 256, 512  # rows
 
 
 class CacheTables(NamedTuple):
@@ -40,6 +43,24 @@ class CacheSizes(NamedTuple):
     storage: int
     page_size: int = 0
     most_q: int = 0
+
+
+def alike(rows: int) -> range:
+    """The capacities of caches that are planned alike, among them this one: as for the last of them.
+
+    A cache that grows row by row seldom leaves them.
+
+    >>> alike(70), alike(4097)[-1]
+    (range(65, 129), 4352)
+    """
+    step = _STEP if rows > _SHORT else _STEP // 4
+    room = max(1, ceil_div(rows, step)) * step
+    return range(room - step + 1, room + 1)
+
+
+def room_for(rows: int) -> int:
+    """The capacity that a cache of so many rows is planned for."""
+    return alike(rows)[-1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,58 @@ def test_layers_of_a_growing_cache(noted: Noted) -> None:
             given = step(layer, **mods)
             given |= {n: given[n][:, :capacity].contiguous() for n in ("k_cache", "v_cache")}
             assert noted.call(**given)[1] == (layer == 0)
+
+
+def grown(rows: int, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A call on a cache of so many rows, which appends nothing, as Transformers' dynamic caches are read."""
+    given = {**step(seed), "k": None, "v": None, "cache_seqlens": torch.full((BATCH,), rows, dtype=torch.int32), **more}
+    g = torch.Generator().manual_seed(seed)
+    for name in ("k_cache", "v_cache"):  # heads before rows, as models keep them: every stride tells how many rows there are
+        given[name] = torch.randn(BATCH, KV_HEADS, rows, DIM, generator=g).bfloat16().transpose(1, 2)
+    return given
+
+
+@pytest.mark.parametrize("name", ["mask behind padding", "both, a cap, a sink", "alibi", "window and a mask", "score of what is read"])
+def test_a_cache_that_grows_is_checked_once_for_many_lengths(name: str, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each call is what it would be alone, whichever came first."""
+    monkeypatch.setattr(sys.modules[__name__], "CAPACITY", 256)  # of what mods read
+    for rows, is_cold in ((130, 1), (131, 0), (192, 0), (129, 0), (193, 1), (191, 0), (200, 0)):
+        given = grown(rows, rows, **recipe(name, rows))
+        warm, was_cold = noted.call(**given)
+        assert was_cold == is_cold, rows
+        launched, plan = noted.gpu.made[-1], noted.plans[-1]
+        known, kvcache_step.known = kvcache_step.known, lambda found: None
+        try:
+            alone, was_cold = noted.call(**given)
+        finally:
+            kvcache_step.known = known
+        assert was_cold and described(alone) == described(warm) and noted.plans[-1] == plan
+        assert noted.gpu.made[-1][0] is launched[0] and noted.gpu.made[-1][1] == launched[1]  # kernel and grid
+
+
+def test_a_growing_cache_is_checked_anew_where_more_keys_would_change_a_mod(noted: Noted) -> None:
+    """A table that ends with the cache, a window as wide as it."""
+    table = torch.randn(100)
+    for rows in (90, 91):
+        for is_cold in (1, 0):
+            assert noted.call(**grown(rows, score_mod=lambda s, b, h, i, j: s + table[j]))[1] == is_cold
+            assert noted.call(**grown(rows, window_size=(100, 0)))[1] == is_cold
+    with pytest.raises(ValueError, match="reads dimension 0 of a captured tensor"):
+        flash_attn_with_kvcache(**grown(101, score_mod=lambda s, b, h, i, j: s + table[j]))
+
+
+def test_an_aligned_row_and_an_odd_one_are_two_calls(noted: Noted) -> None:
+    def given(rows: int, width: int) -> dict[str, Any]:
+        found = grown(rows)
+        return found | {n: torch.randn(BATCH, rows, KV_HEADS, width).bfloat16()[..., :DIM] for n in ("k_cache", "v_cache")}
+
+    assert [noted.call(**given(*sizes))[1] for sizes in ((70, DIM), (71, DIM), (71, DIM + 8), (72, DIM + 4), (73, DIM + 4))] == [
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_numbers_of_masks_are_part_of_the_call(noted: Noted) -> None:

@@ -7,11 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
+from anyattn.sequences.unread_kvcache import room_for
 
 __all__ = ["NO_PADDING", "Padding", "padding_of", "padding_read"]
-
-_STEP = 256  # positions
 
 
 class Padding(NamedTuple):
@@ -36,7 +34,7 @@ def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Paddin
     """
     end = kv_offset + kv_length
     if not torch.compiler.is_compiling():
-        end = ceil_div(max(end, attention_mask.shape[1]), _STEP) * _STEP
+        end = room_for(max(end, attention_mask.shape[1]))
     positions = _reaching(attention_mask, end)
     first = positions[:, kv_offset : kv_offset + kv_length].to(torch.int32).argmax(dim=1).to(torch.int32)
     return Padding(first, positions, positions)

@@ -113,6 +113,27 @@ def test_a_warm_call_with_mods_is_to_the_bit_a_first_call(kind, splits, monkeypa
     assert not same(found[1], found[2]) and same(found[2], decoded(asked(2), num_splits=splits))
 
 
+def test_a_growing_cache_is_read_to_its_end(monkeypatch):  # type: ignore[no-untyped-def]
+    """By calls that are known by another length, with more rows and with fewer."""
+    unread(monkeypatch)
+    attention.clear()
+    for rows in (40, 64, 33, 57):
+        random = torch.Generator().manual_seed(rows)
+        q, k, v = (torch.randn(2, n, h, 16, generator=random) for n, h in ((1, 4), (rows, 2), (rows, 2)))
+        seen, first = torch.rand(2, 64, generator=random) < 0.7, torch.tensor([5, 0])
+
+        def mask(b, h, i, j, seen=seen, first=first):  # type: ignore[no-untyped-def]
+            return seen[b, j + first[b]]
+
+        found = flash_attn_with_kvcache(q, k, v, cache_leftpad=first, causal=True, mask_mod=mask, backend="triton")
+        assert attention.size() == 1
+        attend = torch.nn.functional.scaled_dot_product_attention
+        shown = seen[:, :rows] & (torch.arange(rows) >= first[:, None])
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        right = attend(*heads_first, attn_mask=shown[:, None, None], enable_gqa=True).transpose(1, 2)
+        assert torch.allclose(found, right, atol=1e-5)
+
+
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"cache_leftpad": torch.tensor([0, 33, 7])}, {"num_splits": 3}], ids=str)
 def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
     """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""

@@ -13,6 +13,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sequences.unread_kvcache import alike
 from anyattn.triton_tools.emit import NEAR, SMALL, Style
 from anyattn.triton_tools.interpreter import is_interpreting
 
@@ -28,9 +29,19 @@ def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
     is_score = isinstance(mod, TracedMod) and mod.kind == "score"
     functions = _FUNCTIONS.get(problem.q.dtype, "exact") if is_score else "exact"
     places = tuple([(t.shape, t.stride()) for t in mod.tensors])
-    lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
     numbers = tuple([n if type(n) is int else None for n in mod.scalars])
-    return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type))
+
+    def style(keys: int) -> Style:
+        lengths = (problem.batch, problem.heads_q, problem.bound_q, keys, problem.sequences is not None)
+        return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type))
+
+    keys = problem.bound_k
+    if problem.sequences is not None and problem.sequences.is_cache:
+        # fewer keys allow all that more keys allow, so that what holds for the first and the last holds for all
+        known = alike(keys)
+        if (found := style(known[0])) == style(known[-1]):
+            return found
+    return style(keys)
 
 
 def shape_of(problem: Problem) -> Shape:
