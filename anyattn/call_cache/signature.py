@@ -165,8 +165,8 @@ def _refuse() -> NoReturn:
 
 
 def _room(cache: Tensor) -> tuple:
-    entries, rows, *rest = cache.shape
-    return entries, room_for(rows), *rest
+    entries, rows, heads, width = cache.shape
+    return entries, room_for(rows), heads, width
 
 
 def _parts_of_strides(cache: Tensor) -> tuple:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import UnreadSequences
 
@@ -53,14 +52,18 @@ def alike(rows: int) -> range:
     >>> alike(70), alike(4097)[-1]
     (range(65, 129), 4352)
     """
-    step = _STEP if rows > _SHORT else _STEP // 4
-    room = max(1, ceil_div(rows, step)) * step
-    return range(room - step + 1, room + 1)
+    room = room_for(rows)
+    return range(room - _step(rows) + 1, room + 1)
 
 
 def room_for(rows: int) -> int:
     """The capacity that a cache of so many rows is planned for."""
-    return alike(rows)[-1]
+    step = _step(rows)
+    return max(1, -(-rows // step)) * step
+
+
+def _step(rows: int) -> int:
+    return _STEP if rows > _SHORT else _STEP // 4
 
 
 @dataclass(frozen=True, eq=False)
