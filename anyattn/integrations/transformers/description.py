@@ -24,7 +24,7 @@ class Aligned(NamedTuple):
 class Cached(NamedTuple):
     """Queries at the end of the rows in use: ``flash_attn_with_kvcache``.
 
-    lengths: int32 (B,), rows of the keys in use, padding included; None is all of them. leftpad: int32 (B,), padding rows before. mask_mod:
+    lengths: int32 (B,), rows of the keys in use, padding included; None is all. leftpad: integers (B,), padding rows before. mask_mod:
     a further mask over that call's positions.
     """
 

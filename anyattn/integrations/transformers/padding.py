@@ -15,7 +15,7 @@ __all__ = ["NO_PADDING", "Padding", "padding_of", "padding_read"]
 class Padding(NamedTuple):
     """Which keys of a batch are hidden as padding.
 
-    leftpad: int32 (B,), rows before the first visible key, None for 0. visible: bool (B, positions), set where leftpad does not say
+    leftpad: integers (B,), rows before the first visible key, None for 0. visible: bool (B, positions), set where leftpad does not say
     everything, or is not known to; global positions, reaching the end of the keys. positions: the same, always set but without padding.
     """
 
@@ -36,7 +36,7 @@ def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Paddin
     if not torch.compiler.is_compiling():
         end = room_for(max(end, attention_mask.shape[1]))
     positions = _reaching(attention_mask, end)
-    first = positions[:, kv_offset : kv_offset + kv_length].to(torch.int32).argmax(dim=1).to(torch.int32)
+    first = positions[:, kv_offset : kv_offset + kv_length].view(torch.uint8).argmax(dim=1)
     return Padding(first, positions, positions)
 
 
