@@ -166,7 +166,7 @@ def _refuse() -> NoReturn:
 
 def _room(cache: Tensor) -> tuple:
     entries, rows, heads, width = cache.shape
-    return entries, room_for(rows), heads, width
+    return entries, rows and room_for(rows), heads, width  # of no rows there is nothing to multiply
 
 
 def _parts_of_strides(cache: Tensor) -> tuple:

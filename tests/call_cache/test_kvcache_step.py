@@ -202,6 +202,14 @@ def test_a_growing_cache_is_checked_anew_where_more_keys_would_change_a_mod(note
         flash_attn_with_kvcache(**grown(101, score_mod=lambda s, b, h, i, j: s + table[j]))
 
 
+def test_an_empty_cache_is_a_call_of_its_own(noted: Noted) -> None:
+    for rows, backend in ((3, "triton"), (0, "torch"), (1, "triton"), (0, "torch")):
+        with torch.no_grad():
+            flash_attn_with_kvcache(**grown(rows))
+        assert noted.plans[-1].backend == backend
+    assert noted.cold == 2  # the second of each is known
+
+
 def test_an_aligned_row_and_an_odd_one_are_two_calls(noted: Noted) -> None:
     def given(rows: int, width: int) -> dict[str, Any]:
         found = grown(rows)
