@@ -18,7 +18,7 @@ import torch
 from anyattn.mods.ir.expr import OPS, Builder, category, is_weak, result_dtype
 from anyattn.mods.tracing.activations import ACTIVATIONS, rounded_to
 from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outside
-from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
+from anyattn.mods.tracing.diagnostics import mod_error, note_raised, truth_cure
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 from anyattn.mods.tracing.weak_captures import scalar_slots
@@ -31,6 +31,7 @@ class NeedsNumber(Exception):
 
     def __init__(self, slots: frozenset[int]):
         self.slots = slots
+        note_raised(self)
 
 
 class View:
@@ -244,7 +245,9 @@ class Value:
         self._need_number()
         return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
 
-    def __round__(self, digits: int | None = None) -> Value:
+    def __round__(self, digits: int | None = None) -> Any:
+        if is_weak(self.kind):
+            return round(self.python_number("round()"), digits)  # a whole number of a float, and decimal digits as Python counts them
         return _call("round", self) if digits is None else _call("round", self, decimals=digits)
 
     def __getattr__(self, name: str) -> Any:
