@@ -16,7 +16,7 @@ from anyattn.mods.ir.expr import category, is_weak, result_dtype
 from anyattn.mods.tracing.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of, refuse_outside
 from anyattn.mods.tracing.diagnostics import mod_error
 from anyattn.mods.tracing.reductions import with_rows
-from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, builder_in, cast
+from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, ask_for_truths, builder_in, cast
 from anyattn.mods.tracing.vectors import Vector
 
 __all__ = ["FUNCTIONS"]
@@ -57,6 +57,7 @@ def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
 
 def _positive(input: Any) -> Value:
     value = _number(input)
+    ask_for_truths("neg", value)
     if value.kind is torch.bool:
         raise mod_error("`+` does not apply to a torch.bool value", "convert it first, as in x.to(torch.int64)")
     return value

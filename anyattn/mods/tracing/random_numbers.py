@@ -129,7 +129,7 @@ def _clock(called: Any) -> str | None:
 
 
 def refusing(item: Any) -> Any:
-    """The replacement of ``item`` in a traced mod if it is, or belongs to, a clock or a source of random numbers; None for anything else."""
+    """The replacement in a traced mod of what is, or belongs to, a clock or a source of random numbers; None for anything else."""
     if isinstance(item, types.ModuleType):
         if item.__name__ in ("numpy", "os", "resource", "time"):
             return _Module(item.__name__)

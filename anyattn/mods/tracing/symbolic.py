@@ -23,7 +23,7 @@ from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 from anyattn.mods.tracing.weak_captures import scalar_slots
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "ask_for_truths", "builder_in", "cast"]
 
 
 class NeedsNumber(Exception):
@@ -319,6 +319,16 @@ def _values(*items: Any) -> tuple[Builder, list[Value]]:
     return builder, [Value.lift(builder, i) for i in items]
 
 
+def ask_for_truths(op: str, *values: Value) -> None:
+    """Requests the captured numbers of comparisons with which Python counts: True + True is 2, the sum of two bool tensors True."""
+    truths = [v for v in values if v.kind is torch.bool]
+    if not truths or OPS[op].result == "bool" or (op in ("and", "or", "xor") and len(truths) == len(values)):
+        return
+    slots = [scalar_slots(v.builder.nodes, v.node) for v in values]
+    if None not in slots and any(slots):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
+
+
 def _real(builder: Builder, value: Value) -> int:
     """The value's node in the float dtype that torch computes it in."""
     if category(value.kind) == "float":
@@ -330,6 +340,7 @@ def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
         refuse_bare(value)
+        ask_for_truths(op, value)
         is_cut = op in ("floor", "ceil", "trunc", "round")
         if is_cut and category(value.kind) == "int":
             return value  # whole already
@@ -348,6 +359,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
             raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
         builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
         refuse_bare(a, b)
+        ask_for_truths(op, a, b)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
         if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's

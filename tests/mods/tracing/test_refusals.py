@@ -175,10 +175,9 @@ class Swallowing(nn.Module):
 
     def forward(self, s, b, h, q, k):
         try:
-            s = s + time.time()
+            return s + time.time()
         except Exception:
-            pass
-        return s
+            return s
 
 
 def swallowing(read):
