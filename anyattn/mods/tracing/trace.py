@@ -27,9 +27,9 @@ from anyattn.mods.tracing import closure
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, nothing_swallowed
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
 from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
-from anyattn.mods.tracing.symbolic import NeedsNumber, Value, View
+from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.vectors import Vector
-from anyattn.mods.tracing.weak_captures import slots_in_question, strayed, weak_arithmetic
+from anyattn.mods.tracing.weak_captures import NeedsNumber, slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
     "InterceptCaptured",

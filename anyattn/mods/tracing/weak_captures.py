@@ -13,14 +13,45 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from anyattn.mods.ir.dependence import FAR_NUMBER, relies_on_near_numbers
 from anyattn.mods.ir.expr import OPS, Expr, Node, is_weak
+from anyattn.mods.tracing.diagnostics import note_raised
 
-__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "scalar_slots", "slots_in_question", "strayed", "weak_arithmetic"]
+__all__ = [
+    "NEAR_NUMBER",
+    "NeedsNumber",
+    "ask_for_truths",
+    "bits_of_numbers",
+    "numbers_of_bits",
+    "scalar_slots",
+    "slots_in_question",
+    "strayed",
+    "weak_arithmetic",
+]
 
 NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
 _MOST_SHIFT = 64  # 1 << n is as long as n says
 _RAISING = ("div", "floordiv", "mod", "pow")  # what Python refuses to do with some floats
+
+
+class NeedsNumber(Exception):
+    """The mod's body needs these captured numbers as Python numbers (``range(n)``): trace again with them as constants."""
+
+    def __init__(self, slots: frozenset[int]):
+        self.slots = slots
+        note_raised(self)
+
+
+def ask_for_truths(nodes: Sequence[Node], op: str, *args: int) -> None:
+    """Requests the captured numbers of comparisons with which Python counts: True + True is 2, the sum of two bool tensors True."""
+    truths = [a for a in args if nodes[a].dtype is torch.bool]
+    if not truths or OPS[op].result == "bool" or (op in ("and", "or", "xor") and len(truths) == len(args)):
+        return
+    slots = [scalar_slots(nodes, a) for a in args]
+    if None not in slots and any(slots):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
 
 
 def weak_arithmetic(nodes: Sequence[Node]) -> tuple[int, ...]:
