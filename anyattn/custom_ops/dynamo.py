@@ -56,10 +56,10 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     run_uncompiled()
                     raise
                 except ObservedException as error:  # Dynamo knows fewer types than Python: the mod itself may raise nothing
-                    reason = Unsupported(f"it raises {type(error).__name__.removeprefix('Observed')} where it is captured: {error}")
-                    _warn(name, reason)
+                    broken = Unsupported(f"it raises {type(error).__name__.removeprefix('Observed')} where it is captured: {error}")
+                    _warn(name, broken)
                     run_uncompiled()
-                    raise reason from error
+                    raise broken from error
             graphs.append(graph)
             captured.append(lifted)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
