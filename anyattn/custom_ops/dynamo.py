@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
+from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
@@ -55,6 +55,11 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     _warn(name, reason)
                     run_uncompiled()
                     raise
+                except ObservedException as error:  # Dynamo knows fewer types than Python: the mod itself may raise nothing
+                    broken = Unsupported(f"it raises {type(error).__name__.removeprefix('Observed')} where it is captured: {error}")
+                    _warn(name, broken)
+                    run_uncompiled()
+                    raise broken from error
             graphs.append(graph)
             captured.append(lifted)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})

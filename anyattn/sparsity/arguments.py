@@ -8,11 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.tensors import kinds
 
-__all__ = ["check_retile", "check_tables", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
+__all__ = [
+    "MOST_TILES",
+    "check_many",
+    "check_retile",
+    "check_tables",
+    "device_of",
+    "length",
+    "pair",
+    "positions",
+    "ragged_lengths",
+    "reads_nothing",
+]
+
+
+MOST_TILES = 2**31  # of all batch entries and heads: lists of them are 8 GiB each
+
+
+def check_many(batch: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]) -> None:
+    """Raises ``ValueError`` for lists of more tiles than ``MOST_TILES``, before memory for them is asked for."""
+    rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
+    if (tiles := batch[0] * batch[1] * rows * columns) > MOST_TILES:
+        raise ValueError(
+            f"the lists of {rows} x {columns} tiles for (batch, heads) {batch} have {tiles:,} entries, 4 bytes each; wanted at most "
+            f"{MOST_TILES:,}: take larger tiles, or pass the function as mask_mod= to the attention call, which makes no lists"
+        )
 
 
 def length(name: str, value: Any, least: int = 0) -> int:

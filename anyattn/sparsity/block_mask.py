@@ -100,6 +100,8 @@ class BlockMask(torch_flex.BlockMask):
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
 
+    _told_apart: tuple[str, ...] = ()  # ``told_apart`` of what ``create_block_mask`` made
+
     @property
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
@@ -401,10 +403,16 @@ def lists_of_mask(
     return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
+def told_apart(mask: TracedMod, batch: tuple[int, int]) -> tuple[str, ...]:
+    """The arguments, B and H, of which lists of (B, H) have a single entry while the mask depends on it."""
+    deps = dependence(mask.expr)
+    depends = any(d.b for d in deps), any(d.h for d in deps)
+    return tuple(name for name, n, is_read in zip("BH", batch, depends, strict=True) if n == 1 and is_read)
+
+
 def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
     """Whether lists of (B, H) describe the mask completely: not where one entry or head stands for all but the mask depends on it."""
-    deps = dependence(mask.expr)
-    return not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1)
+    return not told_apart(mask, batch)
 
 
 def block_mask_of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
@@ -440,7 +448,8 @@ def build_block_mask(
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
     mask = block_mask_of_lists(lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks), mask_mod, sizes, tile)
-    _marked(mask, tells_no_more(traced, counts))
+    mask._told_apart = told_apart(traced, counts)
+    _marked(mask, not mask._told_apart)
     if dq_kv_order is not None:
         _add_write_order(mask, dq_kv_order)
     return mask

@@ -15,7 +15,7 @@ from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
-from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
+from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
@@ -152,6 +152,7 @@ def device_lists(
         rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
         shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
         return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
+    check_many(batch, lengths, tile)
     if device.type != "cuda" or not has_triton():
         return None
     from anyattn.sparsity.kernels import block_lists as kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -131,6 +132,7 @@ def flex_problem(
         listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
+        warn_of_shared_lists(block_mask, query)
     if mask_mod is not None:
         predicates.append(_traced(mask_mod, "mask", query, aux))
     if reads_captured:
@@ -357,6 +359,18 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
         if got not in (1, have):
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
+
+
+def warn_of_shared_lists(block_mask: Any, query: Tensor) -> None:
+    """Warns where ``create_block_mask`` made the lists of one batch entry or head, and the mask shows others in others."""
+    for name, index, axis in (("B", "b", 0), ("H", "h", 1)):
+        if query.shape[axis] > 1 and name in getattr(block_mask, "_told_apart", ()):
+            warnings.warn(
+                f"block_mask was made for {name}=1 (or None) of a mask_mod that reads {index}, but query has {query.shape[axis]}: which "
+                f"blocks are skipped, and which are seen whole, {index} = 0 decides for all, as in torch; make it with "
+                f"create_block_mask(mask_mod, {name}={query.shape[axis]}, ...)",
+                stacklevel=4,
+            )
 
 
 def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:

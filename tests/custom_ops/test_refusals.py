@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import random
@@ -148,3 +149,33 @@ def test_lists_of_a_mask_that_dynamo_cannot_trace_break_the_graph_once_and_warn_
             assert all(map(torch.equal, compiled(Q), call(Q)))
     assert len([w for w in caught if "torch.compile cannot capture a mask_mod of anyattn" in str(w.message)]) == 1
     assert sum(counters["graph_break"].values()) == 1 and counters["frames"]["total"] <= 2
+
+
+class Width(enum.IntEnum):
+    NARROW = 3
+
+
+def test_a_mod_in_which_dynamo_sees_an_error_that_python_does_not_raise_runs_uncompiled() -> None:
+    """Dynamo has no comparison of a tensor and an IntEnum; a program that catches TypeError must not take that way."""
+    width = Width.NARROW
+
+    def narrow(b, h, i, j):
+        return i - j < width
+
+    def call(x):
+        try:
+            return anyattn.flex_attention(x, Q, Q, mask_mod=narrow) * 2
+        except TypeError:
+            return x * 0
+
+    with pytest.warns(UserWarning, match="torch.compile cannot capture a mask_mod of anyattn: it raises TypeError"):
+        got = torch.compile(call, backend="eager")(Q)
+    assert torch.equal(got, call(Q)) and got.abs().max() > 0
+
+
+def test_an_error_of_a_mods_own_is_raised_as_it_is() -> None:
+    def failing(b, h, i, j):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        torch.compile(lambda x: anyattn.flex_attention(x, Q, Q, mask_mod=failing), backend="eager")(Q)

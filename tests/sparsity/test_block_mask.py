@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -401,3 +402,41 @@ def test_a_long_mask_stays_small():
     assert peak_bytes(lambda: made.append(create_block_mask(whole, None, None, 2**17, 2**17, "cpu"))) < 100 * 2**20
     (mask,) = made
     assert mask.kv_indices.shape == (1, 1, 1024, 1024) and int(mask.kv_num_blocks.sum()) < 4 * 1024
+
+
+LENGTHS = torch.tensor([5, 20, 24])
+
+
+def short(b, h, q, k):
+    return (q >= k) & (k < LENGTHS[b]) & (q - k < 9 + h)
+
+
+@pytest.mark.parametrize(("sizes", "names"), [((None, None), "BH"), ((1, 2), "B"), ((3, None), "H"), ((3, 2), "")], ids=str)
+def test_lists_of_one_entry_for_all_are_warned_of(sizes, names):
+    """As torch does, they decide for all; that the mask tells the others apart is said."""
+    q, k, v = (torch.randn(3, 2, 24, 8) for _ in range(3))
+    made = create_block_mask(short, *sizes, 24, 24, "cpu", 8)
+    for mask in (made, made.to("cpu"), copy.copy(made)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            flex_attention(q, k, v, block_mask=mask)
+        assert [w.message.args[0].split(" (or None)")[0][-3:] for w in caught] == [f"{name}=1" for name in names]
+
+
+def test_lists_of_one_entry_are_fine_for_one_or_where_the_caller_made_them():
+    q, k, v = (torch.randn(3, 2, 24, 8) for _ in range(3))
+    count, index = torch.full((1, 1, 3), 3, dtype=torch.int32), torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3).contiguous()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flex_attention(q[:1, :1], k[:1, :1], v[:1, :1], block_mask=create_block_mask(short, None, None, 24, 24, "cpu", 8))
+        coarse = flex_attention(q, k, v, block_mask=BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=8, mask_mod=short))
+    torch.testing.assert_close(coarse, flex_attention(q, k, v, mask_mod=short))
+
+
+def test_lists_of_more_tiles_than_memory_are_refused_at_once():
+    for make in (
+        lambda: create_block_mask(masks.causal(), 1, 1, 2**30, 2**30, "cpu"),
+        lambda: compute_block_sparsity(128, 128, 1, 1, 2**30, 2**30, masks.causal(), device="cpu"),
+    ):
+        with pytest.raises(ValueError, match="larger tiles, or pass the function as mask_mod="):
+            make()

@@ -1,9 +1,9 @@
 """Differentiation of score mods, IR in and IR out: by the score, and by each value loaded from a captured float tensor.
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
-have 0 at 0, ``minimum`` and ``maximum`` share a tie half and half (so does ``clamp``, which is written with them), steps such as ``floor``
-have derivative 0, and ``detach`` lets none through. A branch that ``where`` does not take contributes 0 even where its own derivative is
-infinite.
+have 0 at 0, steps such as ``floor`` have derivative 0, and ``detach`` lets none through. ``minimum`` and ``maximum`` share a tie half and
+half, unless their attribute says which argument has it all: ``clamp`` gives it to what is clamped, ``relu`` to its 0. A branch that
+``where`` does not take contributes 0 even where its own derivative is infinite.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class _Reverse:
         for node in expr.nodes:
             args = [self.primal[a] for a in node.args]
             is_plain = node.op != "detach"  # what is computed here is not differentiated again
-            self.primal.append(self.builder.add(node.op, *args, dtype=node.dtype, attr=node.attr) if is_plain else args[0])
+            attr = None if node.op in ("min", "max") else node.attr
+            self.primal.append(self.builder.add(node.op, *args, dtype=node.dtype, attr=attr) if is_plain else args[0])
         self.needed = [False] * len(expr.nodes)
         for i, node in enumerate(expr.nodes):
             leaf = node.op == "score" or (node.op == "load" and category(node.dtype) == "float")
@@ -162,6 +163,8 @@ class _Reverse:
             return [_UNARY[node.op](self, g, self.value(node.args[0]), self.value(i))]
         if node.op in _BINARY:
             x, y = (self.value(a) for a in node.args)
+            if node.attr is not None:
+                return list(_decided(self, g, x, y, _WINS[node.op], node.attr == "first"))
             return list(_BINARY[node.op](self, g, x, y, self.value(i)))
         if node.op == "cast":
             return [g]
@@ -199,6 +202,17 @@ _UNARY: dict[str, _Unary] = {
 }
 
 
+_WINS = {"min": "lt", "max": "gt"}
+
+
+def _decided(r: _Reverse, g: int, x: int, y: int, wins: str, is_first: bool) -> tuple[int, int]:
+    """The derivatives of an extreme whose tie is one argument's."""
+    zero = r.number(0.0)
+    other_wins = r.op(wins, y, x) if is_first else r.op(wins, x, y)
+    tied, other = r.op("where", other_wins, zero, g), r.op("where", other_wins, g, zero)
+    return (tied, other) if is_first else (other, tied)
+
+
 def _extreme(r: _Reverse, g: int, x: int, y: int, wins: str) -> tuple[int, int]:
     half, zero = r.mul(g, r.number(0.5)), r.number(0.0)
 
@@ -232,8 +246,8 @@ _BINARY: dict[str, Callable[[_Reverse, int, int, int, int], tuple[int, int]]] = 
     "div": lambda r, g, x, y, out: (r.guarded(g, lambda: r.op("reciprocal", y)), r.guarded(g, lambda: r.neg(r.div(out, y)))),
     "mod": lambda r, g, x, y, out: (g, r.guarded(g, lambda: r.neg(r.op("floordiv", x, y)))),
     "fmod": lambda r, g, x, y, out: (g, r.guarded(g, lambda: r.neg(r.op("trunc", r.op("div", x, y))))),
-    "min": lambda r, g, x, y, out: _extreme(r, g, x, y, "lt"),
-    "max": lambda r, g, x, y, out: _extreme(r, g, x, y, "gt"),
+    "min": lambda r, g, x, y, out: _extreme(r, g, x, y, _WINS["min"]),
+    "max": lambda r, g, x, y, out: _extreme(r, g, x, y, _WINS["max"]),
     "pow": _pow,
     "atan2": _atan2,
     "hypot": lambda r, g, x, y, out: (r.guarded(g, lambda: r.op("div", x, out)), r.guarded(g, lambda: r.op("div", y, out))),

@@ -64,7 +64,7 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
 
 
 def _softplus_of(x: Any) -> Any:
-    return torch.clamp(x, min=0.0) + torch.log1p(torch.exp(-abs(x)))
+    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-abs(x)))
 
 
 @_activation("softplus")
@@ -75,7 +75,7 @@ def _softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
 
 @_activation("log_sigmoid")
 def _log_sigmoid(x: Any) -> Any:
-    return torch.clamp(x, max=0.0) - torch.log1p(torch.exp(-abs(x)))
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-abs(x)))
 
 
 @_activation("mish")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from anyattn.mods.tracing.pure_names import STABLE_MODULES, compares_identity, has_pure_name, names_of
+from anyattn.mods.tracing.pure_names import STABLE_MODULES, compares_identity, handles_errors, has_pure_name, names_of
 from anyattn.mods.tracing.random_numbers import refusing
 from anyattn.mods.tracing.type_checks import TYPE_CHECKS, aware, has_type_checks
 
@@ -69,11 +69,12 @@ def _instance_state(item: Any) -> dict | None:
 
 
 def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> tuple[Callable, bool]:
-    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; whether it compares objects by ``is``."""
+    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; whether it does what only a number itself answers: it
+    compares objects by ``is``, or handles exceptions."""
     done: dict[int, Any] = {}
     copy = _rebuild(fn, lift, done)
-    functions = (f for f in done.values() if isinstance(f, types.FunctionType) and not _from_stable_module(f))
-    return copy, any(compares_identity(f.__code__) for f in functions)
+    codes = (f.__code__ for f in done.values() if isinstance(f, types.FunctionType) and not _from_stable_module(f))
+    return copy, any(compares_identity(code) or handles_errors(code) for code in codes)
 
 
 def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:

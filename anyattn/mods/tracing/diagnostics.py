@@ -1,4 +1,7 @@
-"""Diagnostics of ``ModError``: the user's source line at which a mod failed, and what to write instead."""
+"""Diagnostics of ``ModError``: the user's source line at which a mod failed, and what to write instead.
+
+What is raised while a mod's body runs is raised again after it, should the body have an ``except`` for it: ``nothing_swallowed``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import inspect
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -30,6 +34,8 @@ __all__ = [
     "failed",
     "is_library",
     "mod_error",
+    "note_raised",
+    "nothing_swallowed",
     "raised_at",
     "truth_cure",
     "user_line",
@@ -38,7 +44,12 @@ __all__ = [
 # Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
 _PACKAGES = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
-RANDOM_FILES = frozenset(str(Path(str(functools.__file__)).with_name(f"{name}.py")) for name in ("random", "secrets", "uuid"))
+RANDOM_FILES = frozenset(
+    (
+        *(str(Path(str(functools.__file__)).with_name(f"{name}.py")) for name in ("random", "secrets", "uuid")),
+        str(torch.random.__file__),
+    )
+)
 _FILES = RANDOM_FILES | {str(m.__file__) for m in (functools, contextlib)}
 _CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
 MODE_CURE = "take the `with` out of the mod: put it around the attention call"
@@ -116,7 +127,48 @@ def _quoted(code: CodeType, instruction: int, line: int) -> tuple[str, str]:
 def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
     """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
     place, text = at or user_line()
-    return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
+    error = ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
+    note_raised(error)
+    return error
+
+
+class _Raised(threading.local):
+    """What was raised in each body that runs in this thread, the innermost last: a mod may trace another."""
+
+    def __init__(self) -> None:
+        self.by_body: list[list[Exception]] = []
+
+
+_raised = _Raised()
+
+
+def note_raised(error: Exception) -> None:
+    """Notes what is about to be raised in the body of a mod, if one runs."""
+    if _raised.by_body:
+        _raised.by_body[-1].append(error)
+
+
+@contextlib.contextmanager
+def nothing_swallowed() -> Iterator[None]:
+    """Context of a mod's body: raises the first of the exceptions noted in it that the body has not let through.
+
+    An exception of the user's own stands where theirs is a ``ModError``, which it then has for a context.
+    """
+    _raised.by_body.append([])
+    try:
+        yield
+    except Exception as error:
+        first = next(iter(_raised.by_body[-1]), error)
+        if isinstance(first, ModError) or first is error:
+            raise
+        raise first from None
+    else:
+        if _raised.by_body[-1]:
+            raise _raised.by_body[-1][0]
+    finally:
+        refused = [error for error in _raised.by_body.pop() if isinstance(error, ModError)]
+        if _raised.by_body:
+            _raised.by_body[-1].extend(refused)
 
 
 def defined_at(fn: Any, word: str) -> tuple[str, str]:

@@ -16,8 +16,9 @@ from anyattn.mods.ir.expr import category, is_weak, result_dtype
 from anyattn.mods.tracing.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of, refuse_outside
 from anyattn.mods.tracing.diagnostics import mod_error
 from anyattn.mods.tracing.reductions import with_rows
-from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, builder_in, cast
+from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, binary, builder_in, cast
 from anyattn.mods.tracing.vectors import Vector
+from anyattn.mods.tracing.weak_captures import ask_for_truths
 
 __all__ = ["FUNCTIONS"]
 
@@ -33,7 +34,7 @@ def _number(x: Any, *beside: Any) -> Value:
 
 _ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
 _POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # the first of floats, and of a whole number to a literal
-_MAXIMUM, _WHERE = FUNCTIONS["maximum"], FUNCTIONS["where"]
+_WHERE = FUNCTIONS["where"]
 
 
 def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
@@ -57,6 +58,7 @@ def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
 
 def _positive(input: Any) -> Value:
     value = _number(input)
+    ask_for_truths(value.builder.nodes, "neg", value.node)
     if value.kind is torch.bool:
         raise mod_error("`+` does not apply to a torch.bool value", "convert it first, as in x.to(torch.int64)")
     return value
@@ -65,7 +67,7 @@ def _positive(input: Any) -> Value:
 def _relu(input: Any, inplace: Any = False) -> Value:
     if inplace is not False:
         raise mod_error("relu is given inplace=True, and a mod has no tensor to write into", "use what torch.relu(x) returns")
-    return _MAXIMUM(_number(input), 0)  # type: ignore[no-any-return]
+    return binary("max", tie="second")(_number(input), 0)
 
 
 def _extreme(op: str) -> Callable[..., Value]:
@@ -85,7 +87,7 @@ def _ignoring_nan(op: str) -> Callable[..., Value]:
 
     def apply(input: Any, other: Any) -> Value:
         a, b = _number(input, other), _number(other, input)
-        result = FUNCTIONS[f"{op}imum"](a, b)
+        result = binary(op, tie="first")(a, b)
         if category(result.kind) != "float":
             return result
         return _WHERE(a != a, cast(b, result.dtype), _WHERE(b != b, cast(a, result.dtype), result))  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ import torch
 
 from anyattn.mods.tracing.functions import FUNCTIONS
 
-__all__ = ["STABLE_MODULES", "compares_identity", "has_pure_name", "names_of"]
+__all__ = ["STABLE_MODULES", "compares_identity", "handles_errors", "has_pure_name", "names_of"]
 
 STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
 
@@ -49,6 +49,7 @@ _PURE = (
 
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
 _GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+_HANDLERS = frozenset(("PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"))  # the last two before Python 3.11
 _WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS", "IMPORT_STAR"))
 
 
@@ -80,6 +81,14 @@ def compares_identity(code: CodeType) -> bool:
             return True
         last = instruction
     return any(name in _IDENTITY for name in code.co_names) or any(compares_identity(c) for c in code.co_consts if isinstance(c, CodeType))
+
+
+@functools.lru_cache(maxsize=4096)
+def handles_errors(code: CodeType) -> bool:
+    """Whether the body handles exceptions: a number's symbol raises others than the number itself."""
+    if any(instruction.opname in _HANDLERS for instruction in dis.get_instructions(code)):
+        return True
+    return any(handles_errors(c) for c in code.co_consts if isinstance(c, CodeType))
 
 
 @functools.lru_cache(maxsize=4096)

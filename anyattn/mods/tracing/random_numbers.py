@@ -2,7 +2,8 @@
 
 torch's functions are caught by name in the tracer's function mode. Python's and NumPy's are not: their modules and functions among a mod's
 captures are replaced by an object that raises at the user's line, and other draws are detected by the state of the two global generators.
-The clock and the system's own random bytes have no such state: a profile function of the thread sees who calls them, in any module.
+The clock and the system's own random bytes have no such state: a profile function of the thread sees whose code calls them, in any module.
+Calls from C code (``functools.partial(time.time)()``) it does not see; for these, captured clocks are replaced too, also within modules.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ _DRAWS = frozenset(
 )  # fmt: skip
 _SYSTEM_DRAWS = frozenset(("urandom", "getrandom", "generate_time_safe", "UuidCreate"))  # of uuid1 the last two
 _TIMES = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-_CLOCKS = frozenset((*_TIMES, *(f"{name}_ns" for name in _TIMES), "ctime", "gmtime", "localtime", "strftime"))
+_CLOCKS = {
+    "time": frozenset((*_TIMES, *(f"{name}_ns" for name in _TIMES), "asctime", "ctime", "gmtime", "localtime", "strftime")),
+    "posix": frozenset(("times",)),
+    "nt": frozenset(("times",)),
+    "resource": frozenset(("getrusage",)),
+}
 _DATES = frozenset(("now", "today", "utcnow"))
-_WATCHED = _SYSTEM_DRAWS | _CLOCKS | _DATES | {"random", "getrandbits"}
+_WATCHED = _SYSTEM_DRAWS.union(*_CLOCKS.values(), _DATES, ("random", "getrandbits", "seed"))
+_CLOCK_CURE = "read it outside the mod and capture the number: a captured number may change from call to call"
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # the folder of Python's own modules
 _MT19937 = 624 * 4 + 4  # bytes: its words, and the place among them
 _CALLS = 5  # other threads draw too, but hardly during each of five calls
@@ -73,19 +80,67 @@ class _Refusing:
         refuse_random(self._what)
 
 
-class _NumPy(types.ModuleType):
-    """NumPy without ``numpy.random``."""
+class _Clock:
+    """Stands for a clock that a mod captures, or that a module which it captures has."""
+
+    def __init__(self, what: str):
+        self.__name__ = what
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_clock(self.__name__)
+
+
+class _DateTime64:
+    """``numpy.datetime64``, of which two strings are the time of the call."""
+
+    def __init__(self, real: type):
+        self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        return _Refusing("numpy.random") if name == "random" else getattr(sys.modules["numpy"], name)
+        return getattr(self._real, name)
+
+    def __call__(self, *args: Any) -> Any:
+        if args and args[0] in ("now", "today"):
+            _refuse_clock(f"numpy.datetime64({args[0]!r})")
+        return self._real(*args)
+
+
+class _Module(types.ModuleType):
+    """A module without its clocks and its sources of random numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(sys.modules[self.__name__], name)
+        instead = refusing(found)
+        return found if instead is None else instead
+
+
+def _refuse_clock(what: str) -> None:
+    raise mod_error(f"{what} reads a clock, which would be one number for all (b, h, q_idx, kv_idx), and another later", _CLOCK_CURE)
+
+
+def _clock(called: Any) -> str | None:
+    """What a built-in function is called if it reads a clock, whatever it is given."""
+    owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+    if isinstance(owner, types.ModuleType):
+        module = owner.__name__
+        return f"{module}.{name}".replace("posix.", "os.") if name in _CLOCKS.get(module, ()) else None
+    is_date = name in _DATES and isinstance(owner, type) and issubclass(owner, datetime.date)
+    return f"{owner.__name__}.{name}" if is_date else None  # type: ignore[union-attr]
 
 
 def refusing(item: Any) -> Any:
-    """The replacement of ``item`` in a traced mod if it is, or belongs to, a source of random numbers; None for anything else."""
+    """The replacement in a traced mod of what is, or belongs to, a clock or a source of random numbers; None for anything else."""
     if isinstance(item, types.ModuleType):
-        if item.__name__ == "numpy":
-            return _NumPy("numpy")
+        if item.__name__ in ("numpy", "os", "resource", "time"):
+            return _Module(item.__name__)
         return _Refusing(item.__name__) if item.__name__ in ("random", "secrets", "numpy.random") else None
+    if isinstance(item, types.BuiltinFunctionType):
+        if (clock := _clock(item)) is not None:
+            return _Clock(clock)
+        if item.__name__ in _SYSTEM_DRAWS:
+            return _Refusing(f"{getattr(item.__self__, '__name__', '')}.{item.__name__}".replace("posix.", "os."))
+    if item is getattr(sys.modules.get("numpy"), "datetime64", _Clock):
+        return _DateTime64(item)
     owner = getattr(item, "__self__", None) if isinstance(item, (types.MethodType, types.BuiltinFunctionType)) else item
     if _is_generator(owner):
         return _Refusing(type(owner).__name__ if owner is item else f"{type(owner).__name__}.{item.__name__}")
@@ -185,12 +240,11 @@ def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:
     if file not in RANDOM_FILES and (is_standard or is_library(file)):
         return  # such as the time of an entry in a log
     module = owner.__name__ if isinstance(owner, types.ModuleType) else None
-    if isinstance(owner, random.Random) or (name in _SYSTEM_DRAWS and module is not None):
+    is_system = name in _SYSTEM_DRAWS and module is not None
+    if isinstance(owner, random.Random) or is_system or (name == "seed" and isinstance(owner, torch.Generator)):
         refuse_random(f"{module or type(owner).__name__}.{name}".replace("posix.", "os."))
-    if (name in _CLOCKS and module == "time") or (name in _DATES and isinstance(owner, type) and issubclass(owner, datetime.date)):
-        what = f"{module or owner.__name__}.{name}"  # type: ignore[union-attr]
-        cure = "read it outside the mod and capture the number: a captured number may change from call to call"
-        raise mod_error(f"{what} reads a clock, which would be one number for all (b, h, q_idx, kv_idx), and another later", cure)
+    if (clock := _clock(called)) is not None:
+        _refuse_clock(clock)
 
 
 def generators_state() -> tuple:

@@ -21,16 +21,9 @@ from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outsi
 from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
-from anyattn.mods.tracing.weak_captures import scalar_slots
+from anyattn.mods.tracing.weak_captures import NeedsNumber, ask_for_truths, scalar_slots
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
-
-
-class NeedsNumber(Exception):
-    """The mod's body needs these captured numbers as Python numbers (``range(n)``): trace again with them as constants."""
-
-    def __init__(self, slots: frozenset[int]):
-        self.slots = slots
+__all__ = ["FUNCTIONS", "Value", "View", "binary", "builder_in", "cast"]
 
 
 class View:
@@ -244,7 +237,9 @@ class Value:
         self._need_number()
         return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
 
-    def __round__(self, digits: int | None = None) -> Value:
+    def __round__(self, digits: int | None = None) -> Any:
+        if is_weak(self.kind):
+            return round(self.python_number("round()"), digits)  # a whole number of a float, and decimal digits as Python counts them
         return _call("round", self) if digits is None else _call("round", self, decimals=digits)
 
     def __getattr__(self, name: str) -> Any:
@@ -327,6 +322,7 @@ def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
         refuse_bare(value)
+        ask_for_truths(builder.nodes, op, value.node)
         is_cut = op in ("floor", "ceil", "trunc", "round")
         if is_cut and category(value.kind) == "int":
             return value  # whole already
@@ -339,12 +335,15 @@ def _unary(op: str) -> Callable[..., Value]:
     return apply
 
 
-def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
+def binary(op: str, swapped: bool = False, tie: str | None = None) -> Callable[..., Value]:
+    """tie: which of two equal floats an extreme has its derivative by, ``"first"`` or ``"second"``; None for half by each."""
+
     def apply(input: Any, other: Any) -> Value:
         if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
             raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
         builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
         refuse_bare(a, b)
+        ask_for_truths(builder.nodes, op, a.node, b.node)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
         if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
@@ -357,23 +356,23 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
             left, right = _real(builder, Value(builder, left)), _real(builder, Value(builder, right))
         elif kind not in OPS[name].operands:
             raise mod_error(f"`{op}` does not apply to {a.kind} and {b.kind}", "convert one side, as in x.to(torch.int64)")
-        return Value(builder, builder.add(name, left, right))
+        return Value(builder, builder.add(name, left, right, attr=tie if kind == "float" else None))
 
     return apply
 
 
 def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
-        return _binary("div")(input, other)
+        return binary("div")(input, other)
     if rounding_mode == "floor":
-        return _binary("floordiv")(input, other)
+        return binary("floordiv")(input, other)
     if rounding_mode != "trunc":
         raise mod_error(f"div is given rounding_mode={rounding_mode!r}", "use None, 'trunc' or 'floor'")
     _, (a, b) = _values(input, other)
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
-        return _unary("trunc")(_binary("div")(a, b))
-    return _binary("floordiv")(_binary("sub")(a, _binary("fmod")(a, b)), b)  # without its rest there is nothing to round
+        return _unary("trunc")(binary("div")(a, b))
+    return binary("floordiv")(binary("sub")(a, binary("fmod")(a, b)), b)  # without its rest there is nothing to round
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
@@ -384,8 +383,8 @@ def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
     for end in ends:
         refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
     if min is not None:
-        input = _binary("max")(input, min)
-    return input if max is None else _binary("min")(input, max)
+        input = binary("max", tie="first")(input, min)
+    return input if max is None else binary("min", tie="first")(input, max)
 
 
 def _where(condition: Any, input: Any, other: Any) -> Value:
@@ -410,7 +409,7 @@ def cast(value: Any, dtype: torch.dtype) -> Value:
 def _logical(op: str) -> Callable[..., Value]:
     def apply(input: Any, other: Any) -> Value:
         _, (a, b) = _values(input, other)
-        return _binary(op)(cast(a, torch.bool), cast(b, torch.bool))
+        return binary(op)(cast(a, torch.bool), cast(b, torch.bool))
 
     return apply
 
@@ -427,9 +426,9 @@ def _getitem(x: Any, key: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast", "detach")},
-    **{name: _binary(op) for op in ("add", "sub", "mul", "floordiv", "mod", "fmod") for name in (op,)},
-    **{name: _binary(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
-    **{"r" + name: _binary(name, swapped=True) for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")},
+    **{name: binary(op) for op in ("add", "sub", "mul", "floordiv", "mod", "fmod") for name in (op,)},
+    **{name: binary(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
+    **{"r" + name: binary(name, swapped=True) for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")},
     "fix": _unary("trunc"),
     "sgn": _unary("sign"),
     "negative": _unary("neg"),
@@ -437,45 +436,45 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_expit": _unary("sigmoid"),
     **{f"special_{name}": _unary(name) for name in ("erf", "erfinv", "exp2", "expm1", "log1p")},
     "arctan": _unary("atan"),
-    **dict.fromkeys(("atan2", "arctan2"), _binary("atan2")),
-    "hypot": _binary("hypot"),
+    **dict.fromkeys(("atan2", "arctan2"), binary("atan2")),
+    "hypot": binary("hypot"),
     **dict.fromkeys(("round", "special_round"), rounded_to(_unary("round"))),
     **ACTIVATIONS,
     "invert": _unary("not"),
     "bitwise_not": _unary("not"),
     "logical_not": lambda input: _unary("not")(cast(input, torch.bool)),
     "pos": lambda x: x,
-    "multiply": _binary("mul"),
+    "multiply": binary("mul"),
     "div": _div,
     "divide": _div,
-    "truediv": _binary("div"),
-    "rtruediv": _binary("div", swapped=True),
-    "true_divide": _binary("div"),
-    "rdiv": _binary("div", swapped=True),
-    "floor_divide": _binary("floordiv"),
-    "remainder": _binary("mod"),
-    "pow": _binary("pow"),
-    "minimum": _binary("min"),
-    "maximum": _binary("max"),
+    "truediv": binary("div"),
+    "rtruediv": binary("div", swapped=True),
+    "true_divide": binary("div"),
+    "rdiv": binary("div", swapped=True),
+    "floor_divide": binary("floordiv"),
+    "remainder": binary("mod"),
+    "pow": binary("pow"),
+    "minimum": binary("min"),
+    "maximum": binary("max"),
     "clamp": _clamp,
     "clip": _clamp,
-    "clamp_min": lambda input, min: _binary("max")(input, min),
-    "clamp_max": lambda input, max: _binary("min")(input, max),
+    "clamp_min": lambda input, min: binary("max", tie="first")(input, min),
+    "clamp_max": lambda input, max: binary("min", tie="first")(input, max),
     "where": _where,
-    "bitwise_and": _binary("and"),
-    "bitwise_or": _binary("or"),
-    "bitwise_xor": _binary("xor"),
+    "bitwise_and": binary("and"),
+    "bitwise_or": binary("or"),
+    "bitwise_xor": binary("xor"),
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_xor": _logical("xor"),
-    "lshift": _binary("shl"),
-    "rshift": _binary("shr"),
-    "rlshift": _binary("shl", swapped=True),
-    "rrshift": _binary("shr", swapped=True),
-    "bitwise_left_shift": _binary("shl"),
-    "bitwise_right_shift": _binary("shr"),
-    **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
-    "not_equal": _binary("ne"),
+    "lshift": binary("shl"),
+    "rshift": binary("shr"),
+    "rlshift": binary("shl", swapped=True),
+    "rrshift": binary("shr", swapped=True),
+    "bitwise_left_shift": binary("shl"),
+    "bitwise_right_shift": binary("shr"),
+    **{name: binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
+    "not_equal": binary("ne"),
     "getitem": _getitem,
 }  # fmt: skip
 

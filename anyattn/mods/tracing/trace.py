@@ -24,12 +24,12 @@ from anyattn.errors import ModError
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.ir.expr import Builder, DType, Expr, category
 from anyattn.mods.tracing import closure
-from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error
+from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, nothing_swallowed
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
 from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
-from anyattn.mods.tracing.symbolic import NeedsNumber, Value, View
+from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.vectors import Vector
-from anyattn.mods.tracing.weak_captures import slots_in_question, strayed, weak_arithmetic
+from anyattn.mods.tracing.weak_captures import NeedsNumber, slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
     "InterceptCaptured",
@@ -335,13 +335,13 @@ def _run(
             return number
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
-    lifted, compares_identity = closure.rebuild(fn, lift)
-    if compares_identity and len(pinned) < len(numbers):
-        raise NeedsNumber(frozenset(range(len(numbers))))  # a symbol is another object
+    lifted, wants_numbers = closure.rebuild(fn, lift)
+    if wants_numbers and len(pinned) < len(numbers):
+        raise NeedsNumber(frozenset(range(len(numbers))))
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
     with InterceptCaptured(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
-        with reads_refused(fn) if is_watched else nullcontext():
+        with reads_refused(fn) if is_watched else nullcontext(), nothing_swallowed():
             result = lifted(*arguments)
         output = _result_node(result, tracer, kind, score_dtype, name_of(fn))
         return tracer.build(output, *weak_arithmetic(tracer.nodes)), tracer, numbers

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anyattn.mods.ir.expr import is_weak
-from anyattn.mods.tracing.pure_names import compares_identity
+from anyattn.mods.tracing.pure_names import compares_identity, handles_errors
 from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.vectors import Vector
 
@@ -65,7 +65,8 @@ def aware(item: Any, names: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def has_type_checks(cls: type) -> bool:
-    """Whether a method of ``cls``, or of a class that it inherits from, names one of ``TYPE_CHECKS`` or compares objects by ``is``."""
+    """Whether a method of ``cls``, or of a class that it inherits from, names one of ``TYPE_CHECKS``, compares objects by ``is`` or handles
+    exceptions."""
     return any(_names_one(item) for c in cls.__mro__ for item in vars(c).values())
 
 
@@ -74,4 +75,6 @@ def _names_one(item: Any) -> bool:
     code = item if isinstance(item, types.CodeType) else getattr(inner, "__code__", None)
     if not isinstance(code, types.CodeType):
         return False
-    return not TYPE_CHECKS.keys().isdisjoint(code.co_names) or compares_identity(code) or any(map(_names_one, code.co_consts))
+    if compares_identity(code) or handles_errors(code):
+        return True
+    return not TYPE_CHECKS.keys().isdisjoint(code.co_names) or any(map(_names_one, code.co_consts))

@@ -133,6 +133,30 @@ def test_a_tie_is_shared_as_torch_shares_it(name):
     agree(name, TWO[name], S, S)
 
 
+LEVELS = torch.tensor([-1.0, -0.0, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
+EXTREMES = {
+    "maximum": lambda x, t: torch.maximum(x, t),
+    "minimum": lambda x, t: torch.minimum(x, t),
+    "fmax": lambda x, t: torch.fmax(x, t),
+    "fmin": lambda x, t: torch.fmin(x, t),
+    "clamp": lambda x, t: torch.clamp(x, 0.0, 1.0) * (t + 3),
+    "clamp by tensors": lambda x, t: torch.clamp(x, t, t + 1),
+    "clamp, min": lambda x, t: x.clamp(min=t),
+    "clamp, max": lambda x, t: torch.clip(x, max=t),
+    "clamp_min": lambda x, t: torch.clamp_min(x, 0) * (t + 3) + torch.clamp_min(t, x),
+    "clamp_max": lambda x, t: torch.clamp_max(x, 1) * (t + 3) + torch.clamp_max(t, x),
+    "relu": lambda x, t: torch.relu(x) * (t + 3) + F.relu(t),
+    "nested": lambda x, t: torch.relu(torch.clamp(x, min=t) - torch.maximum(x, t)),
+    "softplus": lambda x, t: F.softplus(x) * F.logsigmoid(t),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_who_has_the_derivative_of_a_tie(name):
+    """A learned table that begins with zeros lies on the edge of relu and clamp."""
+    agree(name, EXTREMES[name], LEVELS.repeat(6), LEVELS.repeat_interleave(6))
+
+
 EDGES = torch.tensor([0.0, -0.0, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan, 88.0, -88.0, 1.0, -1.0], dtype=torch.float64)
 # finite limits of infinities, or products of them, which torch rounds its own way
 NO_EDGES = {"selu", "celu", "nan_to_num_default", "hardswish"}

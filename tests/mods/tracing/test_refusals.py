@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import gc
+import itertools
 import logging
+import operator
 import os
 import random
 import secrets
@@ -65,6 +69,7 @@ exec(
     "def now(x):\n    return x + time.time()\ndef of_numpy(x):\n    return x + numpy.random.rand()",
     outside.__dict__,
 )
+partial_clock = functools.partial(time.time)
 urandom, random_class, default_rng, clock, DateTime = os.urandom, random.SystemRandom, np.random.default_rng, time.time, datetime.datetime
 
 RANDOM = {
@@ -131,6 +136,17 @@ CLOCKS = {
     "today": lambda s, b, h, q, k: s + datetime.date.today().day,
     "object": Timed(),
     "other_module": lambda s, b, h, q, k: outside.now(s),
+    "partial": lambda s, b, h, q, k: s + partial_clock(),
+    "partial_inside": lambda s, b, h, q, k: s + functools.partial(time.time)(),
+    "partial_of_now": functools.partial(lambda s, b, h, q, k, now: s + now().second, now=functools.partial(DateTime.now)),
+    "iter": lambda s, b, h, q, k: s + next(iter(time.perf_counter, None)),
+    "map": lambda s, b, h, q, k: s + next(map(time.localtime, [None])).tm_sec,
+    "starmap": lambda s, b, h, q, k: s + next(itertools.starmap(time.time, [()])),
+    "methodcaller": lambda s, b, h, q, k: s + operator.methodcaller("time")(time),
+    "asctime": lambda s, b, h, q, k: s + int(time.asctime()[17:19]),
+    "os.times": lambda s, b, h, q, k: s + os.times().elapsed,
+    "datetime64": lambda s, b, h, q, k: s + float(np.datetime64("now").astype("int64") % 60),
+    "utcnow": lambda s, b, h, q, k: s + DateTime.today().second,
 }
 
 
@@ -140,6 +156,128 @@ def test_clocks_are_refused_with_the_way_out(name):
     assert "reads a clock" in message and "outside the mod" in message, message
     assert ("<string>" if name == "other_module" else __file__) in message
     assert sys.getprofile() is None
+
+
+def test_a_date_that_is_no_clock_is_a_number():
+    def score(s, b, h, q, k):
+        return s + int(np.datetime64("1970-01-03").astype("int64")) + os.path.sep.count("/")
+
+    assert evaluate(trace(score, "score"), *[torch.tensor(0)] * 4, score=torch.tensor(0.0)) == 2.0 + (os.sep == "/")
+
+
+# ---- exceptions that a mod handles itself
+
+
+class Swallowing(nn.Module):
+    def __init__(self, window: int = 0):
+        super().__init__()
+        self.window = window
+
+    def forward(self, s, b, h, q, k):
+        try:
+            return s + time.time()
+        except Exception:
+            return s
+
+
+def swallowing(read):
+    def score(s, b, h, q, k):
+        try:
+            s = s + read(s, q, k)
+        except:  # noqa: E722
+            s = s * 2
+        return s
+
+    return score
+
+
+def suppressing(s, b, h, q, k):
+    with contextlib.suppress(Exception):
+        s = s + random.random()
+    return s
+
+
+def returning(s, b, h, q, k):
+    try:
+        s = s + random.random()
+    finally:
+        return s  # noqa: B012
+
+
+SWALLOWED = {
+    "a clock": (swallowing(lambda s, q, k: time.time()), "reads a clock"),
+    "a clock in an object": (Swallowing(), "reads a clock"),
+    "random numbers": (swallowing(lambda s, q, k: random.random()), "random number"),
+    "numpy's": (swallowing(lambda s, q, k: np.random.rand()), "random number"),
+    "torch's": (swallowing(lambda s, q, k: torch.rand(())), "random number"),
+    "suppress": (suppressing, "random number"),
+    "finally": (returning, "random number"),
+    "a function": (swallowing(lambda s, q, k: torch.sort(s)[0]), "torch.sort has no meaning"),
+    "a branch": (swallowing(lambda s, q, k: 1.0 if q > k else 2.0), "a truth value"),
+    "a number of an index": (swallowing(lambda s, q, k: int(q)), "int() needs one Python number"),
+    "another mod": (swallowing(lambda s, q, k: trace(lambda b, h, q, k: q if q else k, "mask").expr.outputs[0]), "a truth value"),
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_a_refusal_that_the_mod_swallows_is_raised_again(name):
+    fn, wanted = SWALLOWED[name]
+    first, again = message_of(fn), message_of(fn)
+    assert wanted in first and first == again and __file__ in first, first
+    assert sys.getprofile() is None
+
+
+class Fallback:
+    """Python's own answers to numbers: what is caught is what the number itself raises."""
+
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, s, b, h, q, k):
+        try:
+            scale = 1 / self.width
+        except ZeroDivisionError:
+            scale = 8.0
+        return s * scale
+
+
+def falling_back(width):
+    def score(s, b, h, q, k):
+        try:
+            places = "%d" % width  # noqa: UP031 - a symbol's is another error
+            return s * (len(places) + [10, 20, 30][width])
+        except (IndexError, TypeError):
+            return s * 7
+
+    return score
+
+
+def converting(width):
+    def score(s, b, h, q, k):
+        try:
+            return s * int(width)
+        except Exception:
+            return s * 7
+
+    return score
+
+
+@pytest.mark.parametrize("make", [Fallback, falling_back, converting])
+def test_what_a_mod_catches_of_captured_numbers_is_pythons(make):
+    for width in (2, 0, 4, 2):
+        fn, s = make(width), torch.tensor(3.0)
+        assert evaluate(trace(fn, "score"), *[torch.tensor(0)] * 4, score=s) == fn(s, *[torch.tensor(0)] * 4), width
+
+
+def test_an_error_of_the_users_own_stands_beside_a_swallowed_one():
+    def score(s, b, h, q, k):
+        try:
+            return s + random.random()
+        except ModError as error:
+            raise KeyError("mine") from error
+
+    with pytest.raises(KeyError, match="mine"):
+        trace(score, "score")
 
 
 def test_a_number_read_from_the_clock_outside_is_a_capture():
