@@ -291,6 +291,7 @@ def test_08_gqa_ratios_with_a_mod_that_uses_the_query_head(ratio):
 # ---- 9. block masks of other sizes and lengths
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [16, 48, 100, 128, (32, 80), (300, 7), 1024])
 @pytest.mark.parametrize("made_by", ["anyattn", "torch"])
 def test_09_block_sizes_that_do_not_divide(block, made_by):
@@ -355,6 +356,7 @@ def test_11_mods_meet_only_indices_inside_their_sequence():
 # ---- 12. NaN and infinity where nothing looks
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("by", ["mask_mod", "block_mask", "score_mod"])
 def test_12_garbage_in_padding(poison, by):
@@ -405,6 +407,7 @@ def test_12_garbage_in_a_row_that_sees_only_the_sink(dtype):
 # ---- 13. merging when one side has seen nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile_n", [1, 7, 32])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_13_chunks_that_see_nothing_first_last_and_between(tile_n, dtype):
@@ -573,6 +576,7 @@ def test_20_threads_calling_at_once():
 # ---- beyond the list
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "softcap_full", "islands_sink"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reruns_agree_bitwise(name, dtype):
@@ -603,6 +607,7 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(call, (*leaves, *others))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["full", "islands", "alibi", "gated_sink"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_max_scores(name, dtype):

@@ -117,6 +117,7 @@ def test_tables_may_change_before_the_backward_pass(unread: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "bias by head and row", "mask by entry", "everything"])
 def test_packed_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -127,6 +128,7 @@ def test_packed_dtypes(name: str, dtype: torch.dtype) -> None:
         seq.judge(got, batch, meaning, shared=shared, label=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["peaky", "coded"])
 @pytest.mark.parametrize("heads,kv_heads,d,dv", [(4, 4, 64, 64), (4, 1, 20, 33), (6, 2, 1, 40), (12, 1, 128, 8)])
 def test_shapes(kind: str, heads: int, kv_heads: int, d: int, dv: int) -> None:
@@ -176,6 +178,7 @@ def dense_call(q, k, v, **options):  # type: ignore[no-untyped-def]
     return list(out.transpose(1, 2)), list(lse)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["full", "causal", "window", "empty band", "alibi", "sink", "mask by entry", "everything"])
 @pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (1, 40), (65, 65)])
 def test_dense(name: str, lengths: tuple[int, int]) -> None:
@@ -207,6 +210,7 @@ def test_padded_with_garbage_behind(name: str) -> None:
     seq.judge(got, batch, meaning, shared=shared, label=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_pages(name: str, page_size: int) -> None:
@@ -293,6 +297,7 @@ def test_nothing_at_all() -> None:
     assert not out.any() and (lse == 1.0).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("tile", [(16, 8), (64, 32), (32, 64)])
 def test_block_lists(layout: str, tile: tuple[int, int]) -> None:
@@ -358,6 +363,7 @@ OF_TABLES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mods", OF_TABLES)
 @pytest.mark.parametrize("lengths", EMPTY_ENDED)
 def test_nothing_is_read_for_a_sequence_without_pairs(lengths: str, mods: str) -> None:
@@ -407,6 +413,7 @@ FAR = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("name", FAR)
 def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:

@@ -242,6 +242,7 @@ def paged(size: int, d: int = 128, dv: int = 128, mask=None) -> Problem:  # type
     return flash.varlen_problem(q, k, v, None, None, None, None, None, used, table, None, Options(mask_mod=mask))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [*range(1, 40), 48, 64, 80, 96, 100, 112, 127, 128, 192, 200, 256, 384])
 @pytest.mark.parametrize("d,dv", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -> None:
