@@ -60,7 +60,9 @@ def covering(cases: list[list[Hashable]], strength: int, costs: list[float] | No
     met: Counter[Hashable] = Counter()
     kept: set[int] = set()
     while missing:
-        best = max(range(len(cases)), key=lambda at: (len(combined[at] & missing), -costs[at], -sum(met[value] for value in cases[at]), -at))
+        best = max(
+            range(len(cases)), key=lambda at: (len(combined[at] & missing), -costs[at], -sum(met[value] for value in cases[at]), -at)
+        )
         kept.add(best)
         met.update(cases[best])
         missing -= combined[best]
