@@ -14,6 +14,7 @@ from anyattn.mods.tracing import trace as tracing
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import later, rounding
 from tests.support.counting import peak_bytes
+from tests.support.covering import few
 from tests.support.flex_calls import flex, judge, results
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,7 @@ def backward_of(q, k, v, **options):
 # ---- 1. rows and tiles that see nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("by", ["mask_mod", "block_mask"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_01_everything_masked(by, dtype):
@@ -421,7 +423,7 @@ def test_13_chunks_that_see_nothing_first_last_and_between(tile_n, dtype):
 # ---- 15. a score mod with a block mask on ragged lengths
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few(DTYPES, "float32", "bfloat16"))
 def test_15_score_mod_and_block_mask_on_ragged_lengths(dtype):
     q, k, v = qkv(2, 4, 2, 203, 331, 24, 24, dtype=DTYPES[dtype])
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -591,7 +593,7 @@ def test_reruns_agree_bitwise(name, dtype):
 
 @pytest.mark.parametrize("name", cases.VARIANTS)
 def test_gradcheck(name):
-    variant, shape = cases.VARIANTS[name], cases.Shape(1, 2, 1, 6, 6, 3, 2)
+    variant, shape = cases.VARIANTS[name], cases.Shape(1, 2, 1, 5, 5, 2, 2)
     q, k, v = qkv(*shape, dtype=torch.float64)
     g = torch.Generator().manual_seed(1)
     tensors = tuple(t.requires_grad_() if t.is_floating_point() else t for t in variant.make(shape, g))
