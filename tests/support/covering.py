@@ -70,7 +70,12 @@ def covering(cases: list[list[Hashable]], strength: int, costs: list[float] | No
 
 
 def few(cases: Iterable[Any], *quick: Any) -> list:
-    """Values of one parameter, of which all but ``quick``, representatives that are named, are slow."""
+    """Values of one parameter, of which all but ``quick``, representatives that are named, are slow. A ``pytest.param`` keeps its marks."""
     cases = list(cases)
     assert all(one in cases for one in quick), f"{quick} of {cases}"
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [case if case in quick else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    is_param = isinstance(case, type(pytest.param()))
+    return pytest.param(*(case.values if is_param else (case,)), marks=[*(case.marks if is_param else ()), pytest.mark.slow])

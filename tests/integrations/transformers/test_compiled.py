@@ -16,7 +16,6 @@ from tests.support.transformers_models import IS_FIVE, decoder, generated, logit
 
 # gpt-oss of Transformers 4 loops over the experts that were hit, which is no graph whatever the attention
 GPT_OSS = pytest.param("gpt_oss", marks=pytest.mark.skipif(not IS_FIVE, reason="its experts are no graph in Transformers 4"))
-SLOW_GPT_OSS = pytest.param("gpt_oss", marks=[*GPT_OSS.marks, pytest.mark.slow])
 
 
 def _in_turn(*names: Any, every: int = 1) -> list[Any]:
@@ -74,7 +73,7 @@ def test_training_step_is_one_graph(name: str) -> None:
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), eager[n].flatten(), dim=0) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", few(["llama", "mistral", SLOW_GPT_OSS], "mistral"))
+@pytest.mark.parametrize("name", few(["llama", "mistral", GPT_OSS], "mistral"))
 def test_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     """The user compiles the model: masks are described inside the graph, the cache's length is a tensor."""
     model, ids = decoder(name), tokens(2, 6)
