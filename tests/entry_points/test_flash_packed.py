@@ -16,6 +16,7 @@ import anyattn
 from anyattn import flash_attn_varlen_func
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
+from tests.support.covering import few
 from tests.support.flash_calls import RECIPES, Ragged
 
 LENGTHS = ([5, 0, 17, 64, 1, 33, 0, 40], [5, 3, 0, 50, 70, 33, 0, 16])
@@ -138,7 +139,7 @@ def test_options(name, form, turn, shape):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["packed", "partly used", "pages of 16"])
+@pytest.mark.parametrize("form", few(["packed", "partly used", "pages of 16"], "partly used", "pages of 16"))
 def test_long(form, dtype):
     """Above 512 rows and 1,024 keys other ways are taken, and in 16 bits others where LSE is not asked for."""
     made = calls.ragged([1100, 3, 700], [1100, 1400, 30], (2, 1), dtype=dtype)
