@@ -81,6 +81,11 @@ class _Rounded(TorchDispatchMode):
         super().__init__()
         self.unit, self.random = unit, random
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question whether to guard ``__torch_dispatch__`` from Dynamo, which imports it: two seconds for what nobody compiles."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         is_rounded = torch.Tag.pointwise in func.tags and isinstance(found, Tensor) and found.is_floating_point()
