@@ -97,6 +97,7 @@ TABLE = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "expected"), TABLE.items(), ids=str)
 def test_where_each_predicate_decides(case: tuple, expected: tuple[str, ...], backend: str) -> None:

@@ -54,22 +54,28 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
     eps = torch.finfo(same_dtype.dtype).eps
     device = fp64.device  # judged where the oracle computed
     result, expected, plain = (t.detach().to(device, torch.float64) for t in (got, fp64, same_dtype))
-    minus = expected == -math.inf
-    if bool((~torch.isfinite(expected) & ~minus).any()):
-        raise ValueError("the oracle's result is not finite: this case has no defined answer")
-    if bool(((result == -math.inf) != minus).any()):
-        return math.inf, f"{_place((result == -math.inf) != minus)} is -inf on one side only,"
-    result, expected, plain = (torch.where(minus, 0.0, t) for t in (result, expected, plain))
+    minus = None  # where LSE is -inf
+    if not bool(torch.isfinite(expected).all()):
+        minus = expected == -math.inf
+        if bool((~torch.isfinite(expected) & ~minus).any()):
+            raise ValueError("the oracle's result is not finite: this case has no defined answer")
+    is_minus = result == -math.inf
+    differs = is_minus if minus is None else is_minus != minus
+    if bool(differs.any()):
+        return math.inf, f"{_place(differs)} is -inf on one side only,"
+    if minus is not None:
+        result, expected, plain = (torch.where(minus, 0.0, t) for t in (result, expected, plain))
     for tensor, whose in ((result, "got"), (plain, "same_dtype")):
-        if bool((~torch.isfinite(tensor)).any()):
+        if not bool(torch.isfinite(tensor).all()):
             return math.inf, f"{_place(~torch.isfinite(tensor))} of {whose} is not finite,"
     error, yardstick = result - expected, plain - expected
-    sigma = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, noise.sigma.to(device))
-    slack = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, _SIGMAS * noise.row_sigma.to(device))
-    rows = [_row_rms(t) for t in (error, yardstick, expected, slack)]
-    by_row = _ratio(rows[0], 2 * rows[1] + eps / 2 * rows[2] + rows[3])
-    top = [float(t.abs().max()) for t in (error, yardstick, expected, sigma)]
-    overall = float(_ratio(torch.tensor(top[0]), torch.tensor(2 * top[1] + eps * top[2] + _SIGMAS * top[3])))
+    rows, top = zip(*(_row_rms(t) for t in (error, yardstick, expected)))
+    allowed, most = 2 * rows[1] + eps / 2 * rows[2], 2 * top[1] + eps * top[2]
+    if noise is not None:
+        sigma, slack = (t.to(device) if minus is None else torch.where(minus, 0.0, t.to(device)) for t in noise)
+        allowed, most = allowed + _row_rms(_SIGMAS * slack)[0], most + _SIGMAS * float(sigma.abs().max())
+    by_row = _ratio(rows[0], allowed)
+    overall = float(_ratio(torch.tensor(top[0]), torch.tensor(most)))
     if overall > float(by_row.max()):
         return overall, f"the greatest error, at {_place(error.abs() == error.abs().max())},"
     return float(by_row.max()), f"row {_row_name(by_row, expected)}"
@@ -83,11 +89,12 @@ def _as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, max(1, math.prod(tensor.shape[start:])))
 
 
-def _row_rms(tensor: Tensor) -> Tensor:
+def _row_rms(tensor: Tensor) -> tuple[Tensor, float]:
+    """Of each row, and the greatest number of all."""
     rows = _as_rows(tensor)
     top = rows.abs().amax(-1)
     unit = torch.where(top > 0, top, 1.0)[:, None]  # squares of tiny numbers would vanish
-    return (rows / unit).square().mean(-1).sqrt() * top
+    return (rows / unit).square().mean(-1).sqrt() * top, float(top.max())
 
 
 def _ratio(error: Tensor, budget: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ def test_files_are_reproducible_and_show_their_counts(count: int, tmp_path: Path
         pictures.save(pictures.figure([heat]), tmp_path / "a.gif")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("seqlen", [(512, 512), (4096, 4096), (900, 100)], ids=str)
 def test_the_legend_covers_nothing(seqlen: tuple[int, int], count: int) -> None:

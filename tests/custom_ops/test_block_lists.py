@@ -87,6 +87,7 @@ def test_lists_are_eagers(options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("full", [True, False])
 def test_varlen_lists_are_eagers(layout: str, full: bool) -> None:

@@ -20,6 +20,7 @@ from anyattn.custom_ops.flex import operands_of
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import BlockSparseTensors, VarlenBlockSparseTensors
 from tests.support.compiling import fresh
+from tests.support.covering import few
 from tests.support.operands import as_its_fake
 from tests.support.strided import EACH, inputs
 
@@ -274,7 +275,11 @@ ERRORS: dict[str, tuple[Callable, Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+# types, lengths, values and where things lie; what is like one of them is slow
+QUICK_ERRORS = ("dense lists", "lengths", "heads of varlen lists", "device", "dtype", "counts", "other sequences")
+
+
+@pytest.mark.parametrize("name", few(ERRORS, *QUICK_ERRORS))
 def test_errors_are_eager_ones(name: str) -> None:
     call, make, text = ERRORS[name]
     given = (*(rows(B, S) if call is dense else rows(S)), make())

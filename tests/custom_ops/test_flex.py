@@ -72,6 +72,7 @@ def test_sink_lse_gqa_and_two_masks():
     same_with_gradients(call, inputs(heads_kv=2), (sink,))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("maker", ["ours", "torchs"])
 @pytest.mark.parametrize("mask", [masks.causal(), masks.document(torch.arange(S) // 7) | masks.dilated(3, 2)], ids=["ranges", "tiles"])
 def test_block_masks(mask, maker):

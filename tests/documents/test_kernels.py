@@ -1,4 +1,4 @@
-"""The Triton kernels that find documents: in the interpreter, and compiled for Hopper without a GPU."""
+"""The Triton kernels that find documents, compiled for Hopper without a GPU; what they find: ``test_kernels_interpreted.py``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import importlib.util
 
 import pytest
 
-from tests.support.processes import in_the_interpreter
 from tests.support.triton.built import built
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-
-
-def test_in_the_interpreter() -> None:
-    in_the_interpreter("documents/test_kernels_interpreted.py")
 
 
 @pytest.mark.parametrize("ids", ["*u8", "*i32", "*i64"])

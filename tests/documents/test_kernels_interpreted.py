@@ -1,4 +1,4 @@
-"""Documents by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by ``test_kernels.py`` in a
+"""Documents by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by ``test_in_the_interpreter.py`` in a
 process of its own, for the interpreter has to be chosen before Triton is imported."""
 
 import random

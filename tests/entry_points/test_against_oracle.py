@@ -21,6 +21,20 @@ def _dtypes(position: int, case: cases.Case) -> list[torch.dtype]:
 MATRIX = [(case, dtype) for i, case in enumerate(cases.CASES) for dtype in _dtypes(i, case)]
 
 
+def _covered(case: cases.Case, dtype: torch.dtype) -> tuple:
+    """Each variant small and, if it has a mask alone, long; each shape with each kind of input and in each dtype that it meets."""
+    variant, shape = cases.VARIANTS[case.variant], case.shape
+    is_long = max(shape) >= 2048
+    return case.variant, (case.variant, is_long) if variant.score is None else is_long, (shape, case.kind), (shape, dtype)
+
+
+def _cost(case: cases.Case, dtype: torch.dtype) -> float:
+    """The noise of captured tensors' gradients takes dozens of derivatives of the mod for every pair."""
+    pairs = case.shape.batch * case.shape.heads_q * case.shape.seqlen_q * case.shape.seqlen_k
+    return pairs * (50 if cases.VARIANTS[case.variant].score is not None else 1)
+
+
+@pytest.mark.covering(1, of=_covered, cost=_cost)
 @pytest.mark.parametrize(("case", "dtype"), MATRIX, ids=lambda x: str(x).removeprefix("torch."))
 def test_case(case, dtype):
     want = cases.expected(case, dtype)

@@ -60,6 +60,7 @@ COMPILED = [(name, "float32", "aot_eager", True) for name in CALLS] + [(name, "m
 DTYPES = {"float32": (torch.float32,) * 3, "mixed": (torch.float32, torch.float16, HALF)}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "kind", "compiler", "is_inside"), EAGER + COMPILED)
 def test_a_call_is_the_one_with_q_k_and_v_cast(name, kind, compiler, is_inside):
     call, tensors = CALLS[name], inputs(*DTYPES[kind])

@@ -14,6 +14,7 @@ from anyattn.mods.tracing import trace as tracing
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import later, rounding
 from tests.support.counting import peak_bytes
+from tests.support.covering import few
 from tests.support.flex_calls import flex, judge, results
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,7 @@ def backward_of(q, k, v, **options):
 # ---- 1. rows and tiles that see nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("by", ["mask_mod", "block_mask"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_01_everything_masked(by, dtype):
@@ -291,6 +293,7 @@ def test_08_gqa_ratios_with_a_mod_that_uses_the_query_head(ratio):
 # ---- 9. block masks of other sizes and lengths
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [16, 48, 100, 128, (32, 80), (300, 7), 1024])
 @pytest.mark.parametrize("made_by", ["anyattn", "torch"])
 def test_09_block_sizes_that_do_not_divide(block, made_by):
@@ -355,6 +358,7 @@ def test_11_mods_meet_only_indices_inside_their_sequence():
 # ---- 12. NaN and infinity where nothing looks
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("by", ["mask_mod", "block_mask", "score_mod"])
 def test_12_garbage_in_padding(poison, by):
@@ -405,6 +409,7 @@ def test_12_garbage_in_a_row_that_sees_only_the_sink(dtype):
 # ---- 13. merging when one side has seen nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile_n", [1, 7, 32])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_13_chunks_that_see_nothing_first_last_and_between(tile_n, dtype):
@@ -418,7 +423,7 @@ def test_13_chunks_that_see_nothing_first_last_and_between(tile_n, dtype):
 # ---- 15. a score mod with a block mask on ragged lengths
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few(DTYPES, "float32", "bfloat16"))
 def test_15_score_mod_and_block_mask_on_ragged_lengths(dtype):
     q, k, v = qkv(2, 4, 2, 203, 331, 24, 24, dtype=DTYPES[dtype])
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -573,6 +578,7 @@ def test_20_threads_calling_at_once():
 # ---- beyond the list
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "softcap_full", "islands_sink"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reruns_agree_bitwise(name, dtype):
@@ -587,7 +593,7 @@ def test_reruns_agree_bitwise(name, dtype):
 
 @pytest.mark.parametrize("name", cases.VARIANTS)
 def test_gradcheck(name):
-    variant, shape = cases.VARIANTS[name], cases.Shape(1, 2, 1, 6, 6, 3, 2)
+    variant, shape = cases.VARIANTS[name], cases.Shape(1, 2, 1, 5, 5, 2, 2)
     q, k, v = qkv(*shape, dtype=torch.float64)
     g = torch.Generator().manual_seed(1)
     tensors = tuple(t.requires_grad_() if t.is_floating_point() else t for t in variant.make(shape, g))
@@ -603,6 +609,7 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(call, (*leaves, *others))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["full", "islands", "alibi", "gated_sink"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_max_scores(name, dtype):

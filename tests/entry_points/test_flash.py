@@ -37,11 +37,13 @@ def judged(recipe, heads, dims, lengths, dtype, kind="normal", batch=2, with_lse
     return got
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "shape", "dtype", "kind"), MATRIX, ids=lambda x: str(x).removeprefix("torch."))
 def test_options(name, shape, dtype, kind):
     judged(RECIPES[name], *shape, dtype, kind)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["full", "causal", "window", "shifted", "empty_band", "mask", "sink"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_lse(name, dtype):
@@ -49,6 +51,7 @@ def test_without_lse(name, dtype):
     judged(RECIPES[name], (6, 2), (24, 40), (70, 90), dtype, with_lse=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0), (1, 1), (2, 300), (300, 2)])
 @pytest.mark.parametrize("name", ["full", "causal", "alibi", "sink", "everything"])
 def test_short_and_empty(name, lengths):
@@ -65,6 +68,7 @@ def test_no_batch(name):
     out.sum().backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "window", "bias_key"])
 def test_long(name, dtype):
@@ -92,6 +96,7 @@ def test_strides(how):
     reference.judge(reference.dense(q, k, v), got, recipe.options, {}, dout)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", [(16, 8), (64, 32), (128, 128)])
 @pytest.mark.parametrize("compute_full", [True, False])
 def test_block_lists(tile, compute_full):

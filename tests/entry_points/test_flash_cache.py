@@ -144,12 +144,14 @@ MATRIX = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "setting", "turn"), MATRIX, ids=str)
 def test_against_the_reference(name, setting, turn):
     dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float64)[turn]
     check(replace(SETTINGS[setting], dtype=dtype, seed=turn), RECIPES[name], num_splits=(0, 1, 2, 3, 80)[turn])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [0, 128])
 def test_long_caches(dtype, page_size):
@@ -231,6 +233,7 @@ def test_an_entry_does_not_depend_on_its_batch(name, splits, stored):
             assert all(calls.same_bits(after[n], part_after[n]) for n in ("k_cache", "v_cache"))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "splits"), EXACT, ids=str)

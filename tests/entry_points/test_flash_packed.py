@@ -16,6 +16,7 @@ import anyattn
 from anyattn import flash_attn_varlen_func
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
+from tests.support.covering import few
 from tests.support.flash_calls import RECIPES, Ragged
 
 LENGTHS = ([5, 0, 17, 64, 1, 33, 0, 40], [5, 3, 0, 50, 70, 33, 0, 16])
@@ -138,7 +139,7 @@ def test_options(name, form, turn, shape):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["packed", "partly used", "pages of 16"])
+@pytest.mark.parametrize("form", few(["packed", "partly used", "pages of 16"], "partly used", "pages of 16"))
 def test_long(form, dtype):
     """Above 512 rows and 1,024 keys other ways are taken, and in 16 bits others where LSE is not asked for."""
     made = calls.ragged([1100, 3, 700], [1100, 1400, 30], (2, 1), dtype=dtype)
@@ -146,6 +147,7 @@ def test_long(form, dtype):
         judged(made, FORMS[form](made), RECIPES[name], with_lse=dtype is torch.float32)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lengths", [([0], [0]), ([0, 0], [3, 0]), ([4, 0], [0, 0]), ([0, 1, 0], [0, 1, 0])], ids=str)
 @pytest.mark.parametrize("form", ["packed", "padded", "partly used", "pages of 3"])
 @pytest.mark.parametrize("name", ["causal", "everything"])
@@ -173,6 +175,7 @@ def test_max_seqlen(most):
         assert all(calls.same_bits(want[n], got[n]) for n in want)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tile", [(16, 8), (32, 64)])
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("heads", [None, 4])
@@ -225,6 +228,7 @@ EXACT = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", EXACT)
 def test_packed_is_each_sequence_on_its_own(name, dtype):
@@ -253,6 +257,7 @@ def test_every_form_gives_the_same_bits(name):
             assert all(calls.same_bits(one[n], other[n]) for n in one), (form, b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shuffled_pages_are_pages_in_order(page_size, dtype):
@@ -266,6 +271,7 @@ def test_shuffled_pages_are_pages_in_order(page_size, dtype):
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["packed", "padded", "pages of 16"])
 @pytest.mark.parametrize("name", EXACT)
 def test_batch_permuted_is_output_permuted(name, form):

@@ -73,6 +73,7 @@ MASKS = {
 CUTS = {"one": [0, 90], "three": [0, 13, 80, 90], "empty parts": [0, 0, 40, 40, 90, 90], "single keys": list(range(91))}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_merged_parts_are_the_whole(name, cuts):

@@ -12,6 +12,7 @@ from anyattn.testing import budget, poison
 from anyattn.testing.rounding import Noise, rounding
 from anyattn.validate import sequences
 from tests.support import sequences as seq
+from tests.support.covering import few
 from tests.support.sequences import Meaning
 
 TABLE = torch.linspace(-1.5, 1.5, 4 * 70, dtype=torch.float64).view(4, 70)
@@ -96,7 +97,9 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
 
 
-@pytest.mark.parametrize("name", MEANINGS)
+@pytest.mark.parametrize(
+    "name", few(MEANINGS, "causal", "left only", "shifted band", "empty band", "alibi per entry", "sink", "mask by entry", "everything")
+)
 def test_packed_with_tables_that_nobody_looked_at(name: str, unread: None) -> None:
     meaning = MEANINGS[name]()
     batch = seq.ragged(*LENGTHS, dv=8)
@@ -117,6 +120,7 @@ def test_tables_may_change_before_the_backward_pass(unread: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "bias by head and row", "mask by entry", "everything"])
 def test_packed_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -127,6 +131,7 @@ def test_packed_dtypes(name: str, dtype: torch.dtype) -> None:
         seq.judge(got, batch, meaning, shared=shared, label=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["peaky", "coded"])
 @pytest.mark.parametrize("heads,kv_heads,d,dv", [(4, 4, 64, 64), (4, 1, 20, 33), (6, 2, 1, 40), (12, 1, 128, 8)])
 def test_shapes(kind: str, heads: int, kv_heads: int, d: int, dv: int) -> None:
@@ -176,6 +181,7 @@ def dense_call(q, k, v, **options):  # type: ignore[no-untyped-def]
     return list(out.transpose(1, 2)), list(lse)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["full", "causal", "window", "empty band", "alibi", "sink", "mask by entry", "everything"])
 @pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (1, 40), (65, 65)])
 def test_dense(name: str, lengths: tuple[int, int]) -> None:
@@ -207,6 +213,7 @@ def test_padded_with_garbage_behind(name: str) -> None:
     seq.judge(got, batch, meaning, shared=shared, label=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_pages(name: str, page_size: int) -> None:
@@ -293,6 +300,7 @@ def test_nothing_at_all() -> None:
     assert not out.any() and (lse == 1.0).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("tile", [(16, 8), (64, 32), (32, 64)])
 def test_block_lists(layout: str, tile: tuple[int, int]) -> None:
@@ -358,6 +366,7 @@ OF_TABLES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mods", OF_TABLES)
 @pytest.mark.parametrize("lengths", EMPTY_ENDED)
 def test_nothing_is_read_for_a_sequence_without_pairs(lengths: str, mods: str) -> None:
@@ -407,6 +416,7 @@ FAR = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("name", FAR)
 def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:

@@ -151,12 +151,14 @@ def test_many_heads(meaning: str) -> None:
     check(Setting(heads=12, kv_heads=1, d=40, dv=24), MEANINGS[meaning])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("meaning", MEANINGS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_against_the_oracle(name: str, meaning: str) -> None:
     check(SETTINGS[name], MEANINGS[meaning])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["plain", "pages of 16", "rotary", "left padding", "alike"])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -187,6 +189,7 @@ def test_where_pages_lie_changes_no_bit(page_size: int) -> None:
             assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize("cached", [(20, 20, 20, 20), (40, 7, 63, 12), (300, 20, 1500, 20), (700, 700, 700, 700)])
 def test_the_batch_changes_no_bit_of_an_entry(cached: tuple[int, ...], splits: int) -> None:

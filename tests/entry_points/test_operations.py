@@ -22,6 +22,7 @@ def test_float32(name):
     judge(*qkv(), score=made.score, mask=made.mask, captured=made.captured, label=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*list(ACTIVATIONS)[::4], *list(ROWS)[:3], *list(OTHERS)[:4]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_other_dtypes(name, dtype):

@@ -152,16 +152,19 @@ def judged(request, monkeypatch):
     return judged
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCORES)
 def test_score(name, judged):
     judged(SCORES[name])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_mask(name, judged):
     judged(None, MASKS[name])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shapes", [{"heads_kv": 2}, {"heads_kv": 1}, {"batch_kv": 1}], ids=str)
 def test_shared_keys(shapes, judged):
     judged(SCORES["head scale"], MASKS["documents"], **shapes)

@@ -1,7 +1,7 @@
 """flex_attention on random calls: mask trees, score chains, lengths, head ratios, head dims, strides, tiles, dtypes.
 
-200 fixed calls as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed and can be given back as
-ANYATTN_FUZZ_SEED.
+200 fixed calls as a rule, a quarter of them in ``make test``; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed
+and can be given back as ANYATTN_FUZZ_SEED.
 """
 
 from __future__ import annotations

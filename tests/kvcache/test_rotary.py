@@ -54,6 +54,7 @@ def judge(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: b
     return got
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (64, 16), (64, 8), (2, 1), (7, 3), (7, 2), (128, 64), (80, 20)])

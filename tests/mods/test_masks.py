@@ -142,6 +142,7 @@ def test_bad_arguments(case):
         make()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("offset", [0, 1, 10, 64, 130])
 @pytest.mark.parametrize("drafts", [5, 70])
 def test_tree_behind_a_cached_prefix(offset, drafts):

@@ -43,3 +43,10 @@ def test_representatives_have_to_be_there() -> None:
     assert [case if isinstance(case, str) else case.values for case in few("abc", "a", "c")] == ["a", ("b",), "c"]
     with pytest.raises(AssertionError, match="'d'"):
         few("abc", "d")
+
+
+def test_a_slow_value_keeps_its_marks() -> None:
+    skipped = pytest.param("c", marks=pytest.mark.skip(reason="none here"))
+    plain, slow, both = few(["a", "b", skipped], "a")
+    assert plain == "a" and slow.values == ("b",) and both.values == ("c",)
+    assert [mark.name for mark in slow.marks] == ["slow"] and [mark.name for mark in both.marks] == ["skip", "slow"]

@@ -39,6 +39,7 @@ def assert_same(ours, theirs):
             assert x.dtype == y.dtype == torch.int32 and x.is_contiguous() and torch.equal(x, y), side
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(64, 64), (30, 50), (1, 96)], ids=str)
 @pytest.mark.parametrize("block", [16, (8, 32)], ids=str)
 def test_equals_torch(lengths, block):
@@ -51,6 +52,7 @@ def test_equals_torch(lengths, block):
             ours.block_sparse().validate()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(64, 64), (30, 50), (97, 31), (200, 7)], ids=str)
 @pytest.mark.parametrize("block", [1, 16, (5, 32), 128], ids=str)
 def test_equals_brute_force_in_torchs_meaning(lengths, block):

@@ -16,6 +16,7 @@ from anyattn.sparsity import BlockSparseTensors, VarlenBlockSparseTensors, compu
 from anyattn.sparsity import lists as between
 from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 from tests.support.counting import Work
+from tests.support.covering import few
 
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
@@ -36,17 +37,19 @@ def same(a: VarlenBlockSparseTensors, b: VarlenBlockSparseTensors) -> bool:
     return a.tile == b.tile and all(x is y is None or (x.dtype is y.dtype and torch.equal(x, y)) for x, y in pairs)
 
 
-def batches(of_round: int) -> Any:
-    """Random ragged batches with every mask of the library and some trees: (name, mask, lengths, tile)."""
-    for seed, tile in enumerate(TILES, of_round * len(TILES)):
+def batches(of_round: int | None) -> Any:
+    """Random ragged batches with every mask of the library and some trees: (name, mask, lengths, tile). Every mask meets every tile in a
+    round; without one each meets one tile, in turn."""
+    for seed, tile in enumerate(TILES, (of_round or 0) * len(TILES)):
         seqlens = random_lengths(seed, tile, 6)
         longest = [int(t.max()) for t in seqlens]
         trees = {f"tree {s}": random_mask(s, 100, B=6) for s in range(10 * seed, 10 * seed + 4)}
-        for name, mod in {**library_masks(*longest, B=6, seed=seed), **trees}.items():  # type: ignore[arg-type]
-            yield name, mod, seqlens, tile
+        for i, (name, mod) in enumerate({**library_masks(*longest, B=6, seed=seed), **trees}.items()):  # type: ignore[arg-type]
+            if of_round is not None or (i + seed) % len(TILES) == 0:
+                yield name, mod, seqlens, tile
 
 
-of_each_round = pytest.mark.parametrize("of_round", [0, pytest.param(1, marks=pytest.mark.slow)])
+of_each_round = pytest.mark.parametrize("of_round", few([None, 0, 1], None))
 
 
 def example(**kwargs: Any) -> VarlenBlockSparseTensors:
@@ -70,7 +73,7 @@ def test_the_example() -> None:
 
 
 @of_each_round
-def test_equals_brute_force(of_round: int) -> None:
+def test_equals_brute_force(of_round: int | None) -> None:
     for name, mod, seqlens, tile in batches(of_round):
         lists = compute(mod, *seqlens, tile, 2).validate()
         wanted = brute_classes_ragged(mod, *seqlens, tile, 2)
@@ -80,7 +83,7 @@ def test_equals_brute_force(of_round: int) -> None:
 
 
 @of_each_round
-def test_layouts(of_round: int) -> None:
+def test_layouts(of_round: int | None) -> None:
     for name, mod, seqlens, tile in batches(of_round):
         flat, padded = compute(mod, *seqlens, tile, 2), compute(mod, *seqlens, tile, 2, layout="padded").validate()
         total_m, max_n = int(flat.cu_block_cnt[-1]), int((-(-seqlens[1] // tile[1])).max())
@@ -127,7 +130,7 @@ def test_lookup_of_what_is_not_there() -> None:
 
 
 @of_each_round
-def test_transposed(of_round: int) -> None:
+def test_transposed(of_round: int | None) -> None:
     for name, mod, (seqlens_q, seqlens_k), tile in batches(of_round):
         for layout in ("flat", "padded"):
             lists = compute(mod, seqlens_q, seqlens_k, tile, 2, layout=layout)
@@ -149,7 +152,7 @@ class NoReading(TorchDispatchMode):
 
 
 @of_each_round
-def test_turned_without_waiting(of_round: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turned_without_waiting(of_round: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU all tiles are gone through, a few at a time; what stands behind a row's count may be anything."""
     for _, mod, (seqlens_q, seqlens_k), tile in batches(of_round):
         for layout in ("flat", "padded"):
@@ -229,7 +232,7 @@ def test_nothing_to_list(lengths: tuple[list[int], list[int]]) -> None:
 
 
 @of_each_round
-def test_retile_coarser_is_exact(of_round: int) -> None:
+def test_retile_coarser_is_exact(of_round: int | None) -> None:
     for name, mod, seqlens, _ in batches(of_round):
         lists = compute(mod, *seqlens, (4, 8), 2, layout="padded")
         for tile in [(8, 8), (4, 32), (16, 16), (64, 128)]:
@@ -239,7 +242,7 @@ def test_retile_coarser_is_exact(of_round: int) -> None:
 
 
 @of_each_round
-def test_retile_finer_covers(of_round: int) -> None:
+def test_retile_finer_covers(of_round: int | None) -> None:
     """Full and empty parts are so for sure; what was partial stays listed."""
     for name, mod, seqlens, _ in batches(of_round):
         lists = compute(mod, *seqlens, (16, 32), 2)

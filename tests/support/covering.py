@@ -2,7 +2,8 @@
 
 A product of parameters asks the same of one code path many times. ``@pytest.mark.covering(1)`` keeps cases until each value has been in one
 of them, ``covering(2)`` until each two values of different parameters have met; ``make test-long`` runs all. A case that is a tuple, of
-which a NamedTuple is one, has a parameter in each place. ``covering(1, of=choose)`` looks at ``choose(**parameters)`` instead, a tuple.
+which a NamedTuple is one, has a parameter in each place. ``covering(1, of=choose)`` looks at ``choose(**parameters)`` instead, a tuple;
+with ``cost=of_case`` the cheapest are kept of those that add as much, by the number ``of_case(**parameters)``.
 
 The choice depends on the cases alone: each process of a run makes the same one.
 """
@@ -28,8 +29,9 @@ def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("covering")
         assert mark is not None
         (strength,) = mark.args
-        choose = mark.kwargs.get("of")
-        kept = covering([values_of(case, choose) for case in cases], strength)
+        choose, cost = mark.kwargs.get("of"), mark.kwargs.get("cost")
+        costs = [cost(**case.callspec.params) for case in cases] if cost else None  # type: ignore[attr-defined]
+        kept = covering([values_of(case, choose) for case in cases], strength, costs)
         for at, case in enumerate(cases):
             if at not in kept:
                 case.add_marker(pytest.mark.slow)
@@ -49,15 +51,18 @@ def values_of(item: pytest.Item, choose: object = None) -> list[Hashable]:
     return found
 
 
-def covering(cases: list[list[Hashable]], strength: int) -> set[int]:
+def covering(cases: list[list[Hashable]], strength: int, costs: list[float] | None = None) -> set[int]:
     """The places of few cases in which all combinations of ``strength`` values occur that occur in any: each time one of those that add
-    most, of them one whose values have been met least, of them the first."""
+    most, of them one that costs least, of them one whose values have been met least, of them the first."""
+    costs = costs or [0.0] * len(cases)
     combined = [set(itertools.combinations(values, min(strength, len(values)))) for values in cases]
     missing: set[Hashable] = set().union(*combined)
     met: Counter[Hashable] = Counter()
     kept: set[int] = set()
     while missing:
-        best = max(range(len(cases)), key=lambda at: (len(combined[at] & missing), -sum(met[value] for value in cases[at]), -at))
+        best = max(
+            range(len(cases)), key=lambda at: (len(combined[at] & missing), -costs[at], -sum(met[value] for value in cases[at]), -at)
+        )
         kept.add(best)
         met.update(cases[best])
         missing -= combined[best]
@@ -65,7 +70,12 @@ def covering(cases: list[list[Hashable]], strength: int) -> set[int]:
 
 
 def few(cases: Iterable[Any], *quick: Any) -> list:
-    """Values of one parameter, of which all but ``quick``, representatives that are named, are slow."""
+    """Values of one parameter, of which all but ``quick``, representatives that are named, are slow. A ``pytest.param`` keeps its marks."""
     cases = list(cases)
     assert all(one in cases for one in quick), f"{quick} of {cases}"
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [case if case in quick else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    is_param = isinstance(case, type(pytest.param()))
+    return pytest.param(*(case.values if is_param else (case,)), marks=[*(case.marks if is_param else ()), pytest.mark.slow])

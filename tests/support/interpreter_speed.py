@@ -142,6 +142,20 @@ def _quotient(x: Any, y: Any) -> Any:
     return (x - np.fmod(x, y)) // y
 
 
+@cache
+def _block_types(tl: Any) -> Callable[..., Any]:
+    """The type of a block of a scalar type, made once."""
+    types: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def block_of(scalar: Any, shape: tuple[int, ...]) -> Any:
+        at = scalar.name, shape
+        if at not in types:
+            types[at] = tl.block_type(scalar, list(shape))
+        return types[at]
+
+    return block_of
+
+
 def mend_operations() -> None:
     """Arithmetic, comparisons and choices among values of one type go straight to NumPy."""
     import triton.language as tl
@@ -173,14 +187,7 @@ def mend_operations() -> None:
         "equal": np.equal, "not_equal": np.not_equal,
     }.items():  # fmt: skip
         method(name, function, _NUMBERS, is_bool=True)
-    add, where, cast = semantic.add, semantic.where, semantic.cast
-    types: dict[tuple[str, tuple[int, ...]], Any] = {}
-
-    def block_of(scalar: Any, shape: tuple[int, ...]) -> Any:
-        at = scalar.name, shape
-        if at not in types:
-            types[at] = tl.block_type(scalar, list(shape))
-        return types[at]
+    add, where, cast, block_of = semantic.add, semantic.where, semantic.cast, _block_types(tl)
 
     def moved(self: Any, a: Any, b: Any, sanitize_overflow: bool) -> Any:
         """Adds distances to pointers too."""
@@ -300,7 +307,7 @@ def mend_launches() -> None:
     executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
     launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
     semantic, by_index = interpreter.interpreter_semantic, tl.tensor.__getitem__
-    operators, wrapper = _operators(tl, semantic), tl.core.load.__code__
+    operators, wrapper, block_of = _operators(tl, semantic), tl.core.load.__code__, _block_types(tl)
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -308,6 +315,7 @@ def mend_launches() -> None:
         for name, operator in operators.items():
             scope.set_attr(tensor, name, operator)
         scope.set_attr(tensor, "__getitem__", indexed)
+        scope.set_attr(tensor, "to", to)
 
     def told_who_calls(member: Any) -> Callable[..., Any]:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
@@ -318,9 +326,21 @@ def mend_launches() -> None:
 
         return called
 
+    def extreme(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+        of, as_tensor = getattr(semantic, name), semantic.to_tensor
+
+        def called(x: Any, y: Any, *rest: Any, **named: Any) -> Any:
+            x, y = as_tensor(x), as_tensor(y)
+            if rest or named or x.dtype is tl.bfloat16 or y.dtype is tl.bfloat16:
+                return slow(x, y, *rest, **named)
+            return of(x, y, tl.PropagateNan.NONE)
+
+        return called
+
     @cache
     def members(package: Any) -> dict[str, Callable[..., Any]]:
-        return {name: told_who_calls(member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)}
+        found = {name: told_who_calls(member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)}
+        return found | {name: extreme(name, found[name]) for name in ("minimum", "maximum") if name in found}
 
     def patched_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in members(package).items():
@@ -331,8 +351,13 @@ def mend_launches() -> None:
         data = self.handle.data
         if type(at) is tuple and len(at) == 2 and data.ndim == 1 and slice(None) in at and None in at:
             data = data[at]
-            return tl.tensor(interpreter.TensorHandle(data, self.handle.dtype), tl.block_type(self.dtype, list(data.shape)))
+            return tl.tensor(interpreter.TensorHandle(data, self.handle.dtype), block_of(self.dtype, data.shape))
         return by_index(self, at, _semantic=semantic)
+
+    def to(self: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False) -> Any:
+        if type(dtype) is tl.dtype and fp_downcast_rounding is None and bitcast is False:
+            return self if dtype is self.dtype else semantic.cast(self, dtype, None)
+        return tl.core.cast(self, dtype, fp_downcast_rounding, bitcast)
 
     def patched_language(fn: Any) -> Any:
         """The language as a whole, whatever of it a kernel's module knows: what it calls knows more."""
@@ -357,14 +382,22 @@ def mend_launches() -> None:
 
 def mend_reductions() -> None:
     """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
+    import triton.language as tl
     from triton.runtime import interpreter
+
+    numpy_of, block_of = interpreter._get_np_dtype, _block_types(tl)
+
+    def block(data: Any, kind: Any) -> Any:
+        wanted = numpy_of(kind)
+        held = data if data.dtype == wanted else data.astype(wanted)
+        return tl.tensor(interpreter.TensorHandle(held, kind.scalar), block_of(kind, data.shape))
 
     def reduced(self: Any, given: Any) -> list[Any]:
         parts, axis = self.unravel(given, self.axis)
         data, kinds = [x.handle.data for x in parts], [x.dtype for x in parts]
+        before = (slice(None),) * (axis % data[0].ndim)
         while data[0].shape[axis] > 1:
-            pairs = [[np.take(x, range(i, x.shape[axis], 2), axis) for x in data] for i in (0, 1)]
-            sides = (self.to_tensor(x, kind) for side in pairs for x, kind in zip(side, kinds, strict=True))
+            sides = [block(x[(*before, slice(i, None, 2))], kind) for i in (0, 1) for x, kind in zip(data, kinds, strict=True)]
             found = self.combine_fn.fn(*sides)
             data = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
         if not self.keep_dims:

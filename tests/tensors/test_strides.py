@@ -85,6 +85,7 @@ def test_a_transposed_output_is_flattened_without_a_copy() -> None:
     assert flat.data_ptr() == out.data_ptr() and flat.is_contiguous()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_order_is_that_of_torchs_flex_attention(name: str, dtype: torch.dtype) -> None:

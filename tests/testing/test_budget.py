@@ -51,6 +51,7 @@ def test_correct_noise_is_not_flagged(kind, dtype, seqlen):
             assert max(found.values()) <= 1.0, found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_errors_are_caught(bug, dtype):

@@ -39,6 +39,7 @@ def errors(mod: Callable, kind: str, dtype: torch.dtype, seed: int) -> tuple[Ten
     return (got - right).square(), noise.sigma.square()
 
 
+@pytest.mark.covering(1, of=lambda mod, dtype, cpu: ((mod.__name__, dtype), cpu.name))
 @pytest.mark.parametrize("cpu", [PLAIN, WITH_BF16], ids=["streaming", "whole spans"])
 @pytest.mark.parametrize(
     ("mod", "dtype"),

@@ -67,6 +67,7 @@ def assert_same(op: str, ours: Tensor, theirs: Tensor) -> None:
 CASES = [(op, kind) for op, spec in OPS.items() for kind in ("float", "int", "bool") if op != "cast" and kind in spec.operands]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sign", ["dividend", "divisor"])
 @pytest.mark.parametrize("op,kind", CASES, ids=str)
 def test_every_operation(op: str, kind: str, sign: str) -> None:
@@ -199,6 +200,7 @@ BIASES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("at", [(0, 0), (40, 3), (3, 40), (30, 16), (16, 30), (20, 16)], ids=str)
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_by_cases(name: str, at: tuple[int, int]) -> None:

@@ -75,6 +75,7 @@ def found_by(mod: TracedMod, index: str, start: int, other: int, extent: int) ->
     return found, rest
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx"])
 @pytest.mark.parametrize("name", MASKS)
 def test_words_of_masks(name: str, index: str) -> None:

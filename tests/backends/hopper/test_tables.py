@@ -91,6 +91,7 @@ def both_ways(quick: bool) -> list:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "ends_with_row"), both_ways(quick=False))
 def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool) -> None:
     lengths, rows_q, rows_k = CASES[name]
@@ -108,6 +109,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     check_gaps(s, out, lse)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "is_sorted"), both_ways(quick=True))
 def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     """Those of a backward pass: queries and keys have changed places, dk and dv are cleared together, and the tiles are counted."""

@@ -75,6 +75,7 @@ def decoded(given, **more):  # type: ignore[no-untyped-def]
 RAGGED = cache_tests.Setting(cached=(40, 7, 63, 0), queries=(3,) * 4, leftpad=(5, 0, 33, 0), rotary_dim=8, heads=(6, 2))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type: ignore[no-untyped-def]
@@ -87,6 +88,7 @@ def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type
     assert all(same(found[0], other) for other in found[1:])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("kind", ["mask", "score", "both"])
 def test_a_warm_call_with_mods_is_to_the_bit_a_first_call(kind, splits, monkeypatch):  # type: ignore[no-untyped-def]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 class Part(NamedTuple):
     """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
     where a test reserves gigabytes that it never touches). few: of the chosen ones those that are not slow here, again as a ``-k``.
-    has_slow: whether some of its tests are slow."""
+    has_slow: whether some of its tests are slow. insists: whether calls that name no backend run on this one."""
 
     files: tuple[str, ...]
     chosen: str = ""
@@ -27,6 +27,7 @@ class Part(NamedTuple):
     fills: bool = True
     few: str = ""
     has_slow: bool = True
+    insists: bool = True
 
 
 # of the edge cases those that are small enough; the others, at a smaller size, are among the variants
@@ -41,24 +42,30 @@ OPERATIONS = (
 KERNELS = "backends/triton/kernels"
 PARTS = {
     "mutants": Part(("mutants/test_triton_mutants_interpreted.py",), has_slow=False),
-    "variants": Part((f"{KERNELS}/test_every_variant_interpreted.py",)),
-    "documents, sequences, frozen": Part(
-        tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("documents", "sequences", "unasked_gradients"))
+    "variants, documents, sequences, frozen": Part(
+        tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("every_variant", "documents", "sequences", "unasked_gradients"))
     ),
     "edges and sums": Part(
         tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("edge_cases", "deterministic_sum", "privatized_sum"))
     ),
-    "strides": Part(("tensors/test_strides.py",), "(test_flex and score_mod) or remembered or packed or pages or decoding"),
-    "operators": Part(
-        ("custom_ops/test_strided_operators.py", "custom_ops/test_block_sparse_operands.py"),
-        "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
+    "strides and operators": Part(
+        ("tensors/test_strides.py", "custom_ops/test_strided_operators.py", "custom_ops/test_block_sparse_operands.py"),
+        """(test_strides and ((test_flex and score_mod) or remembered or packed or pages or decoding)) or (custom_ops and
+        ((test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)))""",
+    ),
+    "kernels alone": Part(
+        (
+            *(f"{KERNELS}/test_forward_interpreted.py", "backends/triton/codegen/test_assumptions_interpreted.py"),
+            *("documents/test_kernels_interpreted.py", "sequences/test_tile_order_interpreted.py"),
+        ),
+        insists=False,
     ),
     "operations": Part(
         ("entry_points/test_operations.py",),
         "test_float32 or (test_rows_of_64 and float32)",
         few=" or ".join(("rows_of_64", *OPERATIONS)),
     ),
-    "edge cases": Part(("entry_points/test_edge_cases.py",), f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
+    "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
 
 
@@ -67,11 +74,9 @@ def run(part: Part, marked: str) -> None:
     chosen = part.chosen
     if part.few:
         chosen, marked = f"({chosen}) and {'not ' * (marked == 'slow')}({part.few})", ""
-    chosen = ["-k", chosen] if chosen else []
-    report = in_the_interpreter(
-        *part.files, options=("--durations=5", "-m", marked, *chosen),
-        ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES=part.tiles, ANYATTN_TEST_FILL=str(int(part.fills)),
-    )  # fmt: skip
+    options = ["-k", " ".join(chosen.split())] if chosen else []
+    backend = {"ANYATTN_TEST_BACKEND": "triton", "ANYATTN_TEST_TILES": part.tiles, "ANYATTN_TEST_FILL": str(int(part.fills))}
+    report = in_the_interpreter(*part.files, options=("--durations=5", "-m", marked, *options), **backend if part.insists else {})
     print(report[-800:])
 
 
@@ -84,8 +89,3 @@ def test_part(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.has_slow])
 def test_rest_of_part(name: str) -> None:
     run(PARTS[name], "slow")
-
-
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_forward_pipelines(marked: str) -> None:
-    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py", options=("-m", marked))

@@ -15,7 +15,6 @@ from anyattn import hardware
 from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
 from anyattn.validate import flex, sequences
-from tests.support.processes import in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -261,8 +260,3 @@ def test_tuned_tiles_are_asked_for_each_time(launches: Any, monkeypatch: pytest.
     for _ in range(2):
         anyattn.flex_attention(*qkv(False), backend="triton", kernel_options={"autotune": True})
     assert len(asked) == 2 and launches.known == [False, False]
-
-
-def test_order_by_the_kernel() -> None:
-    """Of a ragged batch's tiles, in Triton's interpreter."""
-    in_the_interpreter("sequences/test_tile_order_interpreted.py")

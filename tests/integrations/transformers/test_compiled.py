@@ -73,7 +73,7 @@ def test_training_step_is_one_graph(name: str) -> None:
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), eager[n].flatten(), dim=0) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "mistral", GPT_OSS])
+@pytest.mark.parametrize("name", few(["llama", "mistral", GPT_OSS], "mistral"))
 def test_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     """The user compiles the model: masks are described inside the graph, the cache's length is a tensor."""
     model, ids = decoder(name), tokens(2, 6)
@@ -97,7 +97,7 @@ def _positions(first: int, count: int) -> dict[str, Any]:
     return {} if IS_FIVE else {"cache_position": torch.arange(first, first + count)}
 
 
-@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "mistral", "gemma2", GPT_OSS, every=2))
+@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "gemma2", "mistral", GPT_OSS, every=2))
 def test_generate_with_a_compiled_step(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 6)
     mask = padded(2, 6, [6, 3]) if is_padded else None

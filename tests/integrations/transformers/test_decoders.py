@@ -28,6 +28,7 @@ def test_logits_and_gradients(name: str) -> None:
     check_like_eager(lambda how, dtype: gradients(decoder(name, dtype), how, input_ids=ids, use_cache=False))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_with_gradients(name: str, side: str) -> None:
@@ -44,6 +45,7 @@ def test_padding_with_holes() -> None:
     check_like_eager(lambda how, dtype: gradients(decoder("llama", dtype), how, keep=mask, input_ids=ids, attention_mask=mask))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name: str, cache: str | None) -> None:
@@ -52,6 +54,7 @@ def test_generate(name: str, cache: str | None) -> None:
     assert torch.equal(ours, eager)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_with_left_padding(name: str, cache: str | None) -> None:
@@ -60,6 +63,7 @@ def test_generate_with_left_padding(name: str, cache: str | None) -> None:
     assert torch.equal(ours, eager)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_beams(name: str, cache: str | None) -> None:
@@ -74,6 +78,7 @@ def test_generate_without_a_cache() -> None:
     assert torch.equal(ours, eager)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_without_a_look_at_contents(name: str, cache: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ def _described(function: Callable, places: tuple[int, int, int, int], mask: Tens
     )  # fmt: skip
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("padding", list(PADDING))
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", list(_functions()))
@@ -159,6 +160,7 @@ def test_description_means_the_dense_mask(name: str, place: str, padding: str) -
         assert torch.equal(_meaning(described, listed), dense)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("padding", list(PADDING))
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", ["causal", "window", "chunked"])

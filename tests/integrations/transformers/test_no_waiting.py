@@ -45,6 +45,7 @@ MASKS: dict[str, Any] = {
 STEPS = [(name, 1, cache) for name in MASKS for cache in ("static", "dynamic")] + [(name, 4, "static") for name in ("causal", "window")]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("padding", [None, "left", "holes"])
 @pytest.mark.parametrize(("name", "queries", "cache"), STEPS)
 def test_a_step_reads_nothing(name: str, queries: int, cache: str, padding: str | None, gpu: SimpleNamespace) -> None:

@@ -149,6 +149,7 @@ def test_masks(name):
     check_mask(MASKS[name])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name, dtype):

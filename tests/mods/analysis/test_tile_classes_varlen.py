@@ -37,6 +37,7 @@ def check(mod: Any, seqlens_q: Tensor, seqlens_k: Tensor, tile: tuple[int, int],
         assert torch.equal(refine_ragged(traced, RaggedTiles(seqlens_q, seqlens_k, tile), H, starts), wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_library_equals_brute_force(seed: int, tile: tuple[int, int]) -> None:
@@ -53,6 +54,7 @@ def test_random_trees_equal_brute_force(seed: int, tile: tuple[int, int]) -> Non
     check(random_mask(seed, 24, B=4), seqlens_q, seqlens_k, tile, 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_first_rows(seed: int, tile: tuple[int, int]) -> None:

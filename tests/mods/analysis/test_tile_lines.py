@@ -90,6 +90,7 @@ def seen(expr: Expr, mod: TracedMod, line: Line) -> Tensor:
     return torch.as_tensor(found).expand(POSITIONS, line.extent)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("index", OTHER)
 @pytest.mark.parametrize("name", MASKS)
 def test_bits_are_the_mask(name: str, index: str) -> None:

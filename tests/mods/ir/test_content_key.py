@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -31,13 +33,12 @@ for expr in traced:
 
 
 def test_two_processes_agree():
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", _PRINT_KEYS], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "4242")
-    ]
-    assert printed[0] == printed[1] and len(printed[0].splitlines()) == 4
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "4242" else "4242"
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    another = subprocess.run([sys.executable, "-c", _PRINT_KEYS], env=environment, capture_output=True, text=True, check=True).stdout
+    with contextlib.redirect_stdout(io.StringIO()) as here:
+        exec(_PRINT_KEYS, {})
+    assert another == here.getvalue() and len(another.splitlines()) == 4
 
 
 def test_content_tells_types_apart():

@@ -105,6 +105,7 @@ def call(mod: Any) -> torch.Tensor:
     return anyattn.flex_attention(q, k, v, **{"mask_mod" if mod.kind == "mask" else "score_mod": mod})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_a_mod_that_was_away_is_the_same_program(name: str, way: str) -> None:

@@ -160,6 +160,7 @@ def test_captured_integers(rank, dtype):
     same_mask(lambda b, h, q, k: (table[(b, h, q, k)[4 - rank :]] if rank else table) != 1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("parameter", [False, True])
 @pytest.mark.parametrize("rank", range(5))

@@ -1,4 +1,4 @@
-"""Shards of fixed random calls: of each kind ``make test`` runs the first half, ``make test-long`` all. Fresh calls fill every shard."""
+"""Shards of fixed random calls: of each kind ``make test`` runs the first quarter, ``make test-long`` all. Fresh calls fill every shard."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["shards"]
 
 
 def shards(count: int, fresh: int) -> list:
-    return [shard if fresh or shard < (count + 1) // 2 else pytest.param(shard, marks=pytest.mark.slow) for shard in range(count)]
+    return [shard if fresh or shard < (count + 3) // 4 else pytest.param(shard, marks=pytest.mark.slow) for shard in range(count)]

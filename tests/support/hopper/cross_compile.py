@@ -1,18 +1,21 @@
-"""Cross-compiles the kernels of a head dimension for sm_90a; prints {name: bytes of local memory}.
+"""Cross-compiles the kernels of head dimensions for sm_90a; prints {name: bytes of local memory} of each.
 
-Arguments: folder, head_dim, head_dim_v, and perhaps which cases.
+Arguments: folder, head_dim, head_dim_v, and perhaps which cases; after "and" those of another head dimension.
 
 A process of its own: the architecture is an environment variable that CuTe DSL reads once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 warnings.simplefilter("ignore")
 
@@ -154,7 +157,19 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
+def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str, Any]]) -> None:
+    """Prints a list of what ``compiled`` finds for each head dimension: one process imports the compiler once."""
+    found = []
+    for is_and, part in itertools.groupby(arguments, lambda word: word == "and"):
+        if not is_and:
+            head_dim, head_dim_v, *only = part
+            place = folder / f"{head_dim}_{head_dim_v}"
+            place.mkdir()
+            found.append(compiled(place, int(head_dim), int(head_dim_v), *only))
+    print(json.dumps(found))
+
+
+def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, list[int]]:
     """Compiles the cases of these names or of these first words; all, but for the rare ones, if none is given."""
     result, known = {}, cases() | (rare() if only else {})
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
@@ -172,8 +187,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
             tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1
         config = Config(head_dim, head_dim_v, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    of_each(Path(sys.argv[1]), sys.argv[2:], main)

@@ -1,11 +1,10 @@
-"""Cross-compiles backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products touches it]}.
+"""Cross-compiles backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products touches it]} of each.
 
-Arguments: folder, head_dim, head_dim_v, and perhaps how the wanted names begin. A process of its own, as ``cross_compile``.
+Arguments: those of ``cross_compile``, of whose kind it is. A process of its own.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 import warnings
@@ -26,7 +25,7 @@ from anyattn.backends.hopper.config import Ask, slots
 from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, products_and_waits
+from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, of_each, products_and_waits
 from tests.support.hopper.masks import MASKS
 
 _CODE_BYTES = 16
@@ -156,7 +155,7 @@ def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-
     return found
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
+def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, tuple[int, int]]:
     result: dict[str, tuple[int, int]] = {}
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
         if max(head_dim, head_dim_v) > 128 and fields.keys() & {"has_entries", "sums"}:  # which are another backend's
@@ -171,8 +170,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
             config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, not is_after, is_packed)
             name = ("packed " if is_packed else "") + ("after" if is_after else "before")
             result[name] = compile_rows(config, folder / name.replace(" ", "_"))
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    of_each(Path(sys.argv[1]), sys.argv[2:], main)

@@ -12,7 +12,6 @@ from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.testing.tiles import library_masks, random_mask
-from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SIZE = 24
@@ -113,11 +112,6 @@ def test_fast_functions_keep_out_of_what_is_cut() -> None:
     assert "divide" in bucket and "turned" not in bucket
     step = text_of(lambda s, b, h, q, k: torch.where(torch.tanh(s) > 0.5, s, 0.0), functions="coarse", is_nvidia=True)
     assert "device_math.tanh(" in step
-
-
-def test_in_the_interpreter() -> None:
-    """What the texts compute."""
-    in_the_interpreter("backends/triton/codegen/test_assumptions_interpreted.py")
 
 
 def test_styles_change_with_sizes_only() -> None:

@@ -1,4 +1,4 @@
-"""Texts of every style against torch, by Triton's interpreter. Run by test_assumptions.py in a process of its own."""
+"""Texts of every style against torch, by Triton's interpreter. Run by test_in_the_interpreter.py in a process of its own."""
 
 import pytest
 import torch

@@ -42,6 +42,7 @@ def judge(outs, lses, sink=None, dtype=torch.float32):  # type: ignore[no-untype
     return out, lse
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("parts", [1, 3, 8, 19])
 @pytest.mark.parametrize(("lead", "width"), [((2, 3, 5), 16), ((2, 1, 7), 33), ((11,), 64), ((2, 2, 2, 3), 8), ((1, 6), 128)])
 def test_against_torch(parts, lead, width):  # type: ignore[no-untyped-def]

@@ -100,7 +100,7 @@ def test_06_caches_of_any_strides() -> None:
 # ---- 7. head dimensions that are no multiples of 8
 
 
-@pytest.mark.parametrize(("d", "dv"), [(1, 1), (3, 8), (7, 13), (33, 20)])
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), pytest.param(3, 8, marks=pytest.mark.slow), (7, 13), (33, 20)])
 def test_07_head_dims(d: int, dv: int) -> None:
     judge(*qkv(1, 2, 1, 20, 35, d, dv), mask=masks.causal(5))
     packed(Meaning(causal=True), ((3, 18), (9, 20)), d=d, dv=dv)
@@ -163,6 +163,7 @@ def test_12_garbage_in_the_tail_of_a_cache(name: str, monkeypatch: pytest.Monkey
         assert all(calls.same_bits(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fill", FILLS[1:])
 @pytest.mark.parametrize("form", ["ranges", "lists"])
 def test_12_what_no_row_tile_visits(form: str, fill: float) -> None:
