@@ -14,6 +14,7 @@ from anyattn.plan import Plan
 from anyattn.planner import for_backward
 from anyattn.problem import Problem
 from anyattn.tensors import autocast, kinds
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_derivative", "wanting"]
 
@@ -48,6 +49,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     return backend_of(chosen).backward(problem, chosen, *results)
 
 
+@opaque
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
     if autocast.is_on():

@@ -14,6 +14,7 @@ from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
 from anyattn.tensors import autocast
+from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import has_memory
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
@@ -274,6 +275,13 @@ def flash_attn_with_kvcache(
 
         found = compiled(cached, given, backend)
         return found if return_lse else found[0]
+    out, lse = _decoded(cached, given, backend)
+    return (out, lse) if return_lse else out
+
+
+@opaque
+def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """Eager calls of ``flash_attn_with_kvcache``. cached, given: ``Given``, ``Options``."""
     from anyattn.call_cache.kvcache import decode_call
     from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
 
@@ -286,13 +294,12 @@ def flash_attn_with_kvcache(
         if step is None:
             from anyattn.custom_ops import eager_calls
 
-            results = eager_calls.decode(arguments, options, backend)
-            return results if return_lse else results[0]
+            return eager_calls.decode(arguments, options, backend)
         call, chosen = step
         if records and call.problem.score is not None:
             check_no_captured_gradients(call.problem.score.tensors)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
-    return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
+    return _laid_out(out, lse, arguments.cu_seqlens_q is not None, True)  # type: ignore[no-any-return]
 
 
 @entry_point

@@ -21,6 +21,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
 from anyattn.tensors import kinds
+from anyattn.tensors.dynamo import opaque
 from anyattn.validate import flash, flex
 from anyattn.validate.flash import Options
 
@@ -58,6 +59,7 @@ _signature_of_flash = signature("flash_attn_func", q=Kind.TENSOR, k=Kind.TENSOR,
 # ---- flex_attention
 
 
+@opaque
 def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flex_attention`` call; None where it should be its operator's (``tensors.kinds``).
 
@@ -103,6 +105,7 @@ def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator
 # ---- flash_attn_func
 
 
+@opaque
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``. Raises as the checks and the planner."""
     found = _signature_of_flash(q, k, v, given, backend)
@@ -132,6 +135,7 @@ def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
 # ---- flash_attn_varlen_func
 
 
+@opaque
 def varlen_call(
     q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 
 from anyattn.custom_ops.arguments import Arguments
 from anyattn.custom_ops.direct import direct, install
 from anyattn.custom_ops.gradients import without_gradients
+from anyattn.tensors.dynamo import opaque
 
-__all__ = ["opaque", "operator"]
+__all__ = ["operator"]
 
 _library = torch.library.Library("anyattn", "FRAGMENT")
 # counting writes is what ADInplaceOrView is for
@@ -65,10 +65,3 @@ def operator(
         return made
 
     return define
-
-
-def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which Dynamo passes over with all that it calls, where it is called and not inlined."""
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(fn.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return fn

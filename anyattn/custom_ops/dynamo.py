@@ -23,9 +23,9 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
-from anyattn.custom_ops.define import opaque
 from anyattn.mods.algebra import Mask
 from anyattn.tensors import kinds as tensor_kinds
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["install", "run_uncompiled"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import entry_points
 from anyattn.tensors import kinds
+from anyattn.tensors.dynamo import opaque
 from anyattn.validate import block_sparse, kvcache, sequences
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
@@ -23,6 +24,7 @@ __all__ = ["decode", "flash", "flex"]
 Results = tuple[Tensor, Tensor]
 
 
+@opaque
 def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of a ``flex_attention`` call; max_scores is empty unless wanted. options: ``kernel_options``."""
     check.tensors(call.query, call.key, call.value, call.enable_gqa)
@@ -30,6 +32,7 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
         return entry_points.flex(call, backend, options)
 
 
+@opaque
 def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> Results:
     """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
     cu_q, cu_k, used_q, used_k, pages = places.tables
@@ -46,6 +49,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
         return entry_points.flash(q, k, v, places, options, backend)
 
 
+@opaque
 def decode(given: Given, options: Options, backend: str | None) -> Results:
     """(out, lse) of a ``flash_attn_with_kvcache`` call."""
     if active := kinds.transforms():

@@ -18,7 +18,7 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
-from anyattn.custom_ops.define import opaque, operator
+from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.ir import codec
@@ -30,6 +30,7 @@ from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
 from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
+from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 

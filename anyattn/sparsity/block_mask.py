@@ -22,6 +22,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.list_stacks import stack_shapes
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
+from anyattn.tensors.dynamo import opaque
 
 __all__ = [
     "BlockMask",
@@ -432,6 +433,7 @@ def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[i
     return classes
 
 
+@opaque
 def build_block_mask(
     mask_mod: Callable,
     batch: tuple[int | None, int | None],
