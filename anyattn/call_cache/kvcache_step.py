@@ -7,6 +7,7 @@ rows, and calls whose checks hold for that capacity too share a signature.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,8 +42,9 @@ _of_room = signature(
 def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
     """The call, checked, and its plan; nothing is written. None where an operator takes the call."""
     may_grow = given.k is None and given.page_table is None
+    signed: dict[Callable, Signature | None] = {}
     for made in (_of_room, _of_call) if may_grow else (_of_call,):
-        found = made(given, options, backend)
+        found = signed[made] = made(given, options, backend)
         warm = known(found)
         if warm is not None and found is not None:
             return _warm_call(given, options, warm, found), warm.plan
@@ -52,7 +54,7 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
     larger = _with_room(call, options) if may_grow else None
     problem, made = (call.problem, _of_call) if larger is None else (larger, _of_room)
     plan = planner.choose(problem, hardware.of(given.q.device.type), backend)
-    found = made(given, options, backend)
+    found = signed[made]
     if found is not None:
         reach = append.reach(given.k_cache), append.reach(given.v_cache)
         again = partial(made, given, options, backend)
@@ -86,8 +88,9 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, found: Sign
     assert sizes is not None
     if given.k is not None:
         append.check_disjoint(given.k_cache, given.v_cache, warm.reach)
-    if sizes.page_size == 0:
-        sizes = sizes._replace(capacity=given.k_cache.shape[1])
+    rows = given.k_cache.shape[1]
+    if sizes.page_size == 0 and sizes.capacity != rows:
+        sizes = sizes._replace(capacity=rows)
     cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
     tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
     k, v = given.k_cache.transpose(1, 2), given.v_cache.transpose(1, 2)

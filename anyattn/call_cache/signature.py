@@ -69,9 +69,9 @@ _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_gr
 # ---- kinds
 
 
-def _tensor(size: str, *more: str) -> str:
+def _tensor(size: str, *more: str, strides: str = "{x}.stride()") -> str:
     """is_neg: the sign may be one that memory does not have."""
-    properties = ", ".join((size, "{x}.stride()", "{x}.dtype", "{x}.device", "{x}.is_neg()", *more))
+    properties = ", ".join((size, strides, "{x}.dtype", "{x}.device", "{x}.is_neg()", *more))
     return f"(None if {{x}} is None else ({properties}) if type({{x}}) in PLAIN else _refuse())"
 
 
@@ -85,7 +85,7 @@ class Kind:
     # the number of packed rows is not in the key; whether there are several is, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # room for a number of rows instead of the number, and of strides what plans look at
-    GROWING = _tensor("_room({x})", ALIGNMENT).replace("{x}.stride()", "_parts_of_strides({x})")
+    GROWING = _tensor("_room({x})", ALIGNMENT, strides="_parts_of_strides({x})")
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import UnreadSequences
 
@@ -59,7 +60,7 @@ def alike(rows: int) -> range:
 def room_for(rows: int) -> int:
     """The capacity that a cache of so many rows is planned for."""
     step = _step(rows)
-    return max(1, -(-rows // step)) * step
+    return max(1, ceil_div(rows, step)) * step
 
 
 def _step(rows: int) -> int:

@@ -31,7 +31,7 @@ MOST_TILES = 2**31  # of all batch entries and heads: lists of them are 8 GiB ea
 
 
 def check_many(batch: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]) -> None:
-    """Raises ``ValueError`` for lists of more tiles than ``MOST_TILES``, before memory for them is asked for."""
+    """Raises ``ValueError`` where lists would have more than ``MOST_TILES`` tiles, before any memory is allocated."""
     rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
     if (tiles := batch[0] * batch[1] * rows * columns) > MOST_TILES:
         raise ValueError(

@@ -83,7 +83,7 @@ class _Rounded(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's question whether to guard ``__torch_dispatch__`` from Dynamo, which imports it: two seconds for what nobody compiles."""
+        """False: torch then does not import Dynamo to guard ``__torch_dispatch__`` from it, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -182,11 +182,9 @@ def test_a_cache_that_grows_is_checked_once_for_many_lengths(name: str, noted: N
         warm, was_cold = noted.call(**given)
         assert was_cold == is_cold, rows
         launched, plan = noted.gpu.made[-1], noted.plans[-1]
-        known, kvcache_step.known = kvcache_step.known, lambda found: None
-        try:
+        with monkeypatch.context() as patch:
+            patch.setattr(kvcache_step, "known", lambda found: None)
             alone, was_cold = noted.call(**given)
-        finally:
-            kvcache_step.known = known
         assert was_cold and described(alone) == described(warm) and noted.plans[-1] == plan
         assert noted.gpu.made[-1][0] is launched[0] and noted.gpu.made[-1][1] == launched[1]  # kernel and grid
 
@@ -215,13 +213,8 @@ def test_an_aligned_row_and_an_odd_one_are_two_calls(noted: Noted) -> None:
         found = grown(rows)
         return found | {n: torch.randn(BATCH, rows, KV_HEADS, width).bfloat16()[..., :DIM] for n in ("k_cache", "v_cache")}
 
-    assert [noted.call(**given(*sizes))[1] for sizes in ((70, DIM), (71, DIM), (71, DIM + 8), (72, DIM + 4), (73, DIM + 4))] == [
-        1,
-        0,
-        0,
-        1,
-        0,
-    ]
+    sizes = (70, DIM), (71, DIM), (71, DIM + 8), (72, DIM + 4), (73, DIM + 4)
+    assert [noted.call(**given(*each))[1] for each in sizes] == [1, 0, 0, 1, 0]
 
 
 def test_numbers_of_masks_are_part_of_the_call(noted: Noted) -> None:

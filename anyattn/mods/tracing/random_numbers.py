@@ -119,7 +119,7 @@ def _refuse_clock(what: str) -> None:
 
 
 def _clock(called: Any) -> str | None:
-    """What a built-in function is called if it reads a clock, whatever it is given."""
+    """The name of a built-in function that reads a clock for any arguments; None for every other function."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, types.ModuleType):
         module = owner.__name__

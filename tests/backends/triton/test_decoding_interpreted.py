@@ -127,13 +127,11 @@ def test_a_growing_cache_is_read_to_its_end(monkeypatch):  # type: ignore[no-unt
         def mask(b, h, i, j, seen=seen, first=first):  # type: ignore[no-untyped-def]
             return seen[b, j + first[b]]
 
-        found = flash_attn_with_kvcache(q, k, v, cache_leftpad=first, causal=True, mask_mod=mask, backend="triton")
+        given = {"cache_seqlens": rows, "cache_leftpad": first, "causal": True}
+        out = flash_attn_with_kvcache(q, k, v, **given, mask_mod=mask, backend="triton")
         assert attention.size() == 1
-        attend = torch.nn.functional.scaled_dot_product_attention
-        shown = seen[:, :rows] & (torch.arange(rows) >= first[:, None])
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        right = attend(*heads_first, attn_mask=shown[:, None, None], enable_gqa=True).transpose(1, 2)
-        assert torch.allclose(found, right, atol=1e-5)
+        wanted = reference.cached(q, k, v, **given)
+        reference.judge(wanted.sequences, {"out": out}, lambda tensors, mask=mask: {"causal": True, "mask_mod": mask}, label=str(rows))
 
 
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"cache_leftpad": torch.tensor([0, 33, 7])}, {"num_splits": 3}], ids=str)
