@@ -319,6 +319,12 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 
     Source: split-KV decoding, "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
     """
+    return _combined(out_partial, lse_partial)
+
+
+@opaque
+def _combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """``flash_attn_combine``, which compiled code inlines: its backends are torch's operations or an operator."""
     out_partial, lse_partial = flash.combine_arguments(out_partial, lse_partial)
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

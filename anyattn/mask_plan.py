@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
-from anyattn.mods.compose import anded
+from anyattn.mods.compose import anded, conjuncts
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
@@ -103,8 +103,30 @@ def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
     if not others or abilities.most_lists is None:
         return MaskPlan(ranged, listed=others, always=always)
     if not abilities.lists_caches and problem.sequences is not None and problem.sequences.is_cache:
-        return MaskPlan(always=_hiding(parts))
+        return _without_lists(problem, abilities)
     return MaskPlan(listed=others[:1], always=_hiding([part for part in parts if part is not others[0]]))
+
+
+def _without_lists(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
+    """The plan of few rows, which are not worth lists: what has row ranges in the conjunction of all predicates says which tiles are
+    visited, the rest is evaluated in each of those."""
+    limits: list[TracedMod] = []
+    others: list[TracedMod] = []
+    places = tuple(range(len(problem.predicates)))
+    for mask in problem.predicates:
+        for part in conjuncts(mask):
+            (others if _few_ranges([part], abilities) is None else limits).append(part)
+    while limits and (ranges := _few_ranges(limits, abilities)) is None:
+        others.append(limits.pop())
+    ranged = (MaskPart(_joint(limits), places, ranges),) if limits else ()
+    always = (MaskPart(_joint(others), places, None),) if others else ()
+    return MaskPlan(ranged, always=always)
+
+
+def _few_ranges(masks: list[TracedMod], abilities: MaskAbilities) -> RowRanges | None:
+    """The row ranges of a conjunction, None where it has none, or more than the backend keeps."""
+    ranges = ranges_unread(_joint(masks))
+    return ranges if ranges is not None and ranges.count <= abilities.most_ranges and abilities.tiles_follow(ranges) else None
 
 
 def _beside_blocks(problem: Problem, abilities: MaskAbilities, parts: tuple[MaskPart, ...] | None = None) -> MaskPlan:
@@ -146,11 +168,17 @@ def _parts(problem: Problem, first: int, abilities: MaskAbilities) -> tuple[Mask
 
 
 def _part(problem: Problem, places: tuple[int, ...], abilities: MaskAbilities) -> MaskPart:
-    mask = anded([problem.predicates[at] for at in places])
-    assert mask is not None
+    mask = _joint([problem.predicates[at] for at in places])
     if abilities.reads_tensors:
         assert len(places) == 1, "the row ranges of conjunctions are derived without reading tensors"
         ranges = problem.row_ranges[places[0]]
     else:
         ranges = ranges_unread(mask)
     return MaskPart(mask, places, ranges if ranges is not None and ranges.count <= abilities.most_ranges else None)
+
+
+def _joint(masks: list[TracedMod]) -> TracedMod:
+    """The conjunction of one mask or more."""
+    found = anded(masks)
+    assert found is not None
+    return found

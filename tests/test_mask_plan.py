@@ -13,6 +13,7 @@ from anyattn.backends.hopper import make_config
 from anyattn.backends.torch import coverage
 from anyattn.backends.triton.codegen import programs
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
+from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.problem import Problem
@@ -116,12 +117,41 @@ def test_an_opaque_mask_is_evaluated_in_every_tile_unless_lists_are_given() -> N
     assert shown(mask_plan(problem_of("causal", "opaque", lists="follow"), abilities)) == "ranged 0:1, always 1:e"
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("triton", "always 0:e"), ("hopper", "made 0:e"), ("torch", "made 0:e")])
-def test_a_cache_has_lists_where_they_are_made_for_it(backend: str, expected: str) -> None:
+CACHED = {  # masks: (causal, window_size, mask_mod), (torch, triton, hopper)
+    "strided": ((False, (-1, -1), lambda b, h, q, k: (q - k) % 3 == 0), ("made 0:e", "always 0:e", "made 0:e")),
+    "causal, strided": ((True, (-1, -1), lambda b, h, q, k: (q - k) % 3 == 0), ("made 0:e", "always 0:e", "made 0:e")),  # of the last row
+    "window, document": (
+        (True, (7, 0), lambda b, h, q, k: IDS[q] == IDS[k]), ("ranged 0:1 1:1", "ranged 0+1:1, always 0+1:e", "made 0:e, always 1:1"),
+    ),
+    "a conjunction": (
+        (False, (-1, -1), lambda b, h, q, k: (q >= k) & ((k % 2 == 0) & (q - k < 8)) & (IDS[k] == 0)),
+        ("made 0:e", "ranged 0:1, always 0:e", "made 0:e"),
+    ),
+    "too many ranges": (
+        (False, (-1, -1), lambda b, h, q, k: ((k < 3) | (k > 9)) & ((k < 20) | (k > 30)) & (k % 2 == 0)),
+        ("made 0:e", "ranged 0:2, always 0:e", "made 0:e"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CACHED)
+def test_a_cache_has_lists_where_they_are_made_for_it(case: str, backend: str) -> None:
+    """Elsewhere the conjuncts that have row ranges say which tiles are visited, and show all that the mask shows."""
+    (causal, window, mask), expected = CACHED[case]
     q, cache = torch.zeros(2, 1, 2, 64), torch.zeros(2, LENGTH, 2, 64)
     given = kvcache.Given(q, cache, cache, cache_seqlens=torch.tensor([9, 40]))
-    problem = kvcache.cache_call(given, Options(mask_mod=MASKS["dilated"])).problem
-    assert shown(mask_plan(problem, BACKENDS[backend])) == expected
+    problem = kvcache.cache_call(given, Options(causal=causal, window_size=window, mask_mod=mask)).problem
+    found = mask_plan(problem, BACKENDS[backend])
+    assert shown(found) == expected[list(BACKENDS).index(backend)]
+    if backend == "triton":
+        places = torch.arange(LENGTH)
+        pairs = torch.tensor(0), torch.tensor(0), places[:, None], places[None]
+        parts = [part.mask for part in (*found.ranged, *found.always)]
+        by_plan, by_call = (
+            torch.stack([evaluate(m, *pairs).expand(LENGTH, LENGTH) for m in masks]).all(0) for masks in (parts, problem.predicates)
+        )
+        assert torch.equal(by_plan, by_call)
 
 
 def test_abilities_are_arguments_of_one_rule() -> None:

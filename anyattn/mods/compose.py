@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from anyattn.mods.ir.expr import Builder, Expr
-from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.trace import TracedMod, compact
 
-__all__ = ["anded", "chained", "turned"]
+__all__ = ["anded", "chained", "conjuncts", "turned"]
 
 
 def chained(first: TracedMod, second: TracedMod) -> TracedMod:
@@ -49,6 +49,19 @@ def _anded(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
     builder = Builder()
     shifted = _renumbered(second, {"scalar": scalars, "load": tensors, "tensor": tensors})
     return builder.build(builder.add("and", builder.copy(first), builder.copy(shifted)))
+
+
+def conjuncts(mask: TracedMod) -> list[TracedMod]:
+    """The masks of which ``mask`` is the conjunction, each with what it reads of its numbers and tensors; itself where it is none."""
+    places = mask.expr.conjuncts()
+    if len(places) == 1:
+        return [mask]
+    found = []
+    for at in places:
+        builder = Builder()
+        expr, scalars, tensors = compact(builder.build(builder.copy(mask.expr, at)), mask.tensors)
+        found.append(TracedMod("mask", expr, tuple([mask.scalars[s] for s in scalars]), tuple(tensors), mask.name))
+    return found
 
 
 def turned(mask: TracedMod) -> TracedMod:

@@ -19,6 +19,7 @@ from anyattn.sparsity.arguments import check_many, device_of, length, positions,
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "lists_of_mask", "tile_lists"]
 
@@ -59,13 +60,25 @@ def compute_block_sparsity(
         captured.load()
         made = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
         return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*made, (tile_m, tile_n), (seqlen_q, seqlen_k)))
-    tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
-    lengths = (positions("seqlen_q", seqlen_q), positions("seqlen_k", seqlen_k))
-    batch = 1 if batch_size is None else length("batch_size", batch_size)
-    heads = 1 if num_heads is None else length("num_heads", num_heads)
+    return _computed((tile_m, tile_n), (batch_size, num_heads), (seqlen_q, seqlen_k), mask_mod, aux_tensors, device, compute_full_blocks)
+
+
+@opaque
+def _computed(
+    tile: tuple[int, int],
+    batch: tuple[int | None, int | None],
+    lengths: tuple[int, int],
+    mask_mod: Callable,
+    aux_tensors: Sequence[Tensor] | None,
+    device: torch.device | str | None,
+    separate_full: bool,
+) -> BlockSparseTensors:
+    """``compute_block_sparsity`` outside compiled code: its arguments are checked here. batch: entries and heads."""
+    tile = (length("tile_m", tile[0], 1), length("tile_n", tile[1], 1))
+    lengths = (positions("seqlen_q", lengths[0]), positions("seqlen_k", lengths[1]))
+    counts = (1 if batch[0] is None else length("batch_size", batch[0]), 1 if batch[1] is None else length("num_heads", batch[1]))
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
-    where = device_of(device, traced)
-    lists = lists_of_mask(traced, lengths, tile, (batch, heads), where, compute_full_blocks)
+    lists = lists_of_mask(traced, lengths, tile, counts, device_of(device, traced), separate_full)
     fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
     return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
 

@@ -22,7 +22,8 @@ from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ra
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
-from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
+from anyattn.tensors.dynamo import opaque
+from anyattn.tensors.kinds import outside_transforms, refuse_hidden, refuse_hidden_captures
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
 
@@ -338,13 +339,29 @@ def compute_varlen_block_sparsity(
         captured.load()
         made = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
         return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*made, (tile_m, tile_n)))
-    tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
+    return _computed((tile_m, tile_n), num_heads, mask_mod, aux_tensors, tables, device, compute_full_blocks, layout)
+
+
+@opaque
+def _computed(
+    tile: tuple[int, int],
+    num_heads: int | None,
+    mask_mod: Callable,
+    aux_tensors: Sequence[Tensor] | None,
+    tables: tuple[Tensor | None, ...],
+    device: torch.device | str | None,
+    separate_full: bool,
+    layout: str,
+) -> VarlenBlockSparseTensors:
+    """``compute_varlen_block_sparsity`` outside compiled code: its arguments are checked here. tables: as ``varlen_lists_of_mask``'s."""
+    tile = (length("tile_m", tile[0], 1), length("tile_n", tile[1], 1))
     varlen_checks.check_layout(layout)
     for name, table in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True):
         refuse_hidden(name, table)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     refuse_hidden_captures(traced)
-    return varlen_lists_of_mask(traced, tile, num_heads, tables, device, compute_full_blocks, layout)
+    with outside_transforms():  # they would wrap the lengths, which the host reads
+        return varlen_lists_of_mask(traced, tile, num_heads, tables, device, separate_full, layout)
 
 
 def varlen_lists_of_mask(

@@ -8,6 +8,7 @@ dispatch are torch's. What torch could not run there either is refused here. Che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "belong_to_operators",
     "has_memory",
     "is_recorded",
+    "outside_transforms",
     "refuse",
     "refuse_batched",
     "refuse_forward_mode",
@@ -110,6 +112,11 @@ def transforms() -> list[str]:
     from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
     return [interpreter.key().name.lower() for interpreter in retrieve_all_functorch_interpreters()]
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Function transforms (``torch.func.grad``) are not active inside: for what none of their tensors enters (``refuse_hidden``)."""
+    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined,no-any-return]
 
 
 def _reason_against(t: Tensor) -> str | None:

@@ -35,7 +35,18 @@ def varlen(weight: Tensor) -> Tensor:
     return anyattn.flash_attn_varlen_func(Q[0], Q[0], Q[0], ENDS, ENDS, 10, 10, score_mod=lambda s, b, h, i, j: s * weight[h])
 
 
-@pytest.mark.parametrize("program", [flex, listed, flash, varlen])
+def tiles(weight: Tensor) -> Tensor:
+    """The lists of both makers, and the merge of two parts of the keys."""
+    lists = anyattn.compute_block_sparsity(8, 8, None, None, 16, 16, lambda b, h, i, j: i >= j, device="cpu")
+    dense = anyattn.flash_attn_func(Q, Q * weight[:, None], Q, block_sparse_tensors=lists, mask_mod=lambda b, h, i, j: i >= j)
+    lists = anyattn.compute_varlen_block_sparsity(8, 8, None, lambda b, h, i, j: i >= j, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
+    options = {"mask_mod": lambda b, h, i, j: i >= j, "block_sparse_tensors": lists, "return_lse": True}
+    out, lse = anyattn.flash_attn_varlen_func(Q[0], Q[0] * weight[:, None], Q[0], ENDS, ENDS, 10, 10, **options)
+    merged, _ = anyattn.flash_attn_combine(torch.stack([out, dense[0]]), torch.stack([lse, torch.zeros_like(lse)]).transpose(1, 2))
+    return merged
+
+
+@pytest.mark.parametrize("program", [flex, listed, flash, varlen, tiles])
 def test_torch_func_around_a_compiled_function(program: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo captures nothing there, and what it captures before and after stays as it is."""
     torch.compiler.reset()
@@ -59,4 +70,5 @@ def test_torch_func_around_a_compiled_function(program: Callable, monkeypatch: p
         again = given.clone().requires_grad_()
         assert torch.equal(torch.autograd.grad(compiled(again).square().sum(), again)[0], right)
     inside = {name.rpartition("/anyattn/")[2] for name in names if "/anyattn/" in name and "/tests/" not in name}
-    assert not inside & {"autograd.py", "call_cache/attention.py", "call_cache/calls.py", "mods/tracing/fingerprint.py", "problem.py"}
+    paths = {"autograd.py", "call_cache/attention.py", "call_cache/calls.py", "mods/tracing/fingerprint.py", "problem.py"}
+    assert not inside & (paths | {"mods/tracing/trace.py", "sparsity/device_lists.py", "sparsity/arguments.py", "validate/flash.py"})

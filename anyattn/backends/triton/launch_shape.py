@@ -13,7 +13,7 @@ import torch
 
 from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.backends.triton import tile_config
-from anyattn.backends.triton.codegen.assumptions import shape_of
+from anyattn.backends.triton.codegen.assumptions import reads_keys, shape_of
 from anyattn.backends.triton.codegen.programs import masks_of, program_of
 from anyattn.backends.triton.tile_config import Shape, Tiles
 from anyattn.hardware import Hardware
@@ -45,6 +45,9 @@ MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads with ``_UNDER_WAY`` bytes of loads in flight
 _UNDER_WAY = 64 << 10
 _MORE = 0.77  # the power with which more bytes help
+_WAITED = (
+    26 << 10
+)  # bytes of a multiprocessor's share that pass while a program waits for what its mods load at a tile's keys, about 0.7 us
 _BEND = 3  # for each tile loaded ahead: how sharply the throughput of more and more programs saturates at the bandwidth
 _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
 _MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
@@ -172,6 +175,7 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
             programs=row_tiles * heads * batch, key_tiles=ceil_div(_most_seen(problem), tiles.tile_n),
             tile_bytes=tiles.tile_n * (shape.d + shape.dv) * size, stages=max(1, tiles.num_stages - 1),
             resident=tile_config.resident(tiles, shape, hardware.capability), partial_bytes=problem.q.shape[:3].numel() * shape.dv * 4,
+            waits=any(reads_keys(mod.expr) for mod in (problem.score, *problem.predicates) if mod is not None),
         ),
         sm_count,
     )  # fmt: skip
@@ -203,6 +207,7 @@ class Reading(NamedTuple):
 
     programs: in one piece. key_tiles: the most that a program visits. tile_bytes: of its keys and values. stages: tiles that a program has
     asked for at a time. resident: programs that a multiprocessor holds at once. partial_bytes: of one piece's outputs, all rows together.
+    waits: mods load values at the keys, which no program asks for ahead.
     """
 
     programs: int
@@ -211,6 +216,7 @@ class Reading(NamedTuple):
     stages: int
     resident: int
     partial_bytes: int
+    waits: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -234,6 +240,8 @@ def pieces_of(reading: Reading, sm_count: int) -> int:
 def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
     """In bytes read at the device's bandwidth."""
     alone = _ALONE * (reading.stages * reading.tile_bytes / _UNDER_WAY) ** _MORE
+    if reading.waits:
+        alone = 1 / (1 / alone + _WAITED / reading.tile_bytes)
     bend = _BEND * reading.stages
 
     def progress(running: int) -> float:

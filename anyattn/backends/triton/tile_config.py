@@ -38,7 +38,8 @@ _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
 _REGISTERS = 1 << 16  # of a multiprocessor, in which a tile's scores lie; Triton itself knows no tiles of more than 16 times as many
 _WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
-# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower.
+# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower;
+# not where mods load values at the keys.
 _FEWEST, _MORE_WARPS = 16, 12
 
 
@@ -247,7 +248,7 @@ def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> 
     step = tiles.tile_n * (shape.d + shape.dv)
     passed = tiles.tile_n * (not is_warpgroup)  # weights, which a warp group's products take from registers
     used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
-    is_fewest = architecture(capability) == "sm_90" and tiles.tile_m <= _FEWEST and shape.dtype.itemsize == 2
+    is_fewest = architecture(capability) == "sm_90" and tiles.tile_m <= _FEWEST and shape.dtype.itemsize == 2 and not shape.columns
     warps = _MORE_WARPS if is_fewest else _WARPS
     return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), warps // tiles.num_warps))
 

@@ -95,7 +95,8 @@ class _Sizes:
         """Rows of the keys up to the last query, int32 (B,); None where these are all."""
         if self.is_aligned:
             return None
-        end = self.distance + self.queries
+        behind = self.queries - self.kv_offset  # the first query: one operation for a tensor
+        end = self.q_offset + behind
         if isinstance(end, Tensor):
             return end.to(torch.int32).expand(self.batch)
         return self.of_all(end)
@@ -144,7 +145,7 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
         mods = [_on_cache(f, padding.leftpad, sizes.kv_offset) for f in form.rest]
         if padding.visible is not None:
             mods.append(_on_cache(_visible(padding.visible), padding.leftpad, sizes.kv_offset))
-        mod = and_masks(*mods) if mods else None
+        mod = None if not mods else mods[0] if len(mods) == 1 else and_masks(*mods)
         lengths = sizes.in_use()
         if lengths is None and not is_read:
             lengths = sizes.of_all(sizes.keys)  # one for all layers, each of which would make it on the GPU

@@ -42,7 +42,7 @@ def document_form(expr: Expr) -> DocumentForm | None:
     """
     if len(expr.outputs) != 1:
         return None
-    parts = _anded(expr)
+    parts = expr.conjuncts()
     found = [(part, slot) for part in parts if (slot := _compared_ids(expr, expr.nodes[part])) is not None]
     if len(found) != 1:
         return None
@@ -77,20 +77,6 @@ def ignores_origin(expr: Expr) -> bool:
         stays = node.op == "score" or dep.diagonal or not (dep.q or dep.kv or dep.score)
         same.append(not dep.b and (stays or (bool(node.args) and node.op != "native" and all(same[a] for a in node.args))))
     return all(same[o] for o in expr.outputs)
-
-
-def _anded(expr: Expr) -> list[int]:
-    """The masks whose conjunction the output is, in order."""
-    found: list[int] = []
-    stack = [expr.outputs[0]]
-    while stack:
-        position = stack.pop()
-        node = expr.nodes[position]
-        if node.op == "and" and node.dtype is torch.bool:
-            stack.extend(reversed(node.args))
-        elif position not in found:
-            found.append(position)
-    return found
 
 
 def _compared_ids(expr: Expr, node: Node) -> int | None:

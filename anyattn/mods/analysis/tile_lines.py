@@ -19,7 +19,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, Node, category
 
 __all__ = [
-    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "conjuncts", "demanded",
+    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "demanded",
     "least_divisor", "slopes", "split",
 ]  # fmt: skip
 
@@ -317,18 +317,6 @@ def _joined(kind: type[All] | type[Some], parts: Sequence[Bits]) -> Bits:
 # ---- a mask's conjuncts
 
 
-def conjuncts(expr: Expr) -> list[int]:
-    """The nodes of which a mask is the conjunction."""
-    found, pending = [], [expr.outputs[0]]
-    while pending:
-        at = pending.pop()
-        if expr.nodes[at].op == "and" and expr.nodes[at].dtype is torch.bool:
-            pending += reversed(expr.nodes[at].args)
-        elif at not in found:
-            found.append(at)
-    return found
-
-
 @lru_cache(maxsize=1024)
 def split(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> tuple[tuple[Expr, ...], Expr | None]:
     """A mask as (conjuncts of which ``bits`` are known, the conjunction of the others or None); the slots of all are the mask's.
@@ -342,7 +330,7 @@ def split(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> tupl
     whole: list[int] = []
     pieces: list[int] = []
     others: list[int] = []
-    for at in conjuncts(expr):
+    for at in expr.conjuncts():
         builder = Builder()
         tree = bits(builder.build(builder.copy(expr, at)), index, extent, box, least)
         (others if tree is None else pieces if isinstance(tree, Pieces) else whole).append(at)

@@ -196,6 +196,18 @@ class Expr:
         """The expression of the first output alone, which a builder puts before what only later ones need."""
         return Expr(self.nodes[: self.outputs[0] + 1], self.outputs[:1])
 
+    def conjuncts(self) -> list[int]:
+        """The nodes of which a mask's output is the conjunction, in order."""
+        found: list[int] = []
+        pending = [self.outputs[0]]
+        while pending:
+            at = pending.pop()
+            if self.nodes[at].op == "and" and self.nodes[at].dtype is torch.bool:
+                pending += reversed(self.nodes[at].args)
+            elif at not in found:
+                found.append(at)
+        return found
+
     @cached_property
     def uses_score(self) -> bool:
         return any(node.op == "score" for node in self.nodes)

@@ -232,7 +232,7 @@ def trace(
             raise told from error
     if before is not None:
         check_draws(fn, before, run)
-    expr, scalars, tensors = _compact(computed.of_first_output(), tracer.tensors)
+    expr, scalars, tensors = compact(computed.of_first_output(), tracer.tensors)
     is_kept = memo is not None and not tracer.reads_values
     source = memo.remember(computed, expr, scalars, tensors, numbers, pinned) if is_kept else None  # type: ignore[union-attr]
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
@@ -360,7 +360,7 @@ def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, n
     """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
     with InterceptCaptured(tracer):
         expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
-    expr, scalars, tensors = _compact(expr, tracer.tensors)
+    expr, scalars, tensors = compact(expr, tracer.tensors)
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
 
 
@@ -380,7 +380,7 @@ def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtyp
     return tracer.cast(value.node, score_dtype)
 
 
-def _compact(expr: Expr, tensors: list[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
+def compact(expr: Expr, tensors: Sequence[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
     """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys whatever else they capture."""
     scalars: list[int] = []
     slots: list[int] = []

@@ -134,6 +134,26 @@ def test_a_growing_cache_is_read_to_its_end(monkeypatch):  # type: ignore[no-unt
         reference.judge(wanted.sequences, {"out": out}, lambda tensors, mask=mask: {"causal": True, "mask_mod": mask}, label=str(rows))
 
 
+SEEN = torch.rand(4, 99, generator=torch.Generator().manual_seed(1)) < 0.7
+LIMITED = {  # what has row ranges, beside what is asked of each pair
+    "window": {"window_size": (9, 0), "mask_mod": lambda b, h, i, j: SEEN[b, j]},
+    "conjunction": {"mask_mod": lambda b, h, i, j: SEEN[b, j] & (i - j < 10) & ((i + j) % 3 > 0) & (j >= b)},
+    "two ranges": {"mask_mod": lambda b, h, i, j: ((j < 3) | (i - j < 10)) & SEEN[b, j]},
+    "no key": {"mask_mod": lambda b, h, i, j: (j > i) & SEEN[b, j]},
+}
+
+
+@pytest.mark.parametrize("page_size", [0, 5])
+@pytest.mark.parametrize("kind", LIMITED)
+def test_a_mask_of_which_part_has_row_ranges(kind, page_size):  # type: ignore[no-untyped-def]
+    given = cache_tests.arguments(replace(RAGGED, page_size=page_size, rotary_dim=0)) | {"causal": True}
+    options = {"window_size": (-1, -1)} | LIMITED[kind]
+    found = [decoded(given, **options, num_splits=splits)[:2] for splits in (1, 3)]
+    wanted = reference.cached(**{n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items() if n != "causal"})
+    for out, lse in found:
+        reference.judge(wanted.sequences, {"out": out, "lse": lse}, lambda tensors: {"causal": True} | options, label=kind)
+
+
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"cache_leftpad": torch.tensor([0, 33, 7])}, {"num_splits": 3}], ids=str)
 def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
     """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""

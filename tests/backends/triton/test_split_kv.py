@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import anyattn
 from anyattn import hardware
 from anyattn.backends.triton import launch_shape, tile_config
 from anyattn.backends.triton.launch_shape import Reading, pieces_of
+from anyattn.call_cache import attention
 from anyattn.problem import Problem
+from tests.support.no_reading import noted_launches
 
 H200 = 132  # multiprocessors
 # GB/s of one query a sequence by number of pieces (H200, 2026-11-21, 1157500): bfloat16, head dimension 128, tiles of 16 x 128, of which
@@ -28,6 +31,16 @@ MEASURED_AHEAD = {
     (64, 32, 8, 4096): {1: 250, 2: 260, 3: 260, 4: 261, 6: 264, 8: 267, 12: 277, 16: 295, 24: 352, 32: 425},
     (1, 32, 8, 131072): {1: 1681, 2: 841, 3: 564, 4: 426, 6: 287, 8: 218, 12: 154, 16: 130, 24: 152, 32: 136},
     (128, 64, 8, 2048): {1: 254, 2: 269, 3: 272, 4: 276, 6: 290, 8: 308, 12: 375, 16: 438, 24: 559, 32: 697},
+}
+# Microseconds of a step whose mask_mod loads a value at each key, by (sequences, query heads, K/V heads, keys, head dimension): tiles of
+# 16 x 64, of D 64 of 16 x 128 (H200, 2026-11-23, after b5ce092).
+MEASURED_WAITING = {
+    (8, 32, 8, 1024, 128): {1: 27.7, 2: 21.9, 3: 22.1, 4: 20.5, 6: 26.2, 8: 24.4, 16: 31.3},
+    (8, 32, 8, 4224, 128): {1: 99.6, 2: 68.7, 3: 54.1, 4: 49.3, 6: 59.0, 8: 54.9, 16: 64.7},
+    (8, 64, 8, 4224, 64): {1: 61.7, 2: 42.5, 3: 38.6, 4: 35.7, 6: 44.4, 8: 41.5, 16: 49.1},
+    (32, 32, 8, 1024, 128): {1: 40.4, 2: 52.6, 3: 57.1, 4: 64.3, 6: 68.4, 8: 78.0, 16: 105.4},
+    (2, 32, 8, 1024, 128): {1: 25.6, 2: 18.9, 3: 16.4, 4: 13.9, 6: 12.8, 8: 11.9, 16: 11.9},
+    (64, 32, 8, 1024, 128): {1: 77.0, 2: 96.8, 3: 100.6, 4: 115.7, 6: 122.3, 8: 140.9, 16: 202.0},
 }
 RATES = [(shape, rates, 128) for shape, rates in MEASURED.items()]
 RATES += [(shape, {s: 1e6 / us for s, us in times.items()}, 64) for shape, times in MEASURED_AHEAD.items()]
@@ -57,6 +70,29 @@ def test_the_model_follows_what_was_measured(shape: tuple[int, ...], rates: dict
     best = max(times, key=lambda s: rates[s])
     for s, time in times.items():
         assert abs(times[best] / time * rates[best] / rates[s] - 1) < 0.15, (s, times[best] / time, rates[s] / rates[best])
+
+
+@pytest.mark.parametrize("shape", MEASURED_WAITING, ids=str)
+def test_a_mask_that_loads_values_is_cut_into_more_pieces(shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by what a window beside it shows: its keys are read alone."""
+    batch, heads, heads_kv, keys, dim = shape
+    q, k = torch.empty(batch, 1, heads, dim, dtype=torch.bfloat16), torch.empty(batch, keys, heads_kv, dim, dtype=torch.bfloat16)
+    visible = torch.ones(batch, keys, dtype=torch.bool)
+    attention.clear()
+    launches = noted_launches(monkeypatch, (9, 0))
+
+    def made(**options: Any) -> tuple[int, dict[str, Any]]:
+        launches.made.clear()
+        anyattn.flash_attn_with_kvcache(q, k, k, causal=True, mask_mod=lambda b, h, i, j: visible[b, j], **options)
+        (_, grid, *_, constants) = launches.made[0]
+        return grid[2] // batch, constants
+
+    splits, constants = made()
+    assert (constants["TILE_M"], constants["TILE_N"]) == (16, 64 if dim == 128 else 128)
+    times = MEASURED_WAITING[shape]
+    assert times[splits] <= 1.05 * min(times.values())
+    assert made(window_size=(127, 0))[0] == 1
+    attention.clear()
 
 
 def test_small_caches_stay_whole() -> None:

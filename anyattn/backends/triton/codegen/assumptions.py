@@ -64,6 +64,12 @@ def has_pairs(expr: Expr) -> bool:
     return any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
+@lru_cache(maxsize=4096)
+def reads_keys(expr: Expr) -> bool:
+    """Whether values are loaded at each key that a row visits."""
+    return any(node.op == "load" and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
+
+
 @lru_cache(maxsize=8)
 def is_nvidia(device_type: str) -> bool:
     """Whether the kernels may hold NVIDIA's own instructions."""
