@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.bars import Bar, Found, one, some
-from benchmarks.gpu.cases import CAUSAL_SCORES, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
+from anyattn.testing.harness.case import OURS
+from benchmarks.bars import Bar, Found, one, probe, some
+from benchmarks.gpu.cases import CAUSAL_SCORES, DETERMINISTIC, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
 
 __all__ = ["BARS"]
 
 _FA4, _FLEX = ("fa4",), ("flex-triton", "flex-flash", "cudnn-fe")
 _TABLE = [v for v in (*MASK_VARIANTS, *SCORE_VARIANTS) if v != "head_bias"]  # the variants of the peers' table
+_LEARNING = {"head_bias": ("(H,)", 1.2), "t5_bias": ("(H, S)", 1.3), "pair_bias": ("(B, H, S, S)", 1.6), "bucket_bias": ("(32, H)", 1.3)}
 
 
 def _names(group: str) -> list[str]:
@@ -27,6 +29,15 @@ def _share_of_causal(name: str) -> Bar:
     return Bar(f"backward, {name}: rate over causal's", 0.85, share, aim=0.95)
 
 
+def _captured_bars() -> list[Bar]:
+    bars = []
+    for name in _names("captured-backward"):
+        shape, most = _LEARNING[name.split("/")[1]]
+        bars += some(f"backward with a captured {shape} gradient, time over that without", [name], ("anyattn-frozen",), most, is_time=True)
+    return bars
+
+
+_FIXED = [_variant(v) for v in DETERMINISTIC]
 BARS: list[Bar] = [
     *some("dense backward vs the faster of FA4 and cuDNN", _names("dense-backward"), ("cudnn", *_FA4), 0.93, 1.0, 1.08),
     *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.1) for name in _names("dims-backward")),
@@ -35,4 +46,9 @@ BARS: list[Bar] = [
     *(_share_of_causal(v) for v in CAUSAL_SCORES),
     *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.15) for name in (*_names("native-backward"), *_names("packed-backward"))),
     *(one(f"backward, {name}, vs the best flex", name, _FLEX, 1.0, 1.5) for name in _names("partial-backward")),
+    *some("deterministic backward, time over the default's", _FIXED, (OURS,), 1.10, mine="anyattn-deterministic", is_time=True),
+    *_captured_bars(),
+    probe("first backward call, cold disk cache", "training-call", "cold_s", 6, "s"),
+    probe("first backward call, warm disk cache", "training-call", "warm_s", 0.5, "s"),
+    probe("host time of a call of flex_attention and its backward pass", "training-call", "host_us", 70, "us"),
 ]

@@ -15,6 +15,7 @@ __all__ = [
     "CAUSAL_SCORES",
     "DECODE",
     "DENSE",
+    "DETERMINISTIC",
     "FA2",
     "FA3",
     "FLASH_ATTENTION",
@@ -38,6 +39,7 @@ _SEQLEN = 8192
 
 MASK_VARIANTS = ("full", "causal", "sliding_window", "document", "document-causal", "prefix", "sink_window")
 SCORE_VARIANTS = ("alibi", "t5_bias", "softcap", "head_bias")
+DETERMINISTIC = ("causal", "document", "alibi")  # of which a backward pass is timed with ``deterministic=True`` too
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
 _BUILT = ("causal", "equal-documents-causal")
@@ -119,13 +121,17 @@ TRAINING = [
     *(replace(c, group="dense-backward", peers=(_TRITON_TOO, "cudnn", "fa4"), is_backward=True) for c in DENSE),
     *(_training("dims-backward", "flash", "causal", Shape.square(_SEQLEN, 16, d, 2), "fa4") for d in (96, 80)),
     _training("dims-backward", "flash", "causal", replace(Shape.square(_SEQLEN, 16, 192, 2), head_dim_v=128), "fa4"),
-    *(_training("variants-backward", "flex", v, _SQUARE, *_FLEX, "cudnn-fe") for v in (*MASK_VARIANTS, *SCORE_VARIANTS)),
+    *(
+        _training("variants-backward", "flex", v, _SQUARE, *_FLEX, "cudnn-fe", *(["anyattn-deterministic"] if v in DETERMINISTIC else []))
+        for v in (*MASK_VARIANTS, *SCORE_VARIANTS)
+    ),
     _training("native-backward", "flash", "causal", _GROUPED, "fa4"),
     _training("native-backward", "flash", "causal", Shape.square(512, 16, 128, 64), "fa4"),
     _training("native-backward", "flash", "narrow_window", Shape(2, 64, 8, _SEQLEN, _SEQLEN, 64), "fa4"),
     *(_training("packed-backward", "varlen", v, _SQUARE, "fa4") for v in ("document", "document-causal")),
     *(_training("packed-backward", "varlen", f"many-{v}", Shape.square(65_536, 16, 128), "fa4") for v in ("documents", "documents-causal")),
     *(_training("partial-backward", "flex", v, _partial(v), *_FLEX) for v in _PARTIAL),
+    *(replace(c, group="captured-backward", peers=("anyattn-frozen", "flex-triton"), backend=None) for c in GRADIENTS),
 ]
 PARTIAL = [gpu_case("partial", "flex", v, _partial(v), (_TRITON_TOO, *_FLEX)) for v in _PARTIAL]
 MASKS = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -39,6 +40,37 @@ def _first_call() -> dict[str, Any]:
         torch.cuda.synchronize()
         found[name] = time.perf_counter() - start
     found["backend"] = anyattn.explain(q, k, v, mask_mod=anyattn.masks.causal()).plan.backend
+    return found
+
+
+def _training_call() -> dict[str, Any]:
+    """The first backward call of a process, and what the host spends on a call and its backward pass once all is known."""
+    import torch
+
+    import anyattn
+
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16).unbind())
+    torch.autograd.grad((q @ k.transpose(2, 3)).sum(), (q, k))  # CUDA's context, cuBLAS and autograd's thread are not ours
+    gradient, mask, found = torch.randn_like(q), anyattn.masks.causal(), dict[str, Any]()
+
+    def call() -> Any:
+        return anyattn.flex_attention(q, k, v, mask_mod=mask)
+
+    out = call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    torch.autograd.grad(out, (q, k, v), gradient)
+    torch.cuda.synchronize()
+    found["causal"] = time.perf_counter() - start
+    times = []
+    for _ in range(40):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):  # fewer than a queue holds
+            torch.autograd.grad(call(), (q, k, v), gradient)
+        times.append((time.perf_counter() - start) / 10)
+    found["host_us"] = statistics.median(times[10:]) * 1e6
+    found["backend"] = anyattn.explain(q, k, v, mask_mod=mask).plan.backend
     return found
 
 
@@ -109,6 +141,7 @@ def _compiled_call() -> dict[str, Any]:
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": _memory,
     "first-call": _first_call,
+    "training-call": _training_call,
     "compilations": lambda: _compilations(_hopper_kernels, None),
     "compilations-triton": lambda: _compilations(_triton_kernels, "triton"),
     "compiled-call": _compiled_call,
@@ -129,14 +162,14 @@ def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu")
         return _in_process(name, dict(os.environ), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **dict.fromkeys(CACHE_FOLDERS, folder)}  # empty at first, and nobody else's is spoilt
-        if name != "first-call":
+        if name not in ("first-call", "training-call"):
             return _in_process(name, environment, timeout_s)
         cold, warm = (_in_process(name, environment, timeout_s) for _ in range(2))
     found: dict[str, Any] = {"cold": cold, "warm": warm}
     for key, figures in (("cold_s", cold), ("warm_s", warm)):
         if figures.get("backend", "torch") != "torch":  # torch's operations compile nothing: no figure for the bars
             found[key] = figures["causal"]
-    return found
+    return found | {key: warm[key] for key in ("host_us",) if key in warm}
 
 
 def _in_process(name: str, environment: dict[str, str], timeout_s: float) -> dict[str, Any]:

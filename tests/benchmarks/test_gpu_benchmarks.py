@@ -341,6 +341,7 @@ def _everything() -> Found:
     kernels = {"random_shapes": 1, "new_closure": 0}
     probed: dict[str, dict[str, Any]] = {
         "first-call": {"cold_s": 1.0, "warm_s": 0.1},
+        "training-call": {"cold_s": 1.0, "warm_s": 0.1, "host_us": 50.0},
         "compilations": kernels,
         "compilations-triton": kernels,
     }
@@ -408,7 +409,8 @@ def test_a_probe_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(process.subprocess, "run", lambda *a, **k: Done)
     assert probes.measure("compilations") == {"error": "RuntimeError: no GPU"}
-    assert probes.measure("first-call") == {"cold": {"error": "RuntimeError: no GPU"}, "warm": {"error": "RuntimeError: no GPU"}}
+    for name in ("first-call", "training-call"):
+        assert probes.measure(name) == {"cold": {"error": "RuntimeError: no GPU"}, "warm": {"error": "RuntimeError: no GPU"}}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
