@@ -44,32 +44,35 @@ def _first_call() -> dict[str, Any]:
 
 
 def _training_call() -> dict[str, Any]:
-    """The first backward call of a process, and what the host spends on a call and its backward pass once all is known."""
+    """The first backward call of a process, and what the host spends on a call and its backward pass once all is known; of torch's SDPA
+    the same, for how long autograd itself takes there."""
     import torch
 
     import anyattn
 
     q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16).unbind())
-    torch.autograd.grad((q @ k.transpose(2, 3)).sum(), (q, k))  # CUDA's context, cuBLAS and autograd's thread are not ours
+    scores = q @ k.transpose(2, 3)
+    torch.autograd.grad(scores, (q, k), torch.ones_like(scores))  # CUDA's context, cuBLAS, autograd's thread and imports are not ours
     gradient, mask, found = torch.randn_like(q), anyattn.masks.causal(), dict[str, Any]()
-
-    def call() -> Any:
-        return anyattn.flex_attention(q, k, v, mask_mod=mask)
-
-    out = call()
+    calls: dict[str, Callable[[], Any]] = {
+        "host_us": lambda: anyattn.flex_attention(q, k, v, mask_mod=mask),
+        "host_us_sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    out = calls["host_us"]()
     torch.cuda.synchronize()
     start = time.perf_counter()
     torch.autograd.grad(out, (q, k, v), gradient)
     torch.cuda.synchronize()
     found["causal"] = time.perf_counter() - start
-    times = []
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(40):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):  # fewer than a queue holds
-            torch.autograd.grad(call(), (q, k, v), gradient)
-        times.append((time.perf_counter() - start) / 10)
-    found["host_us"] = statistics.median(times[10:]) * 1e6
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(10):  # fewer than a queue holds
+                torch.autograd.grad(call(), (q, k, v), gradient)
+            times[name].append((time.perf_counter() - start) / 10)
+    found |= {name: statistics.median(seconds[10:]) * 1e6 for name, seconds in times.items()}
     found["backend"] = anyattn.explain(q, k, v, mask_mod=mask).plan.backend
     return found
 
@@ -169,7 +172,7 @@ def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu")
     for key, figures in (("cold_s", cold), ("warm_s", warm)):
         if figures.get("backend", "torch") != "torch":  # torch's operations compile nothing: no figure for the bars
             found[key] = figures["causal"]
-    return found | {key: warm[key] for key in ("host_us",) if key in warm}
+    return found | {key: warm[key] for key in ("host_us", "host_us_sdpa") if key in warm}
 
 
 def _in_process(name: str, environment: dict[str, str], timeout_s: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
-from anyattn.backends.hopper.backward_config import RowsConfig
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, key_order, key_order_of_documents, order_where, ragged_lists_by_key, row_tiles
 from anyattn.backends.hopper.compile.launch import is_compiling, launch
 from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways
@@ -49,6 +49,7 @@ class _Results(NamedTuple):
     delta: Tensor | None
 
 
+_rows_configs: dict[tuple, RowsConfig] = {}
 _NO_LISTS: tuple[Tensor | None, ...] = (None,) * 5
 _Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -106,15 +107,12 @@ def _launch_all(
         order = order._replace(entries=entries)
     elif special.listed is not None:
         lists = _lists_of(problem, special)
-    about = (config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m)
     out, lse, dout, dlse, delta = results
-    before = RowsConfig(*about, is_after=False, has_dlse=dlse is not None, has_entries=config.has_entries)
-    launch(before, (out, dout, lse, dlse, delta, order.entries, *rows))
+    launch(_rows_config(config, False, dlse is not None), (out, dout, lse, dlse, delta, order.entries, *rows))
     key_tiles = order.tiles(problem.k.shape[2], config.tiles.tile_n)
     _launch_products(problem, special, (*lists, *order), key_tiles, dout, dk, dv, rows, totals)
     if problem.q.requires_grad:
-        after = RowsConfig(*about, is_after=True, has_entries=config.has_entries)
-        launch(after, (rows.sums, dq, order.entries, guard, problem.scale))
+        launch(_rows_config(config, True, False), (rows.sums, dq, order.entries, guard, problem.scale))
 
 
 def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
@@ -148,6 +146,12 @@ def _readable(t: Tensor) -> Tensor:
     size = t.element_size()
     is_so = t.stride(3) == 1 and t.data_ptr() % 16 == 0 and not any(s * size % 16 for s, n in zip(t.stride()[:3], t.shape[:3]) if n > 1)
     return t if is_so else t.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:
+    """One object for all calls: kernels are kept with it."""
+    key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries
+    return _rows_configs.get(key) or _rows_configs.setdefault(key, RowsConfig(*key))
 
 
 def _rows_of(problem: Problem, special: BackwardSpecial) -> _Rows:
