@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 
 TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies hopper lists varlen device fuzz compiled)
 
-.PHONY: demo test test-gpu test-long lint format fuzz bench bench-gpu docs setup clean
+.PHONY: demo test test-gpu test-long lint style types format fuzz bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -49,10 +49,14 @@ demo: $(STAMP)
 	$(BIN)/python examples/serve.py
 	$(BIN)/python examples/finetune.py
 
-lint: $(STAMP)
+style: $(STAMP)
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+lint: style types
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -64,11 +68,20 @@ format: $(STAMP)
 # others would import torch once more for each worker; threads that wait for one another leave the core to the other worker.
 PYTEST := TORCHINDUCTOR_COMPILE_THREADS=1 OMP_WAIT_POLICY=passive MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-test: lint
-	$(PYTEST) -m "not slow" $(ARGS)
+# pytest with mypy and import-linter beside it, which one core alone would do first; what they say comes last
+define with_types
+@mkdir -p build
+@$(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
+	$(PYTEST) $(1); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.txt; \
+	exit $$((tests ? tests : types))
+endef
 
-test-long: lint
-	$(PYTEST) $(ARGS)
+test: style
+	$(call with_types,-m "not slow" $(ARGS))
+
+test-long: style
+	$(call with_types,$(ARGS))
 
 fuzz: $(STAMP)
 	ANYATTN_FUZZ_EXAMPLES=$(FUZZ) $(PYTEST) --timeout 0 tests/fuzz $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -199,6 +200,7 @@ def _launch_products(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int) -> int:
     """How many heads go side by side where tiles of keys are seen by more rows than others, which then come first: so many that none of the
     long ones is begun alone in the end, unless there is so much else to do that it makes no difference.
