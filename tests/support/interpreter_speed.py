@@ -271,9 +271,31 @@ def mend_rewriting() -> None:
         nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
         return {(node.name, min(x.lineno for x in (node, *node.decorator_list))): node for node in nodes}
 
+    @lru_cache(maxsize=64)
+    def lines_of(text: str) -> list[str]:
+        return text.splitlines(keepends=True)
+
+    def alone(text: str, name: str, line: int) -> ast.FunctionDef | None:
+        """A function at the top of its module, parsed without the rest of it; None for any other."""
+        lines = lines_of(text)
+        start = last = line - 1
+        while last < len(lines) and lines[last].startswith("@"):
+            last += 1
+        last += 1
+        while last < len(lines) and lines[last][0] in " )\n":
+            last += 1
+        try:
+            body = ast.parse("".join(lines[start:last])).body
+        except SyntaxError:
+            return None
+        if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].name != name:
+            return None
+        node: ast.FunctionDef = ast.increment_lineno(body[0], start)
+        return node
+
     @lru_cache(maxsize=4096)
     def code_of(text: str, file: str, name: str, line: int) -> CodeType | None:
-        node = functions_of(text).get((name, line))
+        node = alone(text, name, line) or functions_of(text).get((name, line))
         if node is None:
             return None
         node.decorator_list = []
