@@ -12,10 +12,8 @@ __all__ = ["in_order"]
 # make the others wait.
 _LONGEST = (
     "backends/triton/test_in_the_interpreter.py",
-    "sparsity/kernels/test_block_lists.py::test_in_the_interpreter",
     "backends/hopper/test_cute_mod.py::test_kernels_compile_for_hopper_without_spilling",
     "backends/hopper/test_plan_and_compile.py::test_kernels_compile_for_hopper_without_spilling",
-    "backends/triton/test_decoding.py::test_in_the_interpreter",
     "backends/hopper/test_launch.py::test_what_one_process_compiled_another_loads_without_the_compiler",
     "custom_ops/test_aoti.py",
     "benchmarks/test_transformers_gpu.py",
