@@ -19,8 +19,10 @@ flex = anyattn.flex_attention
 def results(
     case: cases.Case, want: cases.Expected, backward: bool = True, forward_is: Callable[[dict[str, Tensor]], None] | None = None, **options
 ) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    """out, lse and all gradients of the case, computed in poisoned memory; without LSE if ``want`` has none. forward_is: called with out and
-    lse before the backward pass, which it spares if it raises."""
+    """out, lse and all gradients of the case, computed in poisoned memory; without LSE if ``want`` has none.
+
+    forward_is: called with out and lse before the backward pass, which is not run if it raises.
+    """
     leaves = [t.clone().requires_grad_(backward) for t in (want.q, want.k, want.v)]
     sink = None if want.sink is None else want.sink.clone().requires_grad_(backward)
     tensors = tuple(t.clone().requires_grad_(backward) if t.is_floating_point() else t for t in want.tensors)

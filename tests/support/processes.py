@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.support.limits import HANG
@@ -36,7 +37,7 @@ class Run(NamedTuple):
 
     files: Sequence[str]
     options: Sequence[str] = ()
-    variables: dict[str, str | None] = {}
+    variables: Mapping[str, str | None] = MappingProxyType({})
 
 
 def in_the_interpreter(*files: str, options: Sequence[str] = (), seconds: float | None = HANG, **more: str) -> str:
@@ -46,7 +47,7 @@ def in_the_interpreter(*files: str, options: Sequence[str] = (), seconds: float 
 
 def all_in_the_interpreter(runs: Sequence[Run], seconds: float | None = HANG) -> str:
     """Runs test files by Triton's interpreter, one run after the other in one process, and returns pytest's reports."""
-    given = [(run.variables, [*_QUIETLY, *run.options, *(str(TESTS / file) for file in run.files)]) for run in runs]
+    given = [(dict(run.variables), [*_QUIETLY, *run.options, *(str(TESTS / file) for file in run.files)]) for run in runs]
     done = python("-m", "tests.support.several_runs", json.dumps(given), seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return str(done.stdout)

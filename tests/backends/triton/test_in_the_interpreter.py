@@ -64,7 +64,10 @@ PARTS = {
     ),
     # its slow tests take so long that they have a limit of their own (test_decoding.py)
     "decoding": Part(
-        (*(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "combine")), "backends/triton/test_decoding_interpreted.py"),
+        (
+            *(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "combine")),
+            "backends/triton/test_decoding_interpreted.py",
+        ),
         has_slow=False,
         insists=False,
     ),
