@@ -1,4 +1,4 @@
-"""A kernel of each family compiled for sm_90a without a GPU: nothing spills. ``make test-long`` compiles all, in the tests of each family."""
+"""A kernel of each family compiled for sm_90a without a GPU: nothing spills. The tests of each family compile all (``make test-long``)."""
 
 from __future__ import annotations
 

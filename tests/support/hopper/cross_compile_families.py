@@ -1,5 +1,5 @@
-"""Cross-compiles a kernel of each family for sm_90a, in one process; prints {"forward": ..., "backward": ..., "cute": ...}, of each what the
-script of its own prints (``cross_compile.py``, ``cross_compile_backward.py``, ``cross_compile_cute_mods.py``).
+"""Cross-compiles a kernel of each family for sm_90a, in one process; prints {"forward": ..., "backward": ..., "cute": ...}, of each what
+its own script prints (``cross_compile.py``, ``cross_compile_backward.py``, ``cross_compile_cute_mods.py``).
 
 Arguments: folder, and of each script its other arguments, as a JSON list.
 """
