@@ -72,6 +72,6 @@ def test_too_few_docstrings(finetune: ModuleType) -> None:
 
 
 def test_the_command(finetune: ModuleType) -> None:
-    done = CliRunner().invoke(finetune.main, ["--training", "3", "--held-out", "2", "--batch", "12", "--epochs", "1"])
+    done = CliRunner().invoke(finetune.main, ["--training", "2", "--held-out", "1", "--batch", "8", "--epochs", "1"])
     assert done.exit_code == 0, done.output
     assert "packed and padded batches agree" in done.output and "held-out docstrings given to the right library" in done.output

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from anyattn.integrations import torch_flex
 from tests.support.covering import few
 from tests.support.limits import HANG
 
@@ -64,7 +65,21 @@ def test_a_compiled_call_may_be_the_first_one(run):
     assert done.stdout == "1 512.0\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("value", few([None, "", "0"], None, "0"))
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_values_that_ask_for_nothing(value, monkeypatch):
+    monkeypatch.delenv(torch_flex.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(torch_flex.VARIABLE, value)
+    asked = []
+    monkeypatch.setattr(torch_flex, "replace_flex_attention", lambda: asked.append(1))
+    torch_flex.autoload()
+    assert not asked
+    monkeypatch.setenv(torch_flex.VARIABLE, "1")
+    torch_flex.autoload()
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("value", few([None, "", "0"], None))
 def test_nothing_is_replaced_unless_asked_for(run, value):
     done = run("import sys, torch; print('torch.nn.attention.flex_attention' in sys.modules, 'anyattn.flex' in sys.modules)", value)
     assert done.stdout == "False False\n", done.stdout + done.stderr

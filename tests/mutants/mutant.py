@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,11 +61,28 @@ def package() -> Path:
 
 
 def changed(mutant: Mutant) -> str:
-    """The source of the module with its bug, for what reads a kernel from a file. Comments and layout are lost."""
-    return ast.unparse(mutant.edited(ast.parse((package() / mutant.file).read_text()))) + "\n"
+    """The source of the module with its bug, for what reads a kernel from a file. Comments and layout of the function are lost."""
+    return _with_scope(mutant, mutant.edited)
+
+
+def unchanged(mutant: Mutant) -> str:
+    """The source of the module as ``changed`` writes it, without a bug."""
+    return _with_scope(mutant, lambda tree: tree)
+
+
+def _with_scope(mutant: Mutant, edit: Callable[[ast.Module], ast.Module]) -> str:
+    """The module's text, in which the function or class at its top that holds the mutant is written anew; the whole module if none does."""
+    lines, places = _lines_of(mutant.file)
+    first, last = places.get(mutant.scope.partition(".")[0], (0, len(lines)))
+    return "".join((*lines[:first], ast.unparse(edit(ast.parse("".join(lines[first:last])))), "\n", *lines[last:]))
 
 
 @functools.cache
-def unchanged(file: str) -> str:
-    """The source of a module of the package as ``changed`` writes it, without a bug."""
-    return ast.unparse(ast.parse((package() / file).read_text())) + "\n"
+def _lines_of(file: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """A module's lines, and from which to which each function or class at its top takes them, unless another has its name."""
+    text = (package() / file).read_text()
+    nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    names = [node.name for node in nodes]
+    firsts = [min(node.lineno, *(decorator.lineno for decorator in node.decorator_list), node.lineno) - 1 for node in nodes]
+    places = {node.name: (first, int(node.end_lineno or 0)) for node, first in zip(nodes, firsts) if names.count(node.name) == 1}
+    return text.splitlines(keepends=True), places

@@ -18,7 +18,7 @@ def test_the_place_is_there_and_the_bug_is_python(name: str) -> None:
     mutant = triton_mutants.MUTANTS[name]
     source = changed(mutant)
     ast.parse(source)
-    assert source != unchanged(mutant.file)
+    assert source != unchanged(mutant)
     assert f'"{mutant.killer}":' in KILLERS.read_text()
 
 

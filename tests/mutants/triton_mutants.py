@@ -31,6 +31,7 @@ _PACKAGES = (
     "anyattn.documents.device",
     "anyattn.documents.kernels",
 )
+_INSIDE = tuple(f"{name}." for name in _PACKAGES)
 _FORWARD = "backends.triton.kernels.forward"
 _BACKWARD = "backends.triton.kernels.backward"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
@@ -262,7 +263,7 @@ class _Finder(MetaPathFinder):
 def _forget() -> None:
     """The backend is imported again when it is next used."""
     for name in list(sys.modules):
-        if any(name == p or name.startswith(f"{p}.") for p in _PACKAGES):
+        if name in _PACKAGES or name.startswith(_INSIDE):
             del sys.modules[name]
             parent, _, last = name.rpartition(".")
             if hasattr(sys.modules.get(parent), last):

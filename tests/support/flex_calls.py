@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,13 +11,18 @@ from torch import Tensor
 import anyattn
 from anyattn import oracle
 from anyattn.testing import budget, cases, poison
-from anyattn.testing.rounding import later
+from anyattn.testing.rounding import Noise, later
 
 flex = anyattn.flex_attention
 
 
-def results(case: cases.Case, want: cases.Expected, backward: bool = True, **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    """out, lse and all gradients of the case, computed in poisoned memory; without LSE if ``want`` has none."""
+def results(
+    case: cases.Case, want: cases.Expected, backward: bool = True, forward_is: Callable[[dict[str, Tensor]], None] | None = None, **options
+) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    """out, lse and all gradients of the case, computed in poisoned memory; without LSE if ``want`` has none.
+
+    forward_is: called with out and lse before the backward pass, which is not run if it raises.
+    """
     leaves = [t.clone().requires_grad_(backward) for t in (want.q, want.k, want.v)]
     sink = None if want.sink is None else want.sink.clone().requires_grad_(backward)
     tensors = tuple(t.clone().requires_grad_(backward) if t.is_floating_point() else t for t in want.tensors)
@@ -28,6 +34,8 @@ def results(case: cases.Case, want: cases.Expected, backward: bool = True, **opt
             named["out"] = flex(*leaves, **options)
         else:
             named["out"], named["lse"] = flex(*leaves, return_lse=True, **options)
+        if forward_is is not None:
+            forward_is({name: t.detach() for name, t in named.items()})
         if backward:
             loss = (named["out"].double() * want.dout.double()).sum()
             if want.dlse is not None:
@@ -58,37 +66,44 @@ def judge(
         t.requires_grad_().grad = None
     if "block_mask" not in options:
         options["mask_mod"] = mask
-    with poison.enabled():
-        out, lse = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, return_lse=True, **options)
-        if dout is None:
-            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q)
-        wanted = [t for t in (*leaves, logits, *captured) if t is not None]
-        grads = torch.autograd.grad(out, wanted, dout)
-        only: dict[str, Tensor] = {}
-        if goes_two_ways:
-            only_out = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, **options)
-            only_grads = torch.autograd.grad(only_out, wanted, dout)
-    names = ["dq", "dk", "dv", *(["dsink"] if sink is not None else []), *(f"captured{i}" for i in range(len(captured)))]
-    got = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads))}
-    if goes_two_ways:
-        only = {"out": only_out.detach(), **dict(zip(names, only_grads))}
-    q, k, v = meant or (q, k, v)
-    keys = [t.expand(q.shape[0], *t.shape[1:]) for t in (k, v)]
     mods = {"score": score, "mask": mask, "sink": sink, "scale": scale}
-    want = {f.__name__: f(q, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)}
-    back = [f(q, *keys, dout, **mods, captured=captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
-    noise = later(q, *keys, dout, **mods, captured=captured)
-    for name, value in got.items():
-        if name in ("out", "lse"):
-            reference = [getattr(want[f], name) for f in ("attention", "same_dtype")] + [noise.of(name)]
-        elif name.startswith("captured"):
-            reference = [t.captured[int(name[8:])] for t in back] + [noise.of_captured(int(name[8:]))]
-        else:
-            reference = [getattr(t, name) for t in back] + [noise.of(name)]
-            if name in ("dk", "dv") and value.shape != reference[0].shape:  # a batch of 1 shared by all
-                of_all = noise.of(name, lambda t: t.square().sum(0, keepdim=True).sqrt())
-                reference = [*(t.sum(0, keepdim=True) for t in reference[:2]), of_all]
-        budget.check(f"{label} {name}", value, *reference)
+    rows, *keys = meant or (q, k, v)
+    keys = [t.expand(rows.shape[0], *t.shape[1:]) for t in keys]
+    names = ["dq", "dk", "dv", *(["dsink"] if sink is not None else []), *(f"captured{i}" for i in range(len(captured)))]
+    wanted = [t for t in (*leaves, logits, *captured) if t is not None]
+    got: dict[str, Tensor] = {}
+    only: dict[str, Tensor] = {}
+
+    def check(name: str, *reference: Tensor | Callable[[], Noise | None]) -> None:
+        budget.check(f"{label} {name}", got[name], *reference)
         if name in only:
             budget.check(f"{label} {name} without lse", only[name], *reference)
+
+    with poison.enabled():
+        out, lse = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, return_lse=True, **options)
+        got |= {"out": out.detach(), "lse": lse.detach()}
+        if goes_two_ways:
+            only_out = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, **options)
+            only["out"] = only_out.detach()
+        if dout is None:
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q)
+        want = [f(rows, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)]
+        noise = later(rows, *keys, dout, **mods, captured=captured)
+        for name in ("out", "lse"):  # where one is wrong the backward pass need not be run
+            check(name, *(getattr(t, name) for t in want), noise.of(name))
+        got |= zip(names, torch.autograd.grad(out, wanted, dout), strict=True)
+        if goes_two_ways:
+            only |= zip(names, torch.autograd.grad(only_out, wanted, dout), strict=True)
+    back = [f(rows, *keys, dout, **mods, captured=captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
+    for name in names:
+        if name.startswith("captured"):
+            i = int(name[8:])
+            check(name, *(t.captured[i] for t in back), noise.of_captured(i))
+            continue
+        reference = [getattr(t, name) for t in back]
+        if name in ("dk", "dv") and got[name].shape != reference[0].shape:  # a batch of 1 shared by all
+            of_all = noise.of(name, lambda t: t.square().sum(0, keepdim=True).sqrt())
+            check(name, *(t.sum(0, keepdim=True) for t in reference), of_all)
+        else:
+            check(name, *reference, noise.of(name))
     return got

@@ -88,6 +88,7 @@ def mend_types() -> None:
     tl.core._unwrap_if_constexpr, interpreter.TritonSemantic.to_tensor = unwrapped, as_tensor
 
 
+@cache
 def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
     """A function of NumPy as one of two tensors; None where their types, or a number's beside a tensor, need Triton's own rules."""
     numpy_of, new = {name: np.dtype(kind) for name, kind in _NUMPY.items()}, object.__new__
@@ -156,6 +157,18 @@ def _block_types(tl: Any) -> Callable[..., Any]:
     return block_of
 
 
+_ARITHMETIC: dict[str, tuple[Callable[..., Any], Set[str]]] = {
+    "add": (np.add, _NUMBERS), "sub": (np.subtract, _NUMBERS), "mul": (np.multiply, _NUMBERS),
+    "minimum": (np.minimum, _NUMBERS), "maximum": (np.maximum, _NUMBERS), "truediv": (np.divide, {"fp32", "fp64"}),
+    "floordiv": (_quotient, _INTEGERS), "mod": (np.fmod, _INTEGERS),
+    "and_": (np.bitwise_and, _INTEGERS | {"int1"}), "or_": (np.bitwise_or, _INTEGERS | {"int1"}),
+}  # fmt: skip
+_COMPARISONS = {
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
+    "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
+
+
 def mend_operations() -> None:
     """Arithmetic, comparisons and choices among values of one type go straight to NumPy."""
     import triton.language as tl
@@ -175,17 +188,9 @@ def mend_operations() -> None:
 
         setattr(semantic, name, fast)
 
-    for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum}.items():
-        method(name, function, _NUMBERS)
-    method("truediv", np.divide, {"fp32", "fp64"})
-    method("floordiv", _quotient, _INTEGERS)
-    method("mod", np.fmod, _INTEGERS)
-    method("and_", np.bitwise_and, _INTEGERS | {"int1"})
-    method("or_", np.bitwise_or, _INTEGERS | {"int1"})
-    for name, function in {
-        "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
-        "equal": np.equal, "not_equal": np.not_equal,
-    }.items():  # fmt: skip
+    for name, (function, names) in _ARITHMETIC.items():
+        method(name, function, names)
+    for name, function in _COMPARISONS.items():
         method(name, function, _NUMBERS, is_bool=True)
     add, where, cast, block_of = semantic.add, semantic.where, semantic.cast, _block_types(tl)
 
@@ -226,17 +231,34 @@ def mend_operations() -> None:
     semantic.add, semantic.where, semantic.cast = moved, chosen, converted
 
 
-def _operators(tl: Any, semantic: Any) -> dict[str, Callable[..., Any]]:
+def _operators(tl: Any, semantic: Any, handle: Any) -> dict[str, Callable[..., Any]]:
     """A tensor's operators that pass by the wrappers of the language, which only hand on who calls."""
-    unwrapped = tl.core._unwrap_if_constexpr
+    unwrapped, computed, tensor = tl.core._unwrap_if_constexpr, _computed(tl, handle), tl.tensor
 
     def arithmetic(name: str, *rest: Any) -> tuple[Any, Any]:
-        of = getattr(semantic, name)
-        return lambda a, b: of(a, unwrapped(b), *rest), lambda a, b: of(unwrapped(b), a, *rest)
+        of, (function, names) = getattr(semantic, name), _ARITHMETIC[name]
+
+        def forward(a: Any, b: Any) -> Any:
+            if type(b) is not tensor:
+                b = unwrapped(b)
+            done = computed(function, a, b, names, False)
+            return of(a, b, *rest) if done is None else done
+
+        def reversed_(b: Any, a: Any) -> Any:
+            a = unwrapped(a)
+            done = computed(function, a, b, names, False)
+            return of(a, b, *rest) if done is None else done
+
+        return forward, reversed_
 
     def comparison(name: str) -> Callable[..., Any]:
-        of, as_tensor = getattr(semantic, name), semantic.to_tensor
-        return lambda a, b: of(a, as_tensor(b))
+        of, as_tensor, function = getattr(semantic, name), semantic.to_tensor, _COMPARISONS[name]
+
+        def compared(a: Any, b: Any) -> Any:
+            done = computed(function, a, b, _NUMBERS, True)
+            return of(a, as_tensor(b)) if done is None else done
+
+        return compared
 
     found = {
         "__lt__": comparison("less_than"), "__le__": comparison("less_equal"), "__gt__": comparison("greater_than"),
@@ -271,9 +293,31 @@ def mend_rewriting() -> None:
         nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
         return {(node.name, min(x.lineno for x in (node, *node.decorator_list))): node for node in nodes}
 
+    @lru_cache(maxsize=64)
+    def lines_of(text: str) -> list[str]:
+        return text.splitlines(keepends=True)
+
+    def alone(text: str, name: str, line: int) -> ast.FunctionDef | None:
+        """A function at the top of its module, parsed without the rest of it; None for any other."""
+        lines = lines_of(text)
+        start = last = line - 1
+        while last < len(lines) and lines[last].startswith("@"):
+            last += 1
+        last += 1
+        while last < len(lines) and lines[last][0] in " )\n":
+            last += 1
+        try:
+            body = ast.parse("".join(lines[start:last])).body
+        except SyntaxError:
+            return None
+        if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].name != name:
+            return None
+        node: ast.FunctionDef = ast.increment_lineno(body[0], start)
+        return node
+
     @lru_cache(maxsize=4096)
     def code_of(text: str, file: str, name: str, line: int) -> CodeType | None:
-        node = functions_of(text).get((name, line))
+        node = alone(text, name, line) or functions_of(text).get((name, line))
         if node is None:
             return None
         node.decorator_list = []
@@ -307,7 +351,7 @@ def mend_launches() -> None:
     executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
     launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
     semantic, by_index = interpreter.interpreter_semantic, tl.tensor.__getitem__
-    operators, wrapper, block_of = _operators(tl, semantic), tl.core.load.__code__, _block_types(tl)
+    operators, wrapper, block_of = _operators(tl, semantic, interpreter.TensorHandle), tl.core.load.__code__, _block_types(tl)
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)

@@ -12,16 +12,12 @@ __all__ = ["in_order"]
 # make the others wait.
 _LONGEST = (
     "backends/triton/test_in_the_interpreter.py",
-    "sparsity/kernels/test_block_lists.py::test_in_the_interpreter",
-    "backends/hopper/test_cute_mod.py::test_kernels_compile_for_hopper_without_spilling",
-    "backends/hopper/test_plan_and_compile.py::test_kernels_compile_for_hopper_without_spilling",
-    "backends/triton/test_decoding.py::test_in_the_interpreter",
+    "backends/hopper/test_families_compile.py",
     "backends/hopper/test_launch.py::test_what_one_process_compiled_another_loads_without_the_compiler",
     "custom_ops/test_aoti.py",
     "benchmarks/test_transformers_gpu.py",
     "fuzz/test_fuzz_triton.py",
     "cli/test_cache.py::test_warmup",
-    "backends/hopper/test_backward_compile.py::test_kernels_compile_without_spilling_in_their_loops",
     "examples/test_serve.py::test_the_command_answers",
     "cli/test_pictures.py::test_files_are_reproducible_and_show_their_counts",
     "backends/triton/test_privatized_sum.py",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tests.support.limits import HANG
 
@@ -26,11 +29,26 @@ def python(*arguments: str, seconds: float | None = HANG, **more: str) -> subpro
     return subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
+_QUIETLY = ("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore")
+
+
+class Run(NamedTuple):
+    """files: below ``tests``. options: pytest's. variables: of this run; what is None is unset."""
+
+    files: Sequence[str]
+    options: Sequence[str] = ()
+    variables: Mapping[str, str | None] = MappingProxyType({})
+
+
 def in_the_interpreter(*files: str, options: Sequence[str] = (), seconds: float | None = HANG, **more: str) -> str:
     """Runs test files below ``tests`` by Triton's interpreter and returns pytest's report. Fails if any of their tests fails."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore", *options]
-    command += [str(TESTS / file) for file in files]
-    done = python(*command, seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **more)
+    return all_in_the_interpreter([Run(files, options, dict(more))], seconds)
+
+
+def all_in_the_interpreter(runs: Sequence[Run], seconds: float | None = HANG) -> str:
+    """Runs test files by Triton's interpreter, one run after the other in one process, and returns pytest's reports."""
+    given = [(dict(run.variables), [*_QUIETLY, *run.options, *(str(TESTS / file) for file in run.files)]) for run in runs]
+    done = python("-m", "tests.support.several_runs", json.dumps(given), seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return str(done.stdout)
 

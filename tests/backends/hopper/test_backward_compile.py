@@ -61,24 +61,21 @@ MOST |= {"summed by row": 5, "summed distance": 10, "summed pairs": 18, "summed 
 MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
 
 
+# at each width that has tiles of its own the mod that needs most registers, which test_families_compile.py compiles
+FAMILIES = ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "summed by key"), (256, 256, "capped"))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.parametrize(
-    "parts",
-    [
-        # at each width that has tiles of its own the mod that needs most registers; the others below, where all are compiled
-        ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "summed by key"), (256, 256, "capped")),
-        *(
-            pytest.param((dims,), marks=pytest.mark.slow)
-            for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
-        ),
-    ],
-    ids=str,
-)
-def test_kernels_compile_without_spilling_in_their_loops(parts: tuple[tuple, ...], tmp_path: Path) -> None:
-    arguments = [str(word) for part in parts for word in ("and", *part)][1:]
-    done = python("-m", "tests.support.hopper.cross_compile_backward", str(tmp_path), *arguments, CUTE_DSL_ARCH="sm_90a")
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)], ids=str)
+def test_every_kernel_compiles_without_spilling_in_its_loops(dims: tuple[int, int], tmp_path: Path) -> None:
+    done = python("-m", "tests.support.hopper.cross_compile_backward", str(tmp_path), *map(str, dims), CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    check_loops((dims,), json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_loops(parts: tuple[tuple, ...], results: list[dict[str, tuple[int, int]]]) -> None:
+    """parts: head dimensions and which kernels of them, all if none is named. results: of each what ``cross_compile_backward`` found."""
     for (head_dim, head_dim_v, *names), found in zip(parts, results, strict=True):
         assert len(found) == (len(names) or (12 if max(head_dim, head_dim_v) > 128 else 30 if head_dim == 64 else 29)) + 4
         spilled = {name: accesses for name, (_, accesses) in found.items() if accesses > (MOST.get(name, 0) if head_dim == 128 else 0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,9 +136,21 @@ CAPTURED = {
 }  # fmt: skip
 
 
-def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> dict[str, float]:
-    """The errors of dq, dk and dv, and of the gradients of captured tensors, in units of the greatest gradient; rerun: whether another of so
-    many orders of events changes a bit of dq, where it must not."""
+class Prepared(NamedTuple):
+    """What a case and a seed give, whatever is planted in the kernel. given: q, k, v, dout, LSE in base 2 and delta. own: the tensors that
+    get gradients. wanted: gradients in float64."""
+
+    config: BackwardConfig
+    given: list[np.ndarray]
+    own: list[torch.Tensor]
+    wanted: list[torch.Tensor]
+    scale: float
+    lists: tuple[Any, ...]
+    captured: tuple[tuple, tuple]
+
+
+@functools.cache
+def _prepared(case: Case, seed: int) -> Prepared:
     (rows, keys), (heads, kv_heads), (d, dv) = case.sizes, case.heads, case.dims
     g = torch.Generator().manual_seed(seed)
     shapes = tuple((case.batch, *shape) for shape in ((heads, rows, d), (kv_heads, keys, d), (kv_heads, keys, dv), (heads, rows, dv)))
@@ -172,23 +185,32 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> di
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
     config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, **fields)
-    captured = captured_of(mods, config)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]
+    for tensor in given:
+        tensor.flags.writeable = False
+    return Prepared(config, given, own, list(wanted), scale, _lists(case, mask), captured_of(mods, config))
+
+
+def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> dict[str, float]:
+    """The errors of dq, dk and dv, and of the gradients of captured tensors, in units of the greatest gradient; rerun: whether another of so
+    many orders of events changes a bit of dq, where it must not. Where the first order is wrong already, others are not run."""
+    prepared = _prepared(case, seed)
+    config, given, own = prepared.config, prepared.given, prepared.own
 
     def computed(schedule: int) -> list[np.ndarray]:
-        call = Call(config, tuple(given[:4]), given[4], given[5], scale, _lists(case, mask))
+        call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
-        dq = run_grid(call, schedule, case.workers, changes, *captured, totals)
+        dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals)
         return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
 
     found = computed(seed)
     names = ["dq", "dk", "dv", *(f"captured {i}" for i in range(len(own)))]
     errors = {
         name: float(np.nan_to_num(np.abs(got - want.numpy()), nan=np.inf).max() / want.abs().max())
-        for name, got, want in zip(names, found, wanted, strict=True)
+        for name, got, want in zip(names, found, prepared.wanted, strict=True)
     }
-    if case.is_deterministic:
+    if case.is_deterministic and max(errors.values()) <= MOST:
         others = (computed(seed + n)[0] for n in range(1, orders))
         errors["rerun"] = 0.0 if all(np.array_equal(found[0], other) for other in others) else np.inf
     return errors

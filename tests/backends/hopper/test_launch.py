@@ -344,7 +344,8 @@ def test_an_argument_of_no_known_kind_is_named() -> None:
 SCRIPT = (
     PYTHON_CALLS
     + """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import torch
 from anyattn.backends.hopper.compile import launch
 from anyattn import masks
@@ -367,47 +368,58 @@ counter = torch.zeros(2, dtype=torch.int32)
 given = (q, q, q, q, torch.zeros(1, 2, 64), None, torch.zeros(2), *[None] * 7, counter, 1.0, 1, 2, 2, 1)
 arguments = (*given, (*traced.scalars, *causal.scalars), tensors)
 kinds, _ = launch.kinds_of(arguments)
-calls = calls_of(lambda: launch.prepare(config, kinds))
-try:
-    launch.launch(config, arguments)
-    said = ""
-except ValueError as error:
-    said = str(error)
-print(json.dumps({"calls": calls, "compiler": "cutlass" in sys.modules, "said": said, "kinds": repr(kinds)}))
+for step in sys.argv[1:]:
+    launch.forget()
+    if step == "torn, no linker":
+        (file,) = Path(os.environ["ANYATTN_CACHE_DIR"]).rglob("*.kernel")
+        file.write_bytes(file.read_bytes()[:-1])
+        os.environ["PATH"] = "/nowhere"
+    calls = calls_of(lambda: launch.prepare(config, kinds))
+    try:
+        launch.launch(config, arguments)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    print(json.dumps({"calls": calls, "compiler": "cutlass" in sys.modules, "said": said}))
 """
 )
 
 
-def in_a_process(folder: Path, **environment: str) -> dict[str, Any]:
-    done = python("-c", SCRIPT, ANYATTN_CACHE_DIR=str(folder), **environment)
+def in_a_process(folder: Path, *steps: str, **environment: str) -> list[dict[str, Any]]:
+    """What is seen after each step, in which the kernel is forgotten, prepared and launched.
+
+    Before the step "torn, no linker" its file is torn, and from then on there is no linker.
+    """
+    done = python("-c", SCRIPT, *steps, ANYATTN_CACHE_DIR=str(folder), **environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    # the kernel is there and looks at its arguments: this machine's tensors are not a GPU's
-    assert "expected device_type=cuda" in result["said"] and "scale_log2: float32" in result["said"]
-    return result
+    results: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()[-len(steps) :]]
+    for result in results:  # the kernel is there and looks at its arguments: this machine's tensors are not a GPU's
+        assert "expected device_type=cuda" in result["said"] and "scale_log2: float32" in result["said"]
+    return results
 
 
 @needs_compiler
 def test_what_one_process_compiled_another_loads_without_the_compiler(tmp_path: Path) -> None:
     """And where there is no linker, or the file is torn, with it."""
-    cold, warm = in_a_process(tmp_path), in_a_process(tmp_path)
-    assert cold["compiler"] and not warm["compiler"]
-    assert warm["calls"] < 100_000 < cold["calls"]  # 35,000 and 2.7 million
+    (cold,) = in_a_process(tmp_path, "cold")
     (file,) = (tmp_path / "kernels").glob("*.kernel")
     whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    assert in_a_process(tmp_path, PATH="/nowhere")["compiler"], "a torn file was taken"
+    warm, torn = in_a_process(tmp_path, "warm", "torn, no linker")
+    assert cold["compiler"] and not warm["compiler"]
+    assert warm["calls"] < 100_000 < cold["calls"]  # 35,000 and 2.7 million
+    assert torn["compiler"], "a torn file was taken"
     written, stored = file.stat().st_mtime, disk_cache.DiskCache(file.parent).get(file.stem)
     assert list(tmp_path.rglob("*.kernel")) == [file] and file.read_bytes() != whole[:-1]
     assert stored is not None and stored.facts["form"] == "object"
-    assert in_a_process(tmp_path, PATH="/nowhere")["compiler"], "an object file is loaded by the compiler"
+    (of_object,) = in_a_process(tmp_path, "object", PATH="/nowhere")
+    assert of_object["compiler"], "an object file is loaded by the compiler"
     assert file.stat().st_mtime == written, "it was compiled again"
 
 
 @pytest.mark.slow  # in this process the tests below launch without the cache
 @needs_compiler
 def test_without_the_cache_nothing_is_written(tmp_path: Path) -> None:
-    assert in_a_process(tmp_path, ANYATTN_CACHE="0")["compiler"]
+    assert in_a_process(tmp_path, "no cache", ANYATTN_CACHE="0")[0]["compiler"]
     assert not list(tmp_path.rglob("*.kernel"))
 
 

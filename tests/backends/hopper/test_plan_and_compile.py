@@ -407,8 +407,8 @@ MOST_BYTES = {
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
 }
 KERNELS = 36
-# one of each family: pages gathered row by row and copied in pieces, heads that share a tile, and the widest with lists and
-# what is asked beside them, and with a score mod, a band and the row maximum
+# one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
+# the widest with lists and what is asked beside them, and with a score mod, a band and the row maximum
 FAMILIES = {
     (64, 64): ("pages of 1",),
     (128, 128): ("pages and lists", "packed straight"),
@@ -416,24 +416,17 @@ FAMILIES = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
-    """A kernel of each family; ``make test-long`` compiles all kernels at all of six head dimensions."""
-    parts = [("and", *map(str, head_dim), *names) for head_dim, names in FAMILIES.items()]
-    check_frames(tmp_path, list(map(len, FAMILIES.values())), *sum(parts, ())[1:])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize("head_dim", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
 def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, int], tmp_path: Path) -> None:
-    check_frames(tmp_path, [KERNELS], *map(str, head_dim))
-
-
-def check_frames(folder: Path, counts: list[int], *arguments: str) -> None:
-    done = cross_compiled(folder, *arguments)
+    done = cross_compiled(tmp_path, *map(str, head_dim))
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    check_frames(json.loads(done.stdout.splitlines()[-1]), [KERNELS])
+
+
+def check_frames(found: list[dict[str, list[int]]], counts: list[int]) -> None:
+    """found: of each head dimension {name: bytes of local memory}."""
     assert [len(frames) for frames in found] == counts and all(all(frames.values()) for frames in found), (
         "a kernel left no cubin to look at"
     )

@@ -1,4 +1,4 @@
-"""The Triton backend's part in decoding, without a GPU: run in Triton's interpreter, and compiled ahead of time."""
+"""The Triton backend's part in decoding, without a GPU: compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ import torch
 
 import anyattn
 from anyattn.call_cache import attention
+from tests.backends.triton.test_in_the_interpreter import PARTS
 from tests.support.limits import HANG
 from tests.support.no_reading import Waited, no_reading, noted_launches
 from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-FILES = ("kernels/test_append_rotary_interpreted.py", "kernels/test_combine_interpreted.py", "test_decoding_interpreted.py")
-
-
-def test_in_the_interpreter() -> None:
-    """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(*(f"backends/triton/{file}" for file in FILES), options=("-m", "not slow"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(HANG * 4 + 600)
 def test_every_setting_in_the_interpreter() -> None:
-    in_the_interpreter(*(f"backends/triton/{file}" for file in FILES), options=("-m", "slow"), seconds=4 * HANG)
+    """Those that are not slow are a part of ``test_in_the_interpreter.py``."""
+    in_the_interpreter(*PARTS["decoding"].files, options=("-m", "slow"), seconds=4 * HANG)
 
 
 # ---- compiled

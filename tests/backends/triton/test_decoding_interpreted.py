@@ -1,6 +1,6 @@
 """``flash_attn_with_kvcache`` and split keys by the Triton backend, in Triton's interpreter on the CPU.
 
-Run by test_decoding.py in a process of its own, for the interpreter has to be chosen before Triton is imported.
+Run by test_in_the_interpreter.py, for the interpreter has to be chosen before Triton is imported.
 """
 
 import math

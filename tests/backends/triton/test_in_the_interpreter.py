@@ -1,7 +1,8 @@
 """The Triton kernels by Triton's interpreter, on a CPU: every variant, the tests of all entry points, and mutants.
 
-The interpreter is chosen when Triton is imported, so each part gets a process of its own; there the tests of other folders, which name no
-backend, run on this one (``tests/conftest.py``). ``make test`` runs their tests that are not slow, ``make test-long`` the rest too.
+The interpreter is chosen when Triton is imported, so the parts run in processes of their own; there the tests of other folders, which name
+no backend, run on this one (``tests/conftest.py``). ``make test`` runs their tests that are not slow, in two processes (``PROCESSES``),
+``make test-long`` the rest too, a process for each part.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.processes import in_the_interpreter
+from tests.support.processes import Run, all_in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 class Part(NamedTuple):
-    """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
+    """files: below tests/. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
     where a test reserves gigabytes that it never touches). few: of the chosen ones those that are not slow here, again as a ``-k``.
     has_slow: whether some of its tests are slow. insists: whether calls that name no backend run on this one."""
 
@@ -57,7 +58,17 @@ PARTS = {
         (
             *(f"{KERNELS}/test_forward_interpreted.py", "backends/triton/codegen/test_assumptions_interpreted.py"),
             *("documents/test_kernels_interpreted.py", "sequences/test_tile_order_interpreted.py"),
+            *("sparsity/kernels/test_block_lists_interpreted.py", "sparsity/kernels/test_varlen_lists_interpreted.py"),
         ),
+        insists=False,
+    ),
+    # its slow tests take so long that they have a limit of their own (test_decoding.py)
+    "decoding": Part(
+        (
+            *(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "combine")),
+            "backends/triton/test_decoding_interpreted.py",
+        ),
+        has_slow=False,
         insists=False,
     ),
     "operations": Part(
@@ -69,23 +80,35 @@ PARTS = {
 }
 
 
-def run(part: Part, marked: str) -> None:
+# those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
+PROCESSES = {
+    "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators"),
+    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "mutants"),
+}
+
+
+def run_of(part: Part, marked: str) -> Run:
     """marked: which of its tests, by pytest's ``-m``, where the part does not name the few itself."""
     chosen = part.chosen
     if part.few:
         chosen, marked = f"({chosen}) and {'not ' * (marked == 'slow')}({part.few})", ""
     options = ["-k", " ".join(chosen.split())] if chosen else []
-    backend = {"ANYATTN_TEST_BACKEND": "triton", "ANYATTN_TEST_TILES": part.tiles, "ANYATTN_TEST_FILL": str(int(part.fills))}
-    report = in_the_interpreter(*part.files, options=("--durations=5", "-m", marked, *options), **backend if part.insists else {})
-    print(report[-800:])
+    backend: dict[str, str | None] = dict.fromkeys(("ANYATTN_TEST_BACKEND", "ANYATTN_TEST_TILES", "ANYATTN_TEST_FILL"))
+    if part.insists:
+        backend = {"ANYATTN_TEST_BACKEND": "triton", "ANYATTN_TEST_TILES": part.tiles, "ANYATTN_TEST_FILL": str(int(part.fills))}
+    return Run(part.files, ("--durations=5", "-m", marked, *options), backend)
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_part(name: str) -> None:
-    run(PARTS[name], "not slow")
+@pytest.mark.parametrize("process", PROCESSES)
+def test_parts(process: str) -> None:
+    print(all_in_the_interpreter([run_of(PARTS[name], "not slow") for name in PROCESSES[process]]))
+
+
+def test_every_part_has_its_process() -> None:
+    assert sorted(name for names in PROCESSES.values() for name in names) == sorted(PARTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.has_slow])
 def test_rest_of_part(name: str) -> None:
-    run(PARTS[name], "slow")
+    print(all_in_the_interpreter([run_of(PARTS[name], "slow")]))

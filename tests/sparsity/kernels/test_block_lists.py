@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: run in Triton's interpreter, compiled for Hopper, and shown to wait for nothing."""
+"""The Triton backend without a GPU: compiled for Hopper, and shown to wait for nothing."""
 
 from __future__ import annotations
 
@@ -19,18 +19,9 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
 from anyattn.testing.tiles import library_masks, random_mask
-from tests.support.processes import in_the_interpreter
 from tests.support.triton.built import POINTERS, Waits, built
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-FILES = ("sparsity/kernels/test_block_lists_interpreted.py", "sparsity/kernels/test_varlen_lists_interpreted.py")
-
-
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(marked: str) -> None:
-    """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(*FILES, options=("-m", marked))
-
 
 # ---- compiled
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels compute, by Triton's interpreter on the CPU. Run by test_block_lists.py in a process of its own, for the
+"""What the Triton kernels compute, by Triton's interpreter on the CPU. Run by test_in_the_interpreter.py, for the
 interpreter has to be chosen before Triton is imported."""
 
 import pytest

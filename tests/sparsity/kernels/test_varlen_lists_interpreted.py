@@ -1,5 +1,5 @@
 """Lists of ragged batches by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by
-``test_block_lists.py`` in a process of its own, for the interpreter has to be chosen before Triton is imported."""
+``test_in_the_interpreter.py``, for the interpreter has to be chosen before Triton is imported."""
 
 import pytest
 import torch

@@ -157,8 +157,8 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
 
 
-def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str, Any]]) -> None:
-    """Prints a list of what ``compiled`` finds for each head dimension: one process imports the compiler once."""
+def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``compiled`` finds for each head dimension: one process imports the compiler once."""
     found = []
     for is_and, part in itertools.groupby(arguments, lambda word: word == "and"):
         if not is_and:
@@ -166,7 +166,7 @@ def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str
             place = folder / f"{head_dim}_{head_dim_v}"
             place.mkdir()
             found.append(compiled(place, int(head_dim), int(head_dim_v), *only))
-    print(json.dumps(found))
+    return found
 
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, list[int]]:
@@ -191,4 +191,4 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
 
 
 if __name__ == "__main__":
-    of_each(Path(sys.argv[1]), sys.argv[2:], main)
+    print(json.dumps(of_each(Path(sys.argv[1]), sys.argv[2:], main)))

@@ -5,6 +5,7 @@ Arguments: those of ``cross_compile``, of whose kind it is. A process of its own
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 import warnings
@@ -174,4 +175,4 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
 
 
 if __name__ == "__main__":
-    of_each(Path(sys.argv[1]), sys.argv[2:], main)
+    print(json.dumps(of_each(Path(sys.argv[1]), sys.argv[2:], main)))

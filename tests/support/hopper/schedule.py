@@ -18,7 +18,7 @@ from tests.support.limits import HANG
 
 __all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Schedule"]
 
-_MOST_STEPS = 100_000  # of one schedule; the longest take some thousands
+_MOST_STEPS = 30_000  # of one schedule; the longest take some thousands
 
 
 class Broken(AssertionError):

@@ -1,6 +1,6 @@
 """The kernel that appends to caches and turns queries, by Triton's interpreter on the CPU, against the torch operations bit for bit.
 
-Run by test_decoding.py in a process of its own, for the interpreter has to be chosen before Triton is imported.
+Run by test_in_the_interpreter.py, for the interpreter has to be chosen before Triton is imported.
 """
 
 import importlib

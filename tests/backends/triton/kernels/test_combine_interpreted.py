@@ -1,4 +1,4 @@
-"""The kernel that merges partial results, by Triton's interpreter on the CPU. Run by test_decoding.py in a process of its own, for the
+"""The kernel that merges partial results, by Triton's interpreter on the CPU. Run by test_in_the_interpreter.py, for the
 interpreter has to be chosen before Triton is imported."""
 
 import math

@@ -1,0 +1,33 @@
+"""A kernel of each family compiled for sm_90a without a GPU: nothing spills. The tests of each family compile all (``make test-long``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.backends.hopper import test_backward_compile as backward
+from tests.backends.hopper import test_plan_and_compile as forward
+from tests.support.processes import python
+
+pytest.importorskip("cutlass")
+
+
+def words(parts: list[tuple]) -> str:
+    """As the scripts take them: those of different head dimensions with "and" between them."""
+    return json.dumps([str(word) for part in parts for word in ("and", *part)][1:])
+
+
+def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
+    """In one process: the compiler takes seconds to import."""
+    from tests.backends.hopper import test_cute_mod as cute_mod
+
+    parts = [(*head_dim, *names) for head_dim, names in forward.FAMILIES.items()]
+    arguments = words(parts), words(list(backward.FAMILIES)), "[]"
+    done = python("-m", "tests.support.hopper.cross_compile_families", str(tmp_path), *arguments, CUTE_DSL_ARCH="sm_90a")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    forward.check_frames(found["forward"], list(map(len, forward.FAMILIES.values())))
+    backward.check_loops(backward.FAMILIES, found["backward"])
+    cute_mod.check_frames(found["cute"], 2)
