@@ -42,7 +42,8 @@ def run(tmp_path):
 
     def run(code: str, value: str | None) -> subprocess.CompletedProcess:
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-        env.pop("ANYATTN_REPLACE_FLEX_ATTENTION", None)
+        for name in ("ANYATTN_REPLACE_FLEX_ATTENTION", "TORCH_DEVICE_BACKEND_AUTOLOAD"):  # the latter switches entry points off
+            env.pop(name, None)
         if value is not None:
             env["ANYATTN_REPLACE_FLEX_ATTENTION"] = value
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=HANG)
