@@ -37,6 +37,7 @@ class Adds:
         if const_expr(self.config.frees_keys):
             cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         while more != 0:
+            m, head, entry, turn = (Int32(0) for _ in range(4))
             for group in cutlass.range_constexpr(groups):
                 cute.arch.barrier(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
                 m, head, entry, turn = (board[i, group] for i in range(4))
@@ -44,20 +45,28 @@ class Adds:
                     more = Int32(0)
                 if m >= 0:
                     if cute.arch.lane_idx() == 0:
-                        if const_expr(turns is not None):
-                            self._await(turns[entry, head, None].iterator + m, (turn * steps + step) * groups + group)
+                        if const_expr(turns is not None and group == 0):
+                            self._await(turns[entry, head, None].iterator + m, turn * steps + step)
                         target = sums[entry, head, m, None].iterator + group * size + step * (size // steps)
                         add_floats(target, dq[None, None, None, group].iterator, 4 * size // steps)
                         cute.arch.cp_async_bulk_commit_group()
-                        if const_expr(turns is not None):
-                            self._pass_on(turns[entry, head, None].iterator + m)
-                        else:
+                        if const_expr(turns is None):
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                    if const_expr(turns is None):
+                        cute.arch.sync_warp()
+                        cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
                 if const_expr(group == groups - 1 and self.config.frees_keys):
                     if m == KEYS:  # of all groups: each one has come here with the same
                         self._keys_sent(board, keys, leaving)
+            if const_expr(turns is not None):
+                if m >= 0:  # likewise
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    for group in cutlass.range_constexpr(groups):
+                        cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                    if cute.arch.lane_idx() == 0:
+                        self._pass_on(turns[entry, head, None].iterator + m)
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -78,14 +87,14 @@ class Adds:
 
     @cute.jit
     def _await(self, turn_of_tile, turn):
-        """Until the tiles of keys before this one have added. Each warp group's part takes a turn of its own, the first group's first."""
-        while cute.arch.load(turn_of_tile, Int32, sem="acquire", scope="gpu") < turn:
-            pass
+        """Until the tiles of keys before this one have added."""
+        if turn > 0:
+            while cute.arch.load(turn_of_tile, Int32, sem="acquire", scope="gpu") < turn:
+                pass
 
     @cute.jit
     def _pass_on(self, turn_of_tile):
-        """Once the sums are written, not only read out of shared memory."""
+        """Once the sums of all warp groups are written, not only read out of shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.fence_proxy("async.global")
-        cute.arch.fence_acq_rel_gpu()
         cute.arch.atomic_add(turn_of_tile, Int32(1), sem="release", scope="gpu")
