@@ -15,7 +15,7 @@ from typing import Any, TextIO
 __all__ = ["ANSWER", "CACHE_FOLDERS", "Child", "apart", "probed"]
 
 # where anyattn and its compilers keep what they compiled
-CACHE_FOLDERS = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+CACHE_FOLDERS = ("ANYATTN_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 ANSWER = "@ahead "  # what the child says for itself; compilers print to the same stream
 
 

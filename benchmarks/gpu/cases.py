@@ -39,7 +39,13 @@ _SEQLEN = 8192
 
 MASK_VARIANTS = ("full", "causal", "sliding_window", "document", "document-causal", "prefix", "sink_window")
 SCORE_VARIANTS = ("alibi", "t5_bias", "softcap", "head_bias")
-DETERMINISTIC = ("causal", "document", "alibi")  # of which a backward pass is timed with ``deterministic=True`` too
+DETERMINISTIC = (
+    "full",
+    "causal",
+    "sliding_window",
+    "document",
+    "alibi",
+)  # of which a backward pass is timed with ``deterministic=True`` too
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
 _BUILT = ("causal", "equal-documents-causal")

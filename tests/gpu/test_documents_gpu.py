@@ -215,7 +215,30 @@ def test_documents_are_run_as_packed_sequences_are(name: str) -> None:
 
 
 @judging.on_the_gpu_alone
-def test_gradients() -> None:
-    """The forward pass as sequences, the backward pass by the lists."""
-    for name in ("causal", "interleaved"):
-        judge(qkv(2, 4, 2, S, S), mask=MASKS[name], block_mask=block_mask(MASKS[name]), backward=True, label=name)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["causal", "documents by entry", "window", "interleaved"])
+def test_gradients(name: str, deterministic: bool) -> None:
+    """Both passes as sequences, and of interleaved documents both by the lists."""
+    lists = block_mask(MASKS[name])
+    judge(qkv(2, 4, 2, S, S), mask=MASKS[name], block_mask=lists, backward=True, deterministic=deterministic, label=name)
+
+
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize("name", ["causal", "documents by entry", "interleaved"])
+def test_deterministic_gradients_agree_bitwise(name: str) -> None:
+    """Also between the first calls of a block mask, which make both launches, and later ones, which make one."""
+    s = 8 * S
+    mask = by_entry({"interleaved": INTERLEAVED.repeat(8)}.get(name, torch.repeat_interleave(ENTRIES, 8, 1)), *_BESIDE.get(name, ()))
+    leaves = [t.detach().requires_grad_() for t in qkv(2, 16, 8, s, s)]
+    dout = random(2, 16, s, leaves[0].shape[3], seed=1).to(leaves[0])
+    first = None
+    for _ in range(5):
+        lists = block_mask(mask, s=s)
+        for _ in range(40):
+            out = flex(*leaves, block_mask=lists, deterministic=True)
+            found = torch.autograd.grad(out, leaves, dout)
+            first = found if first is None else first
+            assert all(map(torch.equal, first, found))
+
+
+_BESIDE = {"causal": (masks.causal(),), "interleaved": (masks.causal(),)}

@@ -18,9 +18,11 @@ from anyattn.backends.hopper.make_backward_config import BackwardSpecial, Backwa
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.documents.dispatch import dispatched
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
 
@@ -232,15 +234,28 @@ def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None
 
 def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
     transposed = lists.transposed()
+    if is_ranked:
+        return ranked(transposed.classes())
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    found = [None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names]
-    return *found, _ranks(transposed) if is_ranked else None
+    return *(None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names), None
 
 
-def _ranks(transposed: Any) -> Tensor:
-    """How many tiles of keys before each one a row tile sees: (B, H, N, M), int32."""
-    is_listed = (transposed.classes() != 0).to(torch.int32)
-    return is_listed.cumsum(-2, dtype=torch.int32) - is_listed
+def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:
+    """The lists and ranks of ``backward.scheduler.KeyTables`` for deterministic sums.
+
+    classes: uint8 (B, H, N, M), of the tiles of each tile of keys, whose class says whether it is partial.
+
+    >>> counts, rows, _, _, ranks = ranked(torch.tensor([[[[1, 0, 2], [1, 2, 2]]]], dtype=torch.uint8))
+    >>> counts.tolist(), rows.tolist(), ranks.tolist()
+    ([[[2, 3]]], [[[[4, 1, 0], [4, 2, 1]]]], [[[[0, 0, 0], [1, 0, 1]]]])
+    """
+    is_listed, tiles = classes != EMPTY, classes.shape[-1]
+    counts, backwards = ordered(classes.flip(-1), (PARTIAL, FULL))
+    row = tiles - 1 - backwards
+    is_partial = classes.gather(-1, row.long()) == PARTIAL
+    is_one = torch.arange(tiles, device=classes.device) < counts[..., None]
+    ranks = is_listed.cumsum(-2, dtype=torch.int32) - is_listed.to(torch.int32)
+    return counts, torch.where(is_one, 2 * row + is_partial, 0).to(torch.int32), None, None, ranks
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:

@@ -121,7 +121,7 @@ class BackwardWays(NamedTuple):
 def backward_ways(problem: Problem) -> BackwardWays:
     """The ways of ``problem``; reads no tensor."""
     special = specialised_backward(problem)
-    as_sequences = not (problem.deterministic or special.wanted or special.config.tiles.shares_keys)
+    as_sequences = not (special.wanted or special.config.tiles.shares_keys)
     if special.listed is None or not as_sequences or (found := over_unknown_documents(problem)) is None:
         return BackwardWays(special)
     form, over_documents = found

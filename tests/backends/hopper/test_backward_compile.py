@@ -13,7 +13,7 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
-from anyattn.backends.hopper.backward import _of_captured, _ranks, _totals, backward
+from anyattn.backends.hopper.backward import _of_captured, _totals, backward, ranked
 from anyattn.backends.hopper.backward_config import (
     HEAD_DIMS,
     SHARED_MEMORY,
@@ -231,10 +231,15 @@ def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.
 def test_ranks_of_tiles_of_keys() -> None:
     mask = trace(lambda b, h, i, j: (i + 3 * j) % 700 < 300, "mask")
     lists = BlockSparseTensors(*tile_lists(mask, 1, 1, 300, 700, (128, 128), torch.device("cpu")), tile=(128, 128), lengths=(300, 700))
-    ranks, classes = _ranks(lists.transposed())[0, 0], lists.classes()[0, 0]
+    classes = lists.classes()[0, 0]
+    counts, rows, full_counts, full_rows, ranks = ranked(lists.transposed().classes())
+    assert full_counts is None and full_rows is None and len(set(classes.flatten().tolist())) == 3
     for m, row in enumerate(classes):
         seen = [n for n, of in enumerate(row) if of]
-        assert [int(ranks[n, m]) for n in seen] == list(range(len(seen)))
+        assert [int(ranks[0, 0, n, m]) for n in seen] == list(range(len(seen)))
+    for n, column in enumerate(classes.T):
+        found = [divmod(int(x), 2) for x in rows[0, 0, n, : counts[0, 0, n]]]
+        assert found == [(m, int(column[m] == 1)) for m in reversed(range(len(column))) if column[m]]
 
 
 @pytest.mark.parametrize(

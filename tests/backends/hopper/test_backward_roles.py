@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from anyattn import masks
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.hopper.backward import _ranks
+from anyattn.backends.hopper.backward import ranked
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.config import Ask
@@ -22,7 +23,7 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.covering import few
-from tests.support.hopper.backward_roles import Call, Changes, captured_of, run_grid
+from tests.support.hopper.backward_roles import MODULES, Call, Changes, Table, captured_of, compiled, run_grid
 from tests.support.hopper.backward_totals import Total
 from tests.support.hopper.masks import MASKS as WORDS
 from tests.support.hopper.schedule import Broken
@@ -68,6 +69,8 @@ CASES = {
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
+    "deterministic by three blocks": Case((200, 500), (4, 2), mask=lambda b, h, i, j: i >= j - 250, is_deterministic=True, workers=3),
+    "deterministic by one block": Case((200, 400), (2, 1), mask=masks.causal(), is_deterministic=True),
     "always": Case((150, 200), mask=masks.dilated(3, 90), kind="always"),
     "lists": Case((300, 300), mask=masks.prefix_lm(70), kind="lists"),
     "lists and a predicate": Case((300, 200), mask=lambda b, h, i, j: (i + j) % 7 < 90 - i // 3, kind="lists"),
@@ -243,9 +246,8 @@ def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
         return ()
     found = tile_lists(mask, 1, 1, *case.sizes, case.list_tile, torch.device("cpu"))
     turned = BlockSparseTensors(*found, tile=case.list_tile, lengths=case.sizes).transposed()
-    tensors = (turned.mask_block_cnt, turned.mask_block_idx, turned.full_block_cnt, turned.full_block_idx)
-    ranks = _ranks(turned) if case.is_deterministic else None
-    return tuple(None if t is None else t.numpy() for t in (*tensors, ranks))
+    tensors = (turned.mask_block_cnt, turned.mask_block_idx, turned.full_block_cnt, turned.full_block_idx, None)
+    return tuple(None if t is None else t.numpy() for t in (ranked(turned.classes()) if case.is_deterministic else tensors))
 
 
 @pytest.mark.parametrize("seed", few(range(3), 0))
@@ -261,6 +263,21 @@ def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
     errors = run(CAPTURED[name], seed)
     assert max(errors.values()) <= MOST, errors
     assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
+
+
+@pytest.mark.parametrize("ahead", [(3, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 2)])
+def test_turns_read_ahead_are_those_of_one_row_tile(ahead: tuple[int, int, int]) -> None:
+    asked: list[int] = []
+
+    def load(at: Any, dtype: Any, **_: Any) -> int:
+        asked.append(int(at.of[at.at]))
+        return asked[-1] if len(asked) == 1 else 7
+
+    names: dict[str, Any] = {"Int32": int, "cute": SimpleNamespace(arch=SimpleNamespace(load=load))}
+    exec(compiled()[0][MODULES.index("backward/adder")], names)
+    turns = np.arange(24, dtype=np.int32).reshape(3, 2, 4) // 4  # less than the turn, in each row tile of an entry's head its own
+    names["Adds"]()._await(Table(turns), (3, 1, 0), 7, ahead, 7)
+    assert asked == ([] if ahead == (3, 1, 0) else [1, 1])
 
 
 DETERMINISTIC = [name for name, case in CASES.items() if case.is_deterministic]
@@ -320,7 +337,12 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "the last row tile is one too early": ("window", ((SCHEDULER, "ceil_div(cutlass.max(end - left, 0), tile_m)", "cutlass.max(end - left, 0) // tile_m"),)),
     "bands are the first head's": ("by head", ((LOADER, "of_head, plan = self.plan_of(n_block, head, entry", "of_head, plan = self.plan_of(n_block, 0, entry"),)),
     "a turn too many is awaited": ("deterministic", ((SCHEDULER, "        return turn\n", "        return turn + 1\n"),)),
-    "turns are not passed on": ("deterministic", ((ADDER, "        cute.arch.atomic_add(turn_of_tile, Int32(1), sem=\"release\", scope=\"gpu\")\n", ""),)),
+    "a turn is passed on before the sums are written": ("deterministic lists", ((ADDER, "        cute.arch.cp_async_bulk_wait_group(0, read=False)\n        cute.arch.fence_proxy", "        cute.arch.fence_proxy"),)),
+    "dQ is overwritten while it is being read": ("deterministic", ((ADDER, "                        cute.arch.cp_async_bulk_wait_group(0, read=True)\n                    cute.arch.sync_warp()\n                    for", "                        pass\n                    for"),)),
+    "ranked rows past the last are visited": ("deterministic wide lists", ((SCHEDULER, "missing = cutlass.max((entries[0] // 2 + 1) * cut - ceil_div(seqlen_q, tile_m), 0)", "missing = 0"),)),
+    "ranked full tiles are asked alone": ("deterministic lists", ((SCHEDULER, "partial_list[i // cut] % 2", "1 - partial_list[i // cut] % 2"),)),
+    "parts of a ranked tile are the first one": ("deterministic lists", ((SCHEDULER, "// 2 * cut + cut - 1 - i % cut", "// 2 * cut + cut - 1"),)),
+    "turns are not passed on": ("deterministic", ((ADDER, "        cute.arch.atomic_add(turns[entry, head, None].iterator + m, Int32(1), sem=\"relaxed\", scope=\"gpu\")\n", "        pass\n"),)),
     "the derivative is left out": ("softcap", ((SCORES, "ds * Float32(derivative)", "ds"),)),
     "delta is that of the row beside": ("full", ((SCORES, "p[r, c] * (dp[r, c] - delta[c])", "p[r, c] * (dp[r, c] - delta[c ^ 1])"),)),
     "listed full tiles are the first part alone": ("lists", ((SCHEDULER, "m = full_list[(i - partials) // cut] * cut", "m = full_list[(i - partials) // cut] * 1"),)),
@@ -393,7 +415,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: dQ's first half is sent alone": ("widest", ((WIDE, "in cutlass.range_constexpr(steps)", "in cutlass.range_constexpr(1)"),)),
     "wide: dQ's halves are added to the first": ("widest", ((ADDER, " + step * (size // steps)", ""),)),
     "wide: dQ's second half is never reached": ("widest", ((ADDER, "step = steps - 1 - step", "step = step"),)),
-    "wide: dQ's halves have one turn": ("wide and deterministic", ((ADDER, "(turn * steps + step) * groups + group", "turn * groups + group"),)),
+    "wide: dQ's halves have one turn": ("wide and deterministic", ((ADDER, "if step == steps - 1:", "if step == 0:"),)),
     "wide: K is overwritten while another group reads it": ("wide", ((WIDE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=threads)\n", ""),)),
     "wide: dK leaves before both groups have written it": ("wide", ((WIDE, "        cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)\n", ""),)),
     "wide: dK is not fenced": ("wide", ((WIDE, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier(barrier_id=STORED', "        cute.arch.barrier(barrier_id=STORED"),)),

@@ -362,6 +362,7 @@ class Group:
         self.flying: list[list[tuple]] = []
         self.copies: list[Any] = []  # not committed yet
         self.sent: list[Any] = []
+        self.writes: list[Any] = []  # of sent copies whose source has been read, what they write
         self.has_tiles = False  # whether tiles are among them
 
     def commit(self) -> None:
@@ -390,15 +391,17 @@ class Group:
         self.sent.append(self.copies)
         self.copies = []
 
-    def wait_for_copies(self, most: int) -> None:
-        """They are made as late as can be, some of a whole tile long after that."""
+    def wait_for_copies(self, most: int, is_read: bool) -> None:
+        """They are made as late as can be, some of a whole tile long after that. is_read: their sources have been read, which is all."""
         schedule = self.block.schedule
         if len(self.sent) > most and self.has_tiles:
             for _ in range(schedule.random.choice((0, 0, 150))):
                 schedule.step()
         while len(self.sent) > most:
-            for copy in self.sent.pop(0):
-                copy()
+            self.writes += [write for copy in self.sent.pop(0) if (write := copy()) is not None]
+        if not is_read:
+            while self.writes:
+                self.writes.pop(0)()
         self.has_tiles &= bool(self.sent)
 
 

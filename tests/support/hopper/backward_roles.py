@@ -213,7 +213,7 @@ class _Device:
             barrier_arrive=lambda barrier_id, number_of_threads: self.block.barrier(barrier_id, number_of_threads, False),
             fence_proxy=self.fence, fence_acq_rel_gpu=lambda: None, atomic_add=self.atomic_add, load=self.load,
             cp_async_bulk_commit_group=lambda: self.group.committed(),
-            cp_async_bulk_wait_group=lambda most, read: self.group.wait_for_copies(most),
+            cp_async_bulk_wait_group=lambda most, read=False: self.group.wait_for_copies(most, read),
             rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax,
         )  # fmt: skip
         plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
@@ -287,12 +287,16 @@ class _Device:
         self.schedule.under_way.append(come)
 
     def add_floats(self, target: _Flat, source: View, size: int) -> None:
-        def add() -> None:
+        def add() -> Any:
             # chunk by chunk, thread by thread, 4 numbers each: the order of shared memory
             values = source.read("the adding copy").transpose(2, 1, 0).reshape(-1)
             if 4 * len(values) != size:
                 raise Broken(f"{size} bytes are added of {4 * len(values)}")
-            target.of[target.at : target.at + len(values)] += values
+
+            def written() -> None:
+                target.of[target.at : target.at + len(values)] += values
+
+            return written
 
         self.group.copies.append(add)
 

@@ -52,7 +52,7 @@ def compile_backward(config: BackwardConfig, mods: list, folder: Path, is_guarde
     turns = fake(Int32, 3) if config.is_deterministic else None
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
-    lists.append(fake(Int32, 4) if config.has_ranks else None)
+    lists = [*lists[:2], None, None, fake(Int32, 4)] if config.has_ranks else [*lists, None]
     lists += [fake(Int32, 2), fake(Int32, 2)] if config.has_entries else [fake(Int32, 2) if is_guarded else None, None]
     scalars, tensors = [], []
     for mod, expr in zip(mods, config.exprs, strict=True):

@@ -32,11 +32,13 @@ class Adds:
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
         more, step = Int32(1), Int32(0)
+        ahead, passed = (Int32(-1), Int32(0), Int32(0)), Int32(0)
         for group in cutlass.range_constexpr(groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if const_expr(self.config.frees_keys):
             cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         while more != 0:
+            m, head, entry, turn = (Int32(0) for _ in range(4))
             for group in cutlass.range_constexpr(groups):
                 cute.arch.barrier(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
                 m, head, entry, turn = (board[i, group] for i in range(4))
@@ -44,20 +46,32 @@ class Adds:
                     more = Int32(0)
                 if m >= 0:
                     if cute.arch.lane_idx() == 0:
-                        if const_expr(turns is not None):
-                            self._await(turns[entry, head, None].iterator + m, (turn * steps + step) * groups + group)
+                        if const_expr(turns is not None and group == 0):
+                            if step == 0:
+                                self._await(turns, (m, head, entry), turn, ahead, passed)
                         target = sums[entry, head, m, None].iterator + group * size + step * (size // steps)
                         add_floats(target, dq[None, None, None, group].iterator, 4 * size // steps)
                         cute.arch.cp_async_bulk_commit_group()
-                        if const_expr(turns is not None):
-                            self._pass_on(turns[entry, head, None].iterator + m)
-                        else:
+                        if const_expr(turns is None):
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                    if const_expr(turns is None):
+                        cute.arch.sync_warp()
+                        cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
                 if const_expr(group == groups - 1 and self.config.frees_keys):
                     if m == KEYS:  # of all groups: each one has come here with the same
                         self._keys_sent(board, keys, leaving)
+            if const_expr(turns is not None):
+                if m >= 0:  # likewise
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    for group in cutlass.range_constexpr(groups):
+                        cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                    if step == steps - 1:
+                        ahead = (m - 1, head, entry)
+                        if cute.arch.lane_idx() == 0:
+                            passed = self._passed(turns, (cutlass.max(m - 1, 0), head, entry))
+                            self._pass_on(turns, (m, head, entry))
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -77,15 +91,28 @@ class Adds:
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
 
     @cute.jit
-    def _await(self, turn_of_tile, turn):
-        """Until the tiles of keys before this one have added. Each warp group's part takes a turn of its own, the first group's first."""
-        while cute.arch.load(turn_of_tile, Int32, sem="acquire", scope="gpu") < turn:
-            pass
+    def _await(self, turns, place, turn, ahead, passed):
+        """Until the tiles of keys before this one have added to the row tile at ``place``. passed: how many had, of row tile ``ahead``."""
+        known = Int32(0)
+        if (place[0] == ahead[0]) & (place[1] == ahead[1]) & (place[2] == ahead[2]):
+            known = passed
+        while known < turn:
+            known = self._passed(turns, place)
+
+    def _passed(self, turns: Any, place: Any) -> Any:
+        """How many tiles of keys have added to a row tile."""
+        m, head, entry = place
+        return cute.arch.load(turns[entry, head, None].iterator + m, Int32, sem="relaxed", scope="gpu")
 
     @cute.jit
-    def _pass_on(self, turn_of_tile):
-        """Once the sums are written, not only read out of shared memory."""
+    def _pass_on(self, turns, place):
+        """Once the sums of all warp groups are written, not only read out of shared memory.
+
+        Nobody reads what was added: what is ordered are additions in the L2 cache. The earlier ones are complete there before they are
+        counted, and the later ones are sent after the count was seen, so that neither side needs a fence for its own loads and stores. With
+        release and acquire a backward pass takes 6 % longer.
+        """
+        m, head, entry = place
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.fence_proxy("async.global")
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.atomic_add(turn_of_tile, Int32(1), sem="release", scope="gpu")
+        cute.arch.atomic_add(turns[entry, head, None].iterator + m, Int32(1), sem="relaxed", scope="gpu")

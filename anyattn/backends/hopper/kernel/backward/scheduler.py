@@ -2,6 +2,10 @@
 
 A visit is a row tile of one of the query heads that share the keys; heads come one after the other, each one's rows from the first to the
 last. A visit is masked or bare: rows of a bare one see all keys of the tile, as far as bands and lists say.
+
+Deterministic sums are added by ascending tiles of keys, and a head's tiles are taken in that order, so that none waits for one that is not
+at work yet. Rows then go from the last to the first: tiles that begin together at the last rows follow one another by one visit, and of
+causal rows and windows no tile waits where its rows begin, as it would if it went the other way.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +62,8 @@ class KeyTables(NamedTuple):
 
     partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each tile of keys, in the tiles of the
     lists (``BackwardConfig.list_cut``); B and H may be 1; over sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M): how many tiles
-    of keys before this one a row tile sees, where results are to be deterministic. order: (rows + 1, 3), n_block, 0 and entry of each tile
+    of keys before this one a row tile sees, where results are to be deterministic; then all row tiles are in the partial list, the last
+    one first, each as twice its number, plus 1 where it is partial. order: (rows + 1, 3), n_block, 0 and entry of each tile
     of keys; the last row's first number says how many of them there are, and where storage says the rest it stands alone. entries: (B, 9),
     k_row, k_start, seqlen_k, q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first tile of keys, its first index.
     """
@@ -159,8 +164,8 @@ class VisitsRows:
     @cute.jit
     def span_visit(self, i, span):
         """(row tile, whether it is masked) of visit ``i``."""
-        first, _, bare_first, bare_last = span
-        m = first + i
+        first, end, bare_first, bare_last = span
+        m = end - 1 - i if const_expr(self.config.is_deterministic) else first + i
         is_masked = Int32(1)
         if (m >= bare_first) & (m < bare_last):
             is_masked = Int32(0)
@@ -170,18 +175,30 @@ class VisitsRows:
     def listed_rows(self, n_block, head, entry, seqlen_q, tables):
         """(visits, plan for ``listed_visit``) of a query head: partial tiles first, then full ones."""
         head = head if const_expr(self.config.per_head) else Int32(0)
-        found, ranks = [], None
+        if const_expr(tables.ranks is not None):
+            return self.ranked_rows(n_block, head, entry, seqlen_q, tables)
+        found = []
         for count, index in ((tables.partial_count, tables.partial_index), (tables.full_count, tables.full_index)):
             if const_expr(count is None):
                 found.append((Int32(0), found[0][1]))
             else:
                 size, entries = self.list_of(count, index, n_block, head, entry, seqlen_q, tables)
                 found.append((self.rows_listed(size, entries, seqlen_q), entries))
-        if const_expr(tables.ranks is not None):
-            per_entry = entry if const_expr(self.config.per_entry) else Int32(0)
-            ranks = tables.ranks[per_entry, head, n_block // self.config.list_cut[1], None]
         (partials, _), (fulls, _) = found
-        return partials + fulls, (partials, found[0][1], found[1][1], ranks)
+        return partials + fulls, (partials, found[0][1], found[1][1], None)
+
+    @cute.jit
+    def ranked_rows(self, n_block, head, entry, seqlen_q, tables):
+        """The same of lists with ranks: the plan has row tiles of the first list's tile that lie past the last row, to be left out."""
+        cut, tile_m = self.config.list_cut[0], self.config.tiles.tile_m
+        size, entries = self.list_of(tables.partial_count, tables.partial_index, n_block, head, entry, seqlen_q, tables)
+        missing = Int32(0)
+        if const_expr(cut > 1):
+            if size > 0:
+                missing = cutlass.max((entries[0] // 2 + 1) * cut - ceil_div(seqlen_q, tile_m), 0)
+        per_entry = entry if const_expr(self.config.per_entry) else Int32(0)
+        ranks = tables.ranks[per_entry, head, n_block // self.config.list_cut[1], None]
+        return size * cut - missing, (missing, entries, None, ranks)
 
     @cute.jit
     def list_of(self, count, index, n_block, head, entry, seqlen_q, tables):
@@ -212,9 +229,12 @@ class VisitsRows:
     def listed_visit(self, i, plan):
         """(row tile, whether the partial predicate is evaluated) of visit ``i``."""
         cut = self.config.list_cut[0]
-        partials, partial_list, full_list, _ = plan
+        partials, partial_list, full_list, ranks = plan
         m, asks = Int32(0), Int32(1)
-        if i < partials:
+        if const_expr(ranks is not None):
+            i += partials  # the rows to be left out come first
+            m, asks = partial_list[i // cut] // 2 * cut + cut - 1 - i % cut, partial_list[i // cut] % 2
+        elif i < partials:
             m = partial_list[i // cut] * cut + i % cut
         else:
             asks = Int32(0)
