@@ -109,7 +109,7 @@ def row(backend: str) -> list[str]:
     name, where, _ = BACKENDS[backend]
     dtypes = [said for said, dtype in DTYPES.items() if runs(backend, flex_problem(inputs(dtype)))]
     packed = ["yes" if runs(backend, varlen_problem(paged)) else "no" for paged in (False, True)]
-    passes = [gradients(backend), gradients(backend, learns_captured=True), gradients(backend, learns_captured=True, deterministic=True)]
+    passes = [gradients(backend), gradients(backend, learns_captured=True), gradients(backend, deterministic=True)]
     return [name, where, ", ".join(dtypes), widths(backend), *packed, decoding(backend), *passes, "yes" if compiles(backend) else "no"]
 
 

@@ -267,10 +267,12 @@ def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int,
 
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
-    """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device."""
+    """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device. Of dk and dv in float32, which
+    spill without a second stage, less stays before that stage is given up."""
     step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
     while not fits(name, tiles, shape, capability):
-        if tiles.num_stages > 1:
+        is_last = name == "dkdv" and shape.dtype.itemsize == 4 and tiles.num_stages == 2 and getattr(tiles, step) == 16
+        if tiles.num_stages > 1 and not (is_last and getattr(tiles, stay) > 16):
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif getattr(tiles, step) > 16:
             tiles = replace(tiles, **{step: getattr(tiles, step) // 2})

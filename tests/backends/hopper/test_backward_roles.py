@@ -195,7 +195,7 @@ def _prepared(case: Case, seed: int) -> Prepared:
     return Prepared(config, given, own, list(wanted), scale, _lists(case, mask), captured_of(mods, config))
 
 
-def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> dict[str, float]:
+def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_first_late: bool = False) -> dict[str, float]:
     """The errors of dq, dk and dv, and of the gradients of captured tensors, in units of the greatest gradient; rerun: whether another of so
     many orders of events changes a bit of dq, where it must not. Where the first order is wrong already, others are not run."""
     prepared = _prepared(case, seed)
@@ -204,7 +204,7 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> di
     def computed(schedule: int) -> list[np.ndarray]:
         call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
-        dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals)
+        dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, is_first_late)
         return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
 
     found = computed(seed)
@@ -263,6 +263,21 @@ def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
     errors = run(CAPTURED[name], seed)
     assert max(errors.values()) <= MOST, errors
     assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
+
+
+_LATE = "deterministic by three blocks"
+
+
+def test_no_tile_waits_for_a_block_that_has_not_begun() -> None:
+    assert max(run(CASES[_LATE], is_first_late=True).values()) <= MOST
+    by_number = (
+        LOADER,
+        "return cute.arch.shuffle_sync(self._next_drawn(counter, Int32(1), Int32(0)), 0)",
+        "return cute.arch.block_idx()[0]",
+    )
+    and_then = (LOADER, "Int32(0) if const_expr(self.config.is_deterministic) else workers", "workers")
+    with pytest.raises(Broken):
+        run(CASES[_LATE], changes=(by_number, and_then), is_first_late=True)
 
 
 @pytest.mark.parametrize("ahead", [(3, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 2)])
@@ -342,7 +357,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "ranked rows past the last are visited": ("deterministic wide lists", ((SCHEDULER, "missing = cutlass.max((entries[0] // 2 + 1) * cut - ceil_div(seqlen_q, tile_m), 0)", "missing = 0"),)),
     "ranked full tiles are asked alone": ("deterministic lists", ((SCHEDULER, "partial_list[i // cut] % 2", "1 - partial_list[i // cut] % 2"),)),
     "parts of a ranked tile are the first one": ("deterministic lists", ((SCHEDULER, "// 2 * cut + cut - 1 - i % cut", "// 2 * cut + cut - 1"),)),
-    "turns are not passed on": ("deterministic", ((ADDER, "        cute.arch.atomic_add(turns[entry, head, None].iterator + m, Int32(1), sem=\"relaxed\", scope=\"gpu\")\n", "        pass\n"),)),
+    "turns are not passed on": ("deterministic", ((ADDER, "        cute.arch.atomic_add(turns[entry, head, None].iterator + m, Int32(1), sem=\"release\", scope=\"gpu\")\n", "        pass\n"),)),
     "the derivative is left out": ("softcap", ((SCORES, "ds * Float32(derivative)", "ds"),)),
     "delta is that of the row beside": ("full", ((SCORES, "p[r, c] * (dp[r, c] - delta[c])", "p[r, c] * (dp[r, c] - delta[c ^ 1])"),)),
     "listed full tiles are the first part alone": ("lists", ((SCHEDULER, "m = full_list[(i - partials) // cut] * cut", "m = full_list[(i - partials) // cut] * 1"),)),

@@ -473,10 +473,17 @@ def vectorised() -> dict[str, Any]:
 
 
 def run_grid(
-    call: Call | PackedCall, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = (), totals: tuple = ()
+    call: Call | PackedCall,
+    seed: int,
+    workers: int,
+    changes: Changes = (),
+    scalars: tuple = (),
+    tensors: tuple = (),
+    totals: tuple = (),
+    is_first_late: bool = False,
 ) -> np.ndarray:
     """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. totals: of captured tensors' gradients.
-    Returns dq as the last kernel has it."""
+    is_first_late: the first block begins when the others have ended. Returns dq as the last kernel has it."""
     codes, lines = compiled(changes)
     config, schedule = call.config, Schedule(seed, lines)
     counter = Counter([], 0)
@@ -501,6 +508,10 @@ def run_grid(
     for number in range(workers):
         block = Block(schedule, config, number, workers)
         _add_roles(kernel, names, device, block, call, gmem, tables, counter, sizes, captured)
+    if is_first_late:
+        of_first = [actor for actor in schedule.actors if device.blocks[actor].number == 0]
+        for actor in of_first:
+            actor.condition = lambda: all(a.is_done for a in schedule.actors if a not in of_first)
     schedule.run()
     if counter.values != [0, 0]:
         raise Broken(f"the counter is left as {counter.values}")

@@ -44,7 +44,9 @@ def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
 
 
 def narrow(x: Any) -> Any:
-    """The lower 32 bits of a whole number."""
+    """The lower 32 bits of a whole number, of a literal too."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        return (x + 2**31) % 2**32 - 2**31
     return Int32(x) if isinstance(x, Int64) else x
 
 

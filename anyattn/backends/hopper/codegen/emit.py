@@ -38,7 +38,7 @@ from anyattn.backends.hopper.codegen.device_math import (  # fmt: skip
     shifted,
     whole,
 )
-from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lines, shared, stages, straight, wraps
+from anyattn.backends.hopper.codegen.score_analysis import is_modular, is_near, is_wide, lines, shared, stages, straight, wraps
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
@@ -274,6 +274,8 @@ def _operation(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> A
     if is_wide(expr)[i] and node.op != "cast":
         is_whole = (category(expr.nodes[at].dtype) == "int" for at in node.args)  # literals stay what they are
         args = [Int64(a) if whole_one and not isinstance(a, int) else a for a, whole_one in zip(args, is_whole, strict=True)]
+    elif is_modular(node):
+        args = [narrow(a) for a in args]
     found = _computed(node, args, expr, tensors)
     if is_wide(expr)[i] or isinstance(found, int):
         return found

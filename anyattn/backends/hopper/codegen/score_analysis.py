@@ -19,7 +19,7 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
     "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
-    "is_near", "is_special", "is_tanh", "is_wide", "is_words", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart",
+    "is_modular", "is_near", "is_special", "is_tanh", "is_wide", "is_words", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart",
     "reads_straight", "shared", "stages", "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
@@ -46,8 +46,33 @@ def stages(expr: Expr) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def is_wide(expr: Expr) -> tuple[bool, ...]:
-    """For each node whether it is a whole number that may take 64 bits, as torch's have; the others are computed in 32."""
-    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, NEAR_BOX), strict=True))
+    """For each node whether it is a whole number that is computed in 64 bits, as torch's are: it may take more than 32, and what reads it
+    does not need the lower 32 alone. The others are computed in 32.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> hashed = trace(lambda b, h, q, k: (q * 1103515245 + k * 12345).to(torch.int32) % 7 < 3, "mask")
+    >>> any(is_wide(hashed.expr)), any(is_wide(trace(lambda b, h, q, k: (q * 1103515245) % 7 < 3, "mask").expr))
+    (False, True)
+    """
+    is_long = [category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, NEAR_BOX), strict=True)]
+    is_whole = [False] * len(expr.nodes)  # whether more than the lower 32 bits are read
+    for i in expr.outputs:
+        is_whole[i] = True
+    for i, node in reversed(list(enumerate(expr.nodes))):
+        if not (_reads_lower(node) or (is_modular(node) and not (is_long[i] and is_whole[i]))):
+            for a in node.args:
+                is_whole[a] = True
+    return tuple(a and b for a, b in zip(is_long, is_whole, strict=True))
+
+
+def is_modular(node: Node) -> bool:
+    """Whether the lower bits of a whole number follow from the same bits of the arguments."""
+    return node.op in ("add", "sub", "mul", "neg", "not", "and", "or", "xor") and category(node.dtype) == "int"
+
+
+def _reads_lower(node: Node) -> bool:
+    """Whether it is a cast to a whole number of at most 32 bits."""
+    return node.op == "cast" and category(node.dtype) == "int" and node.dtype is not int and torch.iinfo(node.dtype).bits <= 32  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)

@@ -28,10 +28,10 @@ class LoadsRows:
         q_state, do_state, key_state, work_state = (
             pipeline.make_pipeline_state(producer, n) for n in (tiles.q_stages, tiles.do_stages, 1, 2)
         )
-        work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
         sizes = self.counted_keys(tables, sizes)
         total = sizes.rows * sizes.spread
+        work = self._first_drawn(counter)
         while work < total:
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
             seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
@@ -58,13 +58,26 @@ class LoadsRows:
                     q_state.advance()
                     do_state.advance()
             # drawn as late as can be: a tile drawn early waits for this one while other blocks run out of work
-            work = cute.arch.shuffle_sync(self._drawn(counter, total, workers), 0)
+            work = cute.arch.shuffle_sync(self._next_drawn(counter, total, workers), 0)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
-        self._left(counter, total, workers)
+        self._left(counter, workers + 1 if const_expr(self.config.is_deterministic) else total, workers)
         # a block that ends while its copies are still being read would hand their memory to another
         for pipe, state in zip(pipes, (q_state, do_state, key_state, key_state, work_state), strict=True):
             pipe.producer_tail(state.clone())
+
+    @cute.jit
+    def _first_drawn(self, counter):
+        """A block's first tile of keys. Deterministic sums make tiles wait for those before them: all are drawn then, so that none belongs
+        to a block which is not at work yet, because others hold its multiprocessor."""
+        if const_expr(self.config.is_deterministic):
+            return cute.arch.shuffle_sync(self._next_drawn(counter, Int32(1), Int32(0)), 0)
+        return cute.arch.block_idx()[0]
+
+    @cute.jit
+    def _next_drawn(self, counter, total, workers):
+        """The next one."""
+        return self._drawn(counter, total, Int32(0) if const_expr(self.config.is_deterministic) else workers)
 
     @cute.jit
     def _keys(self, copy, in_smem, head_dim: cutlass.Constexpr, pipe, state, place):

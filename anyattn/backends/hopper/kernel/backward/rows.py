@@ -25,7 +25,8 @@ class _Rows:
 
     def tile(self, heads: Any, tiles: Any) -> tuple[Any, Any, Any]:
         """(row tile, head, entry) of this block. The last comes first: what the L2 cache holds of the sums is what the backward kernel
-        added to last, and the sums that it adds to first are to be there."""
+        added to last, and the sums that it adds to first are to be there. With deterministic sums, whose rows go the other way, that holds
+        of heads and entries alone."""
         blocks, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
         block = blocks - 1 - block
