@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.codegen.score_analysis import cases, is_foreseen, is_special, parts_of, reads_apart, reads_straight
+from anyattn.backends.hopper.codegen.score_analysis import (
+    cases,
+    is_foreseen,
+    is_special,
+    parts_of,
+    reads_apart,
+    reads_straight,
+    work_by_pair,
+)
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
@@ -21,6 +29,8 @@ TILE_M = 128  # query rows of every kernel that goes by lists
 LEAST_PIECE = 2  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
+_NARROW = 96  # head dimension up to which there is a third stage
+_MUCH_WORK = 7  # operations for every pair of a row and a key
 _SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
 
@@ -244,6 +254,12 @@ def _reads_pairs(ask: Ask, has_whole_tiles: bool) -> bool:
     return not ask.by_row and rest is not None and reads_apart(rest)
 
 
+def _asks_much(ask: Ask) -> bool:
+    """Whether so much of a predicate is computed for every pair that registers for 128 keys do not suffice beside a third stage."""
+    rest = None if ask.by_row else parts_of(ask.expr, False, "kv_idx", TILE_M)[1]
+    return rest is not None and work_by_pair(rest) >= _MUCH_WORK
+
+
 def tiles_for(
     head_dim: int,
     head_dim_v: int,
@@ -274,7 +290,9 @@ def tiles_for(
     else:
         keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
         keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
+    if widest <= _NARROW and any(_asks_much(ask) for ask in asked):
+        keys = min(keys, 64)
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0
-    return Tiles(128, keys, 3 if widest <= 96 else 2, emulated=emulated)
+    return Tiles(128, keys, 3 if widest <= _NARROW else 2, emulated=emulated)

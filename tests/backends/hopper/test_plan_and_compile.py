@@ -202,6 +202,15 @@ def test_head_dimensions_are_padded(d: int, dv: int, wanted: tuple[int, int]) ->
         padded(d, 257)
 
 
+def test_masks_that_compute_much_for_each_pair_have_tiles_of_fewer_keys() -> None:
+    hashed = trace(lambda b, h, i, j: ((i * 1103515245 + j * 2654435761).to(torch.int32) >> (j.to(torch.int8) & 7)) % 7 < 3, "mask")
+    document = trace(masks.document(torch.arange(64) // 9), "mask")
+    for d, keys in ((64, 64), (96, 64), (128, 128)):
+        q = torch.randn(1, 2, 64, d, dtype=torch.bfloat16)
+        given = [specialised(problem(q=q, k=q, v=q, predicates=(mask,))).config.tiles.tile_n for mask in (hashed, document)]
+        assert given == [keys, 128]
+
+
 def test_row_tiles_come_longest_first() -> None:
     mask = traced(masks.prefix_lm(300))
     long = torch.randn(1, 2, 1000, 128, dtype=torch.bfloat16)
