@@ -19,9 +19,21 @@ from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCAL
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.jit_source import group
-from anyattn.triton_tools.launch import current_device
+from anyattn.triton_tools.launch import current_device, launch
 
-__all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
+__all__ = [
+    "OF_HULLS",
+    "OF_TILES",
+    "Mask",
+    "as_tuple",
+    "can_list",
+    "constants_of",
+    "list_tiles",
+    "mask_of",
+    "power_of_2",
+    "slots_of",
+    "way_of",
+]
 
 _FEW, _MOST_CHUNK = 64, 1024  # tiles of a row classified at once
 # Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
@@ -54,6 +66,8 @@ def mask_of(expr: Expr) -> Mask:
 
 
 MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # what the texts of kernels name
+OF_HULLS, OF_TILES = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N")  # constants of the kernels
+_OF_LISTS = (*OF_TILES, "SEPARATE_FULL", "HAS_FULL_TAILS")
 _LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
@@ -75,16 +89,15 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     )
     plain = [*_LISTS, "hulls", *TileSizes._fields, *scalars, *(n for names in tensors.values() for n in names), *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
-    store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
     made = [
-        f"{head}store_hulls(hulls, {captured}, {constants_of(store)}):\n"
-        f"    classify.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(store)})\n"
+        f"{head}store_hulls(hulls, {captured}, {constants_of(OF_HULLS)}):\n"
+        f"    classify.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(OF_HULLS)})\n"
     ]
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
         made.append(
-            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(lists)}):\n"
+            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(_OF_LISTS)}):\n"
             f"    classify.list_tiles({group(Lists, _LISTS[:4])}, {group(Lists, _LISTS[4:])}, hulls, {packed}, value, {verdict}, "
-            f"{', '.join(lists)})\n"
+            f"{', '.join(_OF_LISTS)})\n"
         )
     return made
 
@@ -158,6 +171,7 @@ def _launch(
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
     captured = (*numbers, *bits_of_numbers([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
+    known = tuple([t.dtype for t in tensors])  # Triton specialises on no number and on no alignment
     kernel, hulls = mask.kernels.list_tiles, first
     chunk, is_at_once = way_of(mask, tile, max(rows, columns))
     if is_at_once:
@@ -165,13 +179,14 @@ def _launch(
     elif mask.row_leaves + mask.column_leaves:
         size = numbers[-1] + 2 * mask.column_leaves * count * columns
         hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-        mask.kernels.store_hulls[rows + columns, sizes[1], sizes[0]](hulls, *captured, *tile, power_of_2(max(tile), 1024), **mask.options)
+        constants = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
+        launch(mask.kernels.store_hulls, (rows + columns, sizes[1], sizes[0]), [hulls, *captured], first.device, constants, known)
     lists = [t if t is not None else first for t in found]
-    block = power_of_2(tile[0], 32), power_of_2(tile[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
-    options = (found[2] is not None, has_full_tails)
+    values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), found[2] is not None, has_full_tails)
+    constants = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
     # (an axis for each: beyond the first none is longer than 65,535)
-    kernel[programs, sizes[1], sizes[0]](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
+    launch(kernel, (programs, sizes[1], sizes[0]), [*lists[:4], *lists[-4:], hulls, *captured], first.device, constants, known)
 
 
 def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:

@@ -13,14 +13,15 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.sparsity.kernels.arguments import Lists, SequenceTables, VarlenTileSizes
-from anyattn.sparsity.kernels.block_lists import MODULES, as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
+from anyattn.sparsity.kernels.block_lists import MODULES, OF_HULLS, OF_TILES, as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
 from anyattn.sparsity.kernels.interval_codegen import mask_source
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.jit_source import group
-from anyattn.triton_tools.launch import current_device
+from anyattn.triton_tools.launch import current_device, launch
 
 __all__ = ["Capacity", "Listed", "list_ragged"]
 
+_OF_PLACES = ("TILE_M", "TILE_N", "CHUNK")  # constants of its kernel
 _PLACES_CHUNK = 1024  # sequences at once
 
 
@@ -66,15 +67,14 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     given = group(Lists, Lists._fields)
     plain = [*Lists._fields, "places", "hulls", *sizes, *scalars, *strides, *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
-    store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N")
     made = [
-        f"{head}store_ragged_hulls(hulls, places, {captured}, {constants_of(store)}):\n"
-        f"    classify.store_ragged_hulls(hulls, places, {packed}, store_row_hulls, store_column_hulls, {', '.join(store)})\n"
+        f"{head}store_ragged_hulls(hulls, places, {captured}, {constants_of(OF_HULLS)}):\n"
+        f"    classify.store_ragged_hulls(hulls, places, {packed}, store_row_hulls, store_column_hulls, {', '.join(OF_HULLS)})\n"
     ]
     for name, verdict in (("list_ragged_tiles", "verdict"), ("list_ragged_tiles_at_once", "verdict_at_once")):
         made.append(
-            f"{head}{name}({', '.join(Lists._fields)}, places, hulls, {captured}, {constants_of(lists)}):\n"
-            f"    classify.list_ragged_tiles({given}, places, hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+            f"{head}{name}({', '.join(Lists._fields)}, places, hulls, {captured}, {constants_of(OF_TILES)}):\n"
+            f"    classify.list_ragged_tiles({given}, places, hulls, {packed}, value, {verdict}, {', '.join(OF_TILES)})\n"
         )
     return made
 
@@ -92,7 +92,9 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
     indices = torch.empty((2, heads, most.rows * width), dtype=torch.int32, device=device).unbind(0)
     lists = Lists(counts[0], indices[0], counts[1], indices[1])
     with current_device(places.device):
-        _store_places()[(1,)](places, *lengths, batch, most.rows, width, most.bound_q, most.bound_k, *tile, _PLACES_CHUNK)
+        constants = dict(zip(_OF_PLACES, (*tile, _PLACES_CHUNK), strict=True))
+        given = [places, *lengths, batch, most.rows, width, most.bound_q, most.bound_k]
+        launch(_store_places(), (1, 1, 1), given, device, constants, tuple([t.dtype for t in lengths]))
         _launch(mod, places, lists, most, width, tile, heads)
     return Listed(places, lists)
 
@@ -101,11 +103,10 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
 def _store_places() -> Any:
     numbers = ("batch: tl.int32", "most_rows: tl.int32", "width: tl.int32", "bound_q: tl.int32", "bound_k: tl.int32")
     names = ["places", "seqlens_q", "seqlens_k", "q_first", *(n.split(":")[0] for n in numbers)]
-    constants = ("TILE_M", "TILE_N", "CHUNK")
     source = (
         f"_PLAIN = {names!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
-        f"def store_places({', '.join([*names[:4], *numbers])}, {constants_of(constants)}):\n"
-        f"    classify.store_places({', '.join([*names, *constants])})\n"
+        f"def store_places({', '.join([*names[:4], *numbers])}, {constants_of(_OF_PLACES)}):\n"
+        f"    classify.store_places({', '.join([*names, *_OF_PLACES])})\n"
     )
     return jit_source.load(source, "places", *MODULES).store_places
 
@@ -116,6 +117,7 @@ def _launch(mod: TracedMod, places: Tensor, lists: Lists, most: Capacity, width:
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (batch, most.rows, most.columns, width, 2 * mask.row_leaves * heads * most.rows)
     captured = (*numbers, *bits_of_numbers([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
+    known = tuple([t.dtype for t in tensors])  # Triton specialises on no number and on no alignment
     kernel, hulls = kernels.list_tiles, places
     chunk, is_at_once = way_of(mask, tile, width)
     if is_at_once:
@@ -123,7 +125,9 @@ def _launch(mod: TracedMod, places: Tensor, lists: Lists, most: Capacity, width:
     elif mask.row_leaves + mask.column_leaves:
         size = numbers[-1] + 2 * mask.column_leaves * heads * most.columns
         hulls = torch.empty(size, dtype=torch.int64, device=places.device)
-        grid = (most.rows + most.columns, heads)
-        kernels.store_hulls[grid](hulls, places, *captured, *tile, power_of_2(max(tile), 1024), **mask.options)
-    block = power_of_2(tile[0], 32), power_of_2(tile[1], 128)
-    kernel[most.rows, heads](*lists, places, hulls, *captured, *tile, chunk, *block, **mask.options)
+        constants = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
+        grid = (most.rows + most.columns, heads, 1)
+        launch(kernels.store_hulls, grid, [hulls, places, *captured], places.device, constants, known)
+    values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128))
+    constants = dict(zip(OF_TILES, values, strict=True)) | mask.options
+    launch(kernel, (most.rows, heads, 1), [*lists, places, hulls, *captured], places.device, constants, known)

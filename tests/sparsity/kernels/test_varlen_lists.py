@@ -67,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from anyattn.sparsity.kernels import varlen_lists as kernels
 
     made: list[str] = []
-    store = type("Grid", (), {"__getitem__": lambda self, grid: lambda *args: made.append("places")})()
+    store = type("Grid", (), {"__getitem__": lambda self, grid: lambda *args, **constants: made.append("places")})()
     monkeypatch.setattr(kernels, "_store_places", lambda: store)
     monkeypatch.setattr(kernels, "_launch", lambda *args: made.append("lists"))
     return made
