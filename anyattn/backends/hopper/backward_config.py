@@ -5,18 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
 from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for", "bytes_of", "padded_for_backward"]
+__all__ = [
+    "TALL",
+    "BackwardConfig",
+    "BackwardTiles",
+    "RowsConfig",
+    "backward_tiles_for",
+    "bytes_of",
+    "padded_for_backward",
+    "tall_tiles_for",
+]
 
 SHARED_MEMORY = 227 * 1024
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only (``padded_for_backward``)
 TILE_N = 128  # keys of a tile, 64 for each warp group that multiplies
+TALL = 80  # rows of a tile that is no multiple of 64
 SHARED_TILE_N = 64  # keys of a tile that the warp groups share: each one makes half the columns of dK, dV and dQ
 ACCUMULATORS = 128  # registers of a thread for dK and dV together
 REGISTERS = (240, 24)  # of a thread that multiplies and of one that loads or adds
+_BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the rows' statistics, and what the tiles behind them begin at
 _HOLDING = 200  # what matrices may take of the first
 
 
@@ -38,8 +50,10 @@ class BackwardTiles:
     holds_v: bool = False
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128):
-            raise ValueError(f"tile_m={self.tile_m}; wanted 64 or 128: dQ's rows are one or two times 64 (wgmma M)")
+        if self.tile_m not in (64, TALL, 128):
+            raise ValueError(
+                f"tile_m={self.tile_m}; wanted 64 or 128, once or twice the rows of a product (wgmma M), or {TALL}: columns of dQ^T"
+            )
         if self.tile_n not in (TILE_N, SHARED_TILE_N):
             raise ValueError(f"tile_n={self.tile_n}; wanted {TILE_N}, 64 keys (wgmma M) for each of two warp groups, or 64 that they share")
         for name in ("q_stages", "do_stages", "ds_stages", "dq_steps"):
@@ -61,17 +75,23 @@ class BackwardTiles:
         return self.tile_n == SHARED_TILE_N
 
     @property
+    def transposes_dq(self) -> bool:
+        """Whether the product makes dQ^T, whose rows a warp group has 64 of, rather than dQ."""
+        return self.tile_m == TALL
+
+    @property
     def exchanged(self) -> int:
         """Tiles of keys x rows in shared memory: the stages of dS, or those of P and behind them one of dS."""
         return self.ds_stages + (1 if self.shares_keys else 0)
 
 
 def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
-    """Shared memory: 16-bit tiles of K, V, Q, dO, P and dS, part of dQ in float32, the rows' statistics; barriers and alignment."""
+    """Shared memory: 16-bit tiles of K, V, Q, dO, P and dS, part of dQ in float32; before them barriers, boards and the rows' statistics,
+    and what alignment leaves empty."""
     t, (d, dv) = tiles, (head_dim, head_dim_v)
     rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
-    statistics = 4 * (t.q_stages + t.do_stages) * t.tile_m
-    return 2 * (t.tile_n * (d + dv) + rows + t.exchanged * t.tile_m * t.tile_n) + 4 * t.tile_m * d // t.dq_steps + statistics + 2048
+    before = ceil_div(_BARRIERS_AND_BOARDS + 4 * (t.q_stages + t.do_stages) * t.tile_m, _ALIGNED) * _ALIGNED
+    return 2 * (t.tile_n * (d + dv) + rows + t.exchanged * t.tile_m * t.tile_n) + 4 * t.tile_m * d // t.dq_steps + before
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,10 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
+        if self.tiles.transposes_dq and self.head_dim != 64 * self.tiles.warp_groups:
+            raise ValueError(f"tile_m={TALL} at head_dim {self.head_dim}; wanted {64 * self.tiles.warp_groups}: the rows of dQ^T")
+        if self.tiles.transposes_dq and self.lists is not None:
+            raise ValueError(f"tile_m={TALL} with lists, whose tiles have 64 or 128 rows; wanted one of these")
         if self.tiles.shares_keys and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError("head dimension 96 where warp groups share keys; wanted 128: half of 96 columns is no multiple of 32")
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
@@ -194,6 +218,11 @@ class RowsConfig:
     has_dlse: bool = False
     has_entries: bool = False
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the sums are those of dQ^T."""
+        return self.tile_m == TALL
+
 
 def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """What the head dimensions are padded to.
@@ -205,6 +234,12 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     allowed = [n for n in HEAD_DIMS if n != 96 or widest <= 128]
     d, dv = (next(n for n in allowed if given <= n) for given in (head_dim, head_dim_v))
     return d, dv
+
+
+def tall_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
+    """Tiles of more rows, of use where no score mod, no list and no predicate needs registers: fewer visits, and K and V are read by fewer
+    products. None where there are none."""
+    return BackwardTiles(TALL, TILE_N) if head_dim == head_dim_v == 128 else None
 
 
 def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:

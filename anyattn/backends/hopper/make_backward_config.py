@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
+from anyattn.backends.hopper.backward_config import (
+    HEAD_DIMS,
+    BackwardConfig,
+    BackwardTiles,
+    backward_tiles_for,
+    padded_for_backward,
+    tall_tiles_for,
+)
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import is_words, work_by_pair
@@ -37,6 +45,10 @@ _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(rang
 _MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
 _WIDEST_SUMS = 128  # head dimension of the kernels whose fragments sums are written for
 _MOST_SUMS = 4  # loads whose derivatives are summed
+_TALL_COST = (
+    0.955,
+    0.965,
+)  # time of a pair in a tall tile over that in another one, without a mask and under a causal one (docs/measured.md)
 _ROWS = 64  # what a list's rows are joined to a multiple of
 
 
@@ -77,7 +89,10 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
-    tiles = backward_tiles_for(d, dv, is_plain=score is None and ((not asked and listed is None) or _are_words(problem, asked)))
+    is_bare = score is None and not asked and listed is None
+    tiles = backward_tiles_for(d, dv, is_plain=is_bare or (score is None and _are_words(problem, asked)))
+    if is_bare and (tall := tall_tiles_for(d, dv)) is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
+        tiles = tall
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
     list_tile = None
     if listed is None:
@@ -147,6 +162,24 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
         return {"per_entry": batch > 1, "per_head": heads > 1}
     depends = [d for p in problem.predicates for d in dependence(p.expr)]
     return {"per_entry": problem.batch > 1 and any(d.b for d in depends), "per_head": problem.heads_q > 1 and any(d.h for d in depends)}
+
+
+def _pays(problem: Problem, bands: list[Expr], tall: BackwardTiles, tiles: BackwardTiles) -> bool:
+    """Whether tall tiles take less time: fewer visits, but more rows past the last one, and more pairs at a causal edge that none sees.
+
+    Windows, whose length is a captured number, keep the others.
+    """
+    if any(sides(band) != (False, True) for band in bands):
+        return False
+    entries = 1 if problem.sequences is None else problem.sequences.batch / problem.q.shape[0]
+    queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # of packed sequences on average
+
+    def pairs(t: BackwardTiles) -> float:
+        rows = ceil_div(queries, t.tile_m) * t.tile_m if problem.sequences is None else queries + t.tile_m / 2
+        edge = (t.tile_m + t.tile_n - math.gcd(t.tile_m, t.tile_n)) / 2
+        return rows * (max(keys / 2, keys - queries / 2) + edge if bands else keys)
+
+    return pairs(tall) * _TALL_COST[bool(bands)] < pairs(tiles)
 
 
 def _padded(problem: Problem) -> tuple[int, int]:

@@ -62,7 +62,7 @@ MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
 
 
 # at each width that has tiles of its own the mod that needs most registers, which test_families_compile.py compiles
-FAMILIES = ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "summed by key"), (256, 256, "capped"))
+FAMILIES = ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "tall packed causal", "summed by key"), (256, 256, "capped"))
 
 
 @pytest.mark.slow
@@ -77,7 +77,8 @@ def test_every_kernel_compiles_without_spilling_in_its_loops(dims: tuple[int, in
 def check_loops(parts: tuple[tuple, ...], results: list[dict[str, tuple[int, int]]]) -> None:
     """parts: head dimensions and which kernels of them, all if none is named. results: of each what ``cross_compile_backward`` found."""
     for (head_dim, head_dim_v, *names), found in zip(parts, results, strict=True):
-        assert len(found) == (len(names) or (12 if max(head_dim, head_dim_v) > 128 else 30 if head_dim == 64 else 29)) + 4
+        count = len(names) or (12 if max(head_dim, head_dim_v) > 128 else {64: 30, 96: 29, 128: 29 + 6}[head_dim])
+        assert len(found) == count + 4 * (1 + any(name.startswith("tall") for name in found))
         spilled = {name: accesses for name, (_, accesses) in found.items() if accesses > (MOST.get(name, 0) if head_dim == 128 else 0)}
         assert not spilled, f"of {head_dim}, {head_dim_v}: {spilled}"
 
@@ -157,6 +158,22 @@ def test_tiles_of_masks_that_are_words() -> None:
     lists = BlockSparseTensors(*made, tile=(64, 128), lengths=(300, 300))
     narrow = specialised_backward(problem(q=q, k=q, v=q, predicates=traced(MASKS["strided"]), blocks=lists)).config
     assert narrow.tiles.tile_m == 64
+
+
+def test_lengths_choose_tall_tiles() -> None:
+    """Where they take less time: not where many rows of the last tile do not exist, nor under a causal edge that is most of the work."""
+
+    def rows(length: int, d: int = 128, *mods: Any, **changes: Any) -> int:
+        given = dict.fromkeys("qkv", torch.empty(1, 1, length, d, dtype=torch.bfloat16))
+        return specialised_backward(problem(**given, predicates=traced(*mods), **changes)).config.tiles.tile_m
+
+    assert [rows(n) for n in (64, 80, 512, 1000, 2048, 8192)] == [64, 80, 64, 80, 80, 80]
+    assert [rows(n, 128, masks.causal()) for n in (100, 512, 2048, 8192, 131_072)] == [64, 64, 64, 80, 80]
+    assert rows(8192, 104) == 80 and rows(8192, 96) == 64 and rows(8192, 64) == 128
+    assert rows(8192, 128, masks.sliding_window(4000, 0)) == rows(8192, 128, masks.prefix_lm(5)) == 64
+    assert rows(8192, score=trace(lambda s, b, h, i, j: s * 0.5, "score")) == 64
+    few, many = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100))
+    assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == 64
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
@@ -246,6 +263,8 @@ def test_ranks_of_tiles_of_keys() -> None:
     ("make", "words"),
     [
         (lambda: BackwardTiles(96, 128), "tile_m=96; wanted 64 or 128"),
+        (lambda: BackwardConfig(96, 96, True, BackwardTiles(80, 128)), "tile_m=80 at head_dim 96; wanted 128"),
+        (lambda: BackwardConfig(128, 128, True, BackwardTiles(80, 128), lists="dense"), "tile_m=80 with lists"),
         (lambda: BackwardTiles(64, 96), "tile_n=96; wanted 128"),
         (lambda: BackwardTiles(64, 128, dq_steps=3), "dq_steps=3"),
         (lambda: BackwardTiles(64, 128, holds_k=True), "keys the warp groups share"),

@@ -31,7 +31,6 @@ from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
 MOST = 0.02  # of the greatest gradient, as in ``test_backward_roles``
-D = 64
 
 
 class Case(NamedTuple):
@@ -48,6 +47,7 @@ class Case(NamedTuple):
     tiles: BackwardTiles = BackwardTiles(64, 128)
     is_deterministic: bool = False
     workers: int = 1
+    d: int = 64
 
 
 ENDS = torch.tensor([0, 60, 2, 30, 7])
@@ -71,6 +71,8 @@ CASES = {
     "padded lists": Case(([200, 0, 129, 1], [300, 5, 200, 64]), gaps=([9, 0, 1, 0], [1, 2, 0, 3]), mask=masks.prefix_lm(70), kind="ragged"),
     "lists by head": Case(([200, 70], [300, 200]), mask=lambda b, h, i, j: j < 20 + 150 * h + 10 * b, kind="flat"),
     "large tiles": Case(tiles=BackwardTiles(128, 128, ds_stages=1), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
+    "tall tiles, causal": Case(([100, 170, 1], [100, 170, 1]), d=128, tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=2),
+    "tall tiles": Case(d=128, tiles=BackwardTiles(80, 128), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
     "one stage": Case(tiles=BackwardTiles(64, 128, 1, 1, 1), gaps=([3, 1, 2, 0], [1, 1, 1, 1])),
 }
 
@@ -88,7 +90,7 @@ class _Sequence(NamedTuple):
 def meant(case: Case, b: int, g: torch.Generator) -> _Sequence:
     """A sequence, heads first, and its gradients."""
     (heads, kv_heads), (rows, keys) = case.heads, (case.lengths[0][b], case.lengths[1][b])
-    shapes = ((heads, rows, D), *((kv_heads, keys, D),) * 2, (heads, rows, D))
+    shapes = ((heads, rows, case.d), *((kv_heads, keys, case.d),) * 2, (heads, rows, case.d))
     q, k, v, dout = (torch.randn(shape, generator=g).bfloat16().double() for shape in shapes)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     whole = [t.repeat_interleave(heads // kv_heads, 0) for t in leaves[1:]]
@@ -109,7 +111,7 @@ def stored(case: Case, parts: list[torch.Tensor], side: int) -> tuple[np.ndarray
     """(rows of storage, heads, positions, D) with NaN wherever no sequence is, and where each sequence is."""
     rooms = [n + gap for n, gap in zip(case.lengths[side], case.gaps[side], strict=False)]
     heads = parts[0].shape[0]
-    shape = (len(parts), heads, max(rooms), D) if case.is_padded else (1, heads, sum(rooms), D)
+    shape = (len(parts), heads, max(rooms), case.d) if case.is_padded else (1, heads, sum(rooms), case.d)
     whole, at = np.full(shape, np.nan, dtype=np.float32), []
     for b, part in enumerate(parts):
         start = 0 if case.is_padded else sum(rooms[:b])
@@ -139,7 +141,7 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
     if case.score is not None:
         mods.insert(0, trace(case.score, "score"))
         fields["score"] = with_derivatives(mods[0].expr)[0]
-    config = BackwardConfig(D, D, True, case.tiles, is_deterministic=case.is_deterministic, has_entries=True, **fields)  # type: ignore[arg-type]
+    config = BackwardConfig(case.d, case.d, True, case.tiles, is_deterministic=case.is_deterministic, has_entries=True, **fields)  # type: ignore[arg-type]
     captured = captured_of(mods, config)
     call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists)
     dq = run_grid(call, seed, case.workers, changes, *captured)
@@ -158,7 +160,7 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
 
 def listed(case: Case, s: Sequences, mask: TracedMod) -> tuple[tuple[Any, ...], torch.Tensor]:
     """The lists' tensors and the table of entries, as the host makes them for a launch."""
-    storage = torch.zeros(1, case.heads[0], 1, D)
+    storage = torch.zeros(1, case.heads[0], 1, case.d)
     blocks = None
     if case.kind == "ragged":
         made = ragged_lists(mask, s, (128, 128), case.heads[0])

@@ -66,6 +66,13 @@ CASES = {
     "sees nothing": Case((100, 400), mask=masks.causal()),
     "large tiles": Case((300, 200), tiles=BackwardTiles(128, 128, ds_stages=1), mask=masks.causal()),
     "large tiles, two stages of dS": Case((300, 300), (2, 1), tiles=BackwardTiles(128, 128), mask=masks.sliding_window(70, 9)),
+    "tall tiles": Case((300, 200), (2, 1), dims=(128, 128), tiles=BackwardTiles(80, 128)),
+    "tall tiles, causal": Case((200, 300), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.causal()),
+    "tall tiles, one stage of dS, narrow heads": Case((170, 140), dims=(104, 112), tiles=BackwardTiles(80, 128, ds_stages=1)),
+    "tall tiles, deterministic": Case((330, 260), dims=(128, 128), tiles=BackwardTiles(80, 128), is_deterministic=True, workers=3),
+    "tall tiles, deterministic window": Case(
+        (330, 260), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.sliding_window(70, 9), is_deterministic=True
+    ),
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),

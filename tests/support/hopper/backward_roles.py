@@ -8,6 +8,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import itertools
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -529,10 +530,11 @@ def _add_roles(
     board = tuple(dict[Any, Any]() for _ in range(3))
     statistics = Table(call.lse), Table(call.delta)
     in_smem = memory["lse"], memory["delta"]
-    keys_apart, by_rows = tiles.tile_n // 64, tiles.tile_m // 64
+    keys_apart = tiles.tile_n // 64
+    of_dq = (config.head_dim, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, config.head_dim)
     mmas = (
         Mma(block, tiles.tile_n, tiles.tile_m, keys_apart), Mma(block, tiles.tile_n, config.head_dim_v, keys_apart),
-        Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, tiles.tile_m, config.head_dim, by_rows),
+        Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *of_dq, of_dq[0] // 64),
     )  # fmt: skip
     turns = None if call.turns is None else Table(call.turns)
     plain = Table(call.dk), Table(call.dv)
@@ -562,9 +564,14 @@ def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
     names |= {"BFloat16": None, "Float16": None}
     rows = names["RowsAfter"](about)
     found = np.full((*call.sums.shape[:3], config.tiles.tile_m, config.head_dim), np.nan, dtype=np.float32)
-    row, column, first = (np.array(x) for x in zip(*map(rows.place_of, range(config.tiles.tile_m * config.head_dim // 16)), strict=True))
-    for half in range(2):
-        for j in range(8):
+    place_of, each = (rows.place_of_pair, 32) if config.tiles.transposes_dq else (rows.place_of, 16)
+    pieces = range(config.tiles.tile_m * config.head_dim // each)
+    row, column, first = (np.array(x) for x in zip(*map(place_of, pieces), strict=True))
+    if config.tiles.transposes_dq:
+        for pair, half, j in itertools.product(range(2), range(2), range(8)):
+            found[..., row + pair, column + 8 * half + j] = call.sums[..., first + 16 * j + 2 * half + pair]
+    else:
+        for half, j in itertools.product(range(2), range(8)):
             found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
     table = None if call.entries is None else Table(call.entries)
     return call.gradients_of_rows(rows, found, table) * np.float32(call.scale)

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
 from anyattn import masks, scores
-from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for, tall_tiles_for
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
@@ -158,19 +158,25 @@ def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, tuple[int, int]]:
     result: dict[str, tuple[int, int]] = {}
+    own, tall, heights = backward_tiles_for(head_dim, head_dim_v), tall_tiles_for(head_dim, head_dim_v), set[int]()
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
         if max(head_dim, head_dim_v) > 128 and fields.keys() & {"has_entries", "sums"}:  # which are another backend's
             continue
-        if not only or name in only:
-            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=name == "strided" or not fields.keys() & {"score", "lists", "always"})
-            config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
-            result[name] = compile_backward(config, mods, folder / str(i), is_guarded=name == "sinks")
-    tiles = backward_tiles_for(head_dim, head_dim_v)
-    for is_after in (False, True):
-        for is_packed in (False, True):
-            config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, not is_after, is_packed)
-            name = ("packed " if is_packed else "") + ("after" if is_after else "before")
-            result[name] = compile_rows(config, folder / name.replace(" ", "_"))
+        is_bare = not fields.keys() & {"score", "lists", "always"}
+        forms = {name: backward_tiles_for(head_dim, head_dim_v, is_plain=name == "strided" or is_bare)}
+        if is_bare and tall is not None:
+            forms[f"tall {name}"] = tall
+        for form, tiles in forms.items():
+            if not only or form in only:
+                config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
+                result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), is_guarded=name == "sinks")
+                heights.add(tall.tile_m if tall is not None and tiles == tall else own.tile_m)
+    for tile_m in sorted(heights):
+        for is_after in (False, True):
+            for is_packed in (False, True):
+                config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, is_packed)
+                name = f"{tile_m} rows {'packed ' if is_packed else ''}{'after' if is_after else 'before'}"
+                result[name] = compile_rows(config, folder / name.replace(" ", "_"))
     return result
 
 

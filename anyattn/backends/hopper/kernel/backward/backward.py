@@ -123,7 +123,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
     def _tile(self, rows: int, columns: int, stages: int, is_halved: bool = False) -> Any:
         """A tile in shared memory. Its columns are an operand (MN-major), and so are half of them where warp groups share keys or the tile
         ``is_halved``: an operand begins where the swizzle's pattern does, or inside of one that holds all of it."""
-        widths = {64: 64, 128: 64, 256: 64, 192: 32, 96: 16 if is_halved else 32}
+        widths = {64: 64, 80: 16, 128: 64, 256: 64, 192: 32, 96: 16 if is_halved else 32}
         kinds = warpgroup.SmemLayoutAtomKind
         kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[widths[columns]]
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, columns, stages), order=(0, 1, 2))
@@ -140,8 +140,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         )
 
     def _products(self) -> tuple[Any, ...]:
-        """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K. Where a row tile has 64 rows, each warp group makes
-        half the columns of dQ; else 64 of its rows."""
+        """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K or dQ^T = K^T dS^T. Where a row tile has 128 rows, each
+        warp group makes 64 rows of dQ; else half its columns."""
         tiles, d, dv, dtype = self.config.tiles, self.config.head_dim, self.config.head_dim_v, self.dtype
         along, across, groups = OperandMajorMode.K, OperandMajorMode.MN, tiles.warp_groups
         in_registers = warpgroup.OperandSource.RMEM
@@ -149,6 +149,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         scores = make(dtype, dtype, along, along, Float32, (groups, 1, 1), (64, tiles.tile_m))
         to_v = make(dtype, dtype, along, across, Float32, (groups, 1, 1), (64, dv), in_registers)
         to_k = make(dtype, dtype, along, across, Float32, (groups, 1, 1), (64, d), in_registers)
+        if tiles.transposes_dq:
+            return scores, to_v, to_k, make(dtype, dtype, across, across, Float32, (groups, 1, 1), (64, tiles.tile_m))
         by_rows = tiles.tile_m // 64
         to_q = make(dtype, dtype, across, across, Float32, (by_rows, groups // by_rows, 1), (64, d * by_rows // groups))
         return scores, to_v, to_k, to_q

@@ -38,11 +38,11 @@ class MultipliesBack:
         of_scores, of_v, of_k, of_q = (mma.get_slice(groups(group)) for mma in mmas)
         _, _, _, _, ds = in_smem
         operands = self.operands((of_scores, of_v, of_k, of_q), in_smem)
-        mine = to_scores.get_slice(thread)
+        mine, of_dq = to_scores.get_slice(thread), (d, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, d)
         positions = rows_and_columns(mine.partition_C(cute.make_identity_tensor((tiles.tile_n, tiles.tile_m))))
         shapes = (
             mine.partition_shape_C((tiles.tile_n, tiles.tile_m)),
-            to_q.get_slice(thread).partition_shape_C((tiles.tile_m, d)),
+            to_q.get_slice(thread).partition_shape_C(of_dq),
         )
         dk = cute.make_rmem_tensor(to_k.get_slice(thread).partition_shape_C((tiles.tile_n, d)), Float32)
         dv_acc = cute.make_rmem_tensor(to_v.get_slice(thread).partition_shape_C((tiles.tile_n, dv)), Float32)
@@ -56,6 +56,11 @@ class MultipliesBack:
         """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory. slices: a warp group's parts of the products."""
         of_scores, of_v, of_k, of_q = slices
         q, dout, k, v, ds = in_smem
+        ds_t, k_t = _transposed(ds), _transposed(k)
+        if self.config.tiles.transposes_dq:
+            of_dq = of_q.make_fragment_B(of_q.partition_B(ds_t)), of_q.make_fragment_A(of_q.partition_A(k_t))
+        else:
+            of_dq = of_q.make_fragment_A(of_q.partition_A(ds_t)), of_q.make_fragment_B(of_q.partition_B(k_t))
         return (
             of_scores.make_fragment_A(of_scores.partition_A(k)),
             of_scores.make_fragment_B(of_scores.partition_B(q)),
@@ -63,8 +68,7 @@ class MultipliesBack:
             of_scores.make_fragment_B(of_scores.partition_B(dout)),
             of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
             of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
-            of_q.make_fragment_A(of_q.partition_A(_transposed(ds))),
-            of_q.make_fragment_B(of_q.partition_B(_transposed(k))),
+            *of_dq,
         )
 
     @cute.jit
@@ -135,6 +139,7 @@ class MultipliesBack:
         k, q, v, dout, dout_t, q_t, ds_in_smem, k_t = operands
         to_scores, to_v, to_k, to_q = mmas
         dk, dv = sums
+        tiles = self.config.tiles
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         pipes[0].consumer_wait(q_state)
         said = (board, q_state, work_state)
@@ -162,16 +167,17 @@ class MultipliesBack:
                 self.modified(scores, dp, lse, delta, positions, said, scales[0], captured, self.late_views(late))
                 self.hidden((scores, dp, *late), positions, said, captured)
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
-        if const_expr(self.config.tiles.ds_stages == 1):
-            cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * self.config.tiles.warp_groups)
+        if const_expr(tiles.ds_stages == 1):
+            cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * tiles.warp_groups)
         self._stored(places, dp, stage)
         self._product(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.sums):
             self.add_sums(dp, late, positions, said, captured)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
+        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
-        self._product(to_q, dq, ds_in_smem[None, None, None, stage], k_t[None, None, None, 0], True)
+        of_dq = ds_in_smem[None, None, None, stage], k_t[None, None, None, 0]
+        self._product(to_q, dq, *(of_dq[::-1] if tiles.transposes_dq else of_dq), True)
         self._product(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
@@ -189,8 +195,9 @@ class MultipliesBack:
 
     @cute.jit
     def _told(self, fixed, dq, said):
-        """A warp group's part of dQ into shared memory, once what stood there has been read, and where it belongs; ``dq`` is None at the
-        end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order)."""
+        """A warp group's part of dQ, or of dQ^T, into shared memory, once what stood there has been read, and where it belongs; ``dq`` is
+        None at the end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them
+        in order)."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:

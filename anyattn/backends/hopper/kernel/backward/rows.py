@@ -174,6 +174,13 @@ class RowsAfter(_Rows):
     @cute.jit
     def of_tile(self, sums, dq, scale, slot, where):
         """slot: (row tile, head, entry) of the sums. where: see ``located``."""
+        if const_expr(self.config.is_transposed):
+            self._by_columns(sums, dq, scale, slot, where)
+        else:
+            self._by_rows(sums, dq, scale, slot, where)
+
+    @cute.jit
+    def _by_rows(self, sums, dq, scale, slot, where):
         (m, head, entry), (storage, before, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
@@ -211,3 +218,36 @@ class RowsAfter(_Rows):
         else:
             row = row + group * 64
         return row, column, ((group * chunks + chunk) * 128 + quad * 4) * 4
+
+    @cute.jit
+    def _by_columns(self, sums, dq, scale, slot, where):
+        """The same where the sums are those of dQ^T."""
+        (m, head, entry), (storage, before, rest) = slot, where
+        thread, _, _ = cute.arch.thread_idx()
+        tile_m, head_dim = self.config.tile_m, self.config.head_dim
+        own, rest = self.sums_of(sums, entry, head, m), cutlass.min(rest, tile_m)
+        loads = cute.ceil_div(tile_m * head_dim // 32, _THREADS)
+        found = cute.make_rmem_tensor((4, 8, loads), Float32)
+        for i in cutlass.range_constexpr(loads):  # all before the first is used
+            row, column, first = self.place_of_pair(i * _THREADS + thread)
+            if (row < rest) & (column < dq.shape[3]):
+                for j in cutlass.range_constexpr(8):
+                    cute.autovec_copy(cute.local_tile(own, (4,), (first // 4 + 4 * j,)), found[None, j, i])
+        for i in cutlass.range_constexpr(loads):
+            row, column, _ = self.place_of_pair(i * _THREADS + thread)
+            for of_pair in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    if (row + of_pair < rest) & (column + 8 * half < dq.shape[3]):
+                        narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
+                        for j in cutlass.range_constexpr(_WIDE):
+                            narrow[j] = self.dtype(found[2 * half + of_pair, j, i] * scale)
+                        own_row = dq[storage, head, before + row + of_pair, None]
+                        cute.autovec_copy(narrow, cute.local_tile(own_row, (_WIDE,), (column // 8 + half,)))
+
+    def place_of_pair(self, pair: Any) -> tuple[Any, Any, Any]:
+        """(row of the tile, column, first number in the sums) of 16 columns of this row and of the next: chunks of every fourth thread."""
+        tile_m, head_dim = self.config.tile_m, self.config.head_dim
+        chunks, warps = tile_m // 8, head_dim // 16  # of a warp group's thread; of both warp groups, 16 columns each
+        # neighbouring threads read what lies side by side
+        lane, warp, chunk = pair % 4, pair // 4 % warps, pair // 4 // warps
+        return 8 * chunk + 2 * lane, 16 * warp, (((warp // 4) * chunks + chunk) * 128 + warp % 4 * 32 + lane) * 4
