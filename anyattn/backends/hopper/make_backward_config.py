@@ -167,11 +167,11 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
 def _pays(problem: Problem, bands: list[Expr], tall: BackwardTiles, tiles: BackwardTiles) -> bool:
     """Whether tall tiles take less time: fewer visits, but more rows past the last one, and more pairs at a causal edge that none sees.
 
-    Windows, whose length is a captured number, keep the others.
+    Windows, whose length is a captured number, keep the others, and so do documents, whose number is not known here.
     """
-    if any(sides(band) != (False, True) for band in bands):
+    entries = 1.0 if problem.sequences is None else problem.sequences.batch / problem.q.shape[0]
+    if entries == 0.0 or any(sides(band) != (False, True) for band in bands):
         return False
-    entries = 1 if problem.sequences is None else problem.sequences.batch / problem.q.shape[0]
     queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # of packed sequences on average
 
     def pairs(t: BackwardTiles) -> float:

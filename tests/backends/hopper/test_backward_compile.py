@@ -23,7 +23,7 @@ from anyattn.backends.hopper.backward_config import (
     padded_for_backward,
 )
 from anyattn.backends.hopper.captured_sums import CapturedSum
-from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
+from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
@@ -172,8 +172,13 @@ def test_lengths_choose_tall_tiles() -> None:
     assert rows(8192, 104) == 80 and rows(8192, 96) == 64 and rows(8192, 64) == 128
     assert rows(8192, 128, masks.sliding_window(4000, 0)) == rows(8192, 128, masks.prefix_lm(5)) == 64
     assert rows(8192, score=trace(lambda s, b, h, i, j: s * 0.5, "score")) == 64
-    few, many = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100))
-    assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == 64
+    few, many, unknown = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100, 0))
+    assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == rows(8192, sequences=unknown) == 64
+    q = torch.empty(1, 1, 8192, 128, dtype=torch.bfloat16)
+    document = masks.document(torch.zeros(8192, dtype=torch.int32))
+    blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
+    ways = backward_ways(problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document)))
+    assert ways.within is not None and ways.within.config.tiles.tile_m == 64
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
