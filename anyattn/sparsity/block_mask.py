@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.pickling import Recipe, refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions
@@ -111,14 +113,15 @@ class BlockMask(torch_flex.BlockMask):
         (only writes that torch counts are noticed). False where the lists of one batch entry or head stand for all while ``mask_mod``
         tells them apart.
         """
-        if not self._exact:
-            return False
+        return bool(self._exact) and self._lists_are_unwritten()
+
+    def _lists_are_unwritten(self) -> bool:
         return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
         if name in _EXACT_BY:
-            super().__setattr__("_exact", False)
+            self.__dict__["_exact"] = False
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
@@ -226,12 +229,15 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
 
 def are_unwritten(*lists: Tensor | None) -> bool:
     """Whether the lists of an exact mask are unwritten since they were made; torch counts no writes to inference tensors."""
-    return all(t is None or (not t.is_inference() and t._version == 0) for t in lists)
+    for t in lists:  # noqa: SIM110 - a generator takes longer
+        if t is not None and (t.is_inference() or t._version != 0):
+            return False
+    return True
 
 
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
     """Records whether the lists follow from the mask, with torch's write counters at 0: lists written to before become new tensors."""
-    if is_exact:
+    if is_exact and not mask._lists_are_unwritten():
         for name in _LISTS[:4]:
             t = getattr(mask, name)
             if not are_unwritten(t):
@@ -406,9 +412,14 @@ def lists_of_mask(
 
 def told_apart(mask: TracedMod, batch: tuple[int, int]) -> tuple[str, ...]:
     """The arguments, B and H, of which lists of (B, H) have a single entry while the mask depends on it."""
-    deps = dependence(mask.expr)
-    depends = any(d.b for d in deps), any(d.h for d in deps)
-    return tuple(name for name, n, is_read in zip("BH", batch, depends, strict=True) if n == 1 and is_read)
+    return tuple([name for name, n, is_read in zip("BH", batch, _sees(mask.expr), strict=True) if is_read and n == 1])
+
+
+@lru_cache(maxsize=1024)
+def _sees(mask: Expr) -> tuple[bool, bool]:
+    """Whether the mask depends on the batch entry, and on the head."""
+    deps = dependence(mask)
+    return any(d.b for d in deps), any(d.h for d in deps)
 
 
 def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:

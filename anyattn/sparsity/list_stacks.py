@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["lists_of_stacks", "stack_shapes"]
+__all__ = ["lists_of_memory", "lists_of_stacks", "stack_shapes"]
 
 
 def stack_shapes(
@@ -30,4 +30,13 @@ def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | Non
         for at in range(0, len(counts), classes):
             one = [stack.select(0, at + of_class) for of_class in range(classes) for stack in (counts, indices)]
             found += one if classes > 1 else [*one, None, None]
+    return found
+
+
+def lists_of_memory(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
+    """``lists_of_stacks`` outside of graphs: all views of a stack by one call, which takes a third of the time."""
+    found: list[Tensor | None] = []
+    for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
+        for count, index in zip(counts.unbind(), indices.unbind(), strict=True):
+            found += (count, index) if classes > 1 else (count, index, None, None)
     return found

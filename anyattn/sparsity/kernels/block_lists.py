@@ -16,7 +16,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.sparsity.kernels.arguments import Lists, TileSizes
 from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
-from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
+from anyattn.sparsity.list_stacks import lists_of_memory, stack_shapes
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device, launch
@@ -148,7 +148,7 @@ def list_tiles(
     if min(*sizes, rows, columns) == 0:
         for t in memory:
             t.zero_()
-    found = lists_of_stacks(memory, classes)
+    found = lists_of_memory(memory, classes)
     if min(*sizes, rows, columns) > 0:
         with current_device(device):
             _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
