@@ -169,7 +169,7 @@ def _pays(problem: Problem, bands: list[Expr], tall: BackwardTiles, tiles: Backw
 
     Windows, whose length is a captured number, keep the others, and so do documents, whose number is not known here.
     """
-    entries = 1.0 if problem.sequences is None else problem.sequences.batch / problem.q.shape[0]
+    entries = 1.0 if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
     if entries == 0.0 or any(sides(band) != (False, True) for band in bands):
         return False
     queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # of packed sequences on average

@@ -174,6 +174,8 @@ def test_lengths_choose_tall_tiles() -> None:
     assert rows(8192, score=trace(lambda s, b, h, i, j: s * 0.5, "score")) == 64
     few, many, unknown = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100, 0))
     assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == rows(8192, sequences=unknown) == 64
+    nothing = dict.fromkeys("qkv", torch.empty(0, 1, 80, 128, dtype=torch.bfloat16))
+    assert specialised_backward(problem(**nothing, sequences=unknown)).config.tiles.tile_m == 64
     q = torch.empty(1, 1, 8192, 128, dtype=torch.bfloat16)
     document = masks.document(torch.zeros(8192, dtype=torch.int32))
     blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
