@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +17,7 @@ from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped
 from anyattn.mods.compose import chained
+from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
@@ -324,13 +325,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap <= sys.float_info.max:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
-    flex.check_held("softcap", float(softcap), dtype)
+    if softcap and dtype is not torch.float64:
+        check_held("softcap", float(softcap), is_divisor=True)
     return _softcap_score(float(softcap)) if softcap else None
 
 
-_softcap_score = lru_cache(maxsize=64)(scores.softcap)
+_softcap_score = lru_cache(maxsize=64)(scores.capped)
 
 
 def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:
