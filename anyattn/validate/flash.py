@@ -24,7 +24,7 @@ from anyattn.sequences.batch import Sequences
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sequences.unread_varlen import LengthTables
 from anyattn.tensors.by_contents import kept
-from anyattn.tensors.kinds import refuse, refuse_hidden_captures
+from anyattn.tensors.kinds import has_memory, refuse, refuse_hidden_captures, refuse_mixed
 from anyattn.validate import flex
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.sequences import (
@@ -373,6 +373,8 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
             refuse(name, tensor)
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+    if not has_memory(out_partial) or not has_memory(lse_partial):
+        refuse_mixed({"out_partial": out_partial, "lse_partial": lse_partial})
     if out_partial.device != lse_partial.device:
         raise ValueError(f"lse_partial is on {lse_partial.device} but out_partial is on {out_partial.device}; move one with .to()")
     if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
