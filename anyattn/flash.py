@@ -246,8 +246,8 @@ def flash_attn_with_kvcache(
     records, no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
-    twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
-    ``flash_attn_func`` refuses.
+    twice, a cache that is appended to and shares memory with the other one or with q, k or v, rotary tables that are too short or too
+    wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences

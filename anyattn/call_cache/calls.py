@@ -29,7 +29,8 @@ class RememberedCall(NamedTuple):
 
     fields: the problem's, but for its tensors and what its mods capture.
     has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value of batch 1 stand for every query batch
-    entry. reach, sizes, follows (``flash_attn_with_kvcache``): ``append.reach`` of the caches; ``CacheStep``'s.
+    entry. extents, sizes, follows (``flash_attn_with_kvcache``): what ``append.check_step`` takes, if the call appends;
+    ``CacheStep``'s.
     plans: further plans by the greatest number of keys, where the plan depends on that too.
     """
 
@@ -39,7 +40,7 @@ class RememberedCall(NamedTuple):
     masks: tuple[Recipe, ...]
     has_lists: bool = False
     shares_keys: bool = False
-    reach: tuple[int, int] = (0, 0)
+    extents: tuple[int, ...] = ()
     sizes: CacheSizes | None = None
     follows: bool = False
     plans: dict[int, Plan] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyattn import hardware, planner
 from anyattn.call_cache.calls import RememberedCall, known, remember
-from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, named_tensors, step_call
+from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, extents_of, named_tensors, step_call
 from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.plan import Plan
@@ -80,8 +80,8 @@ def decode_call(
     call = cache_call(given, options)
     plan = planner.choose(call.problem, hardware.of(given.q.device.type), backend)
     if found is not None:
-        reach = append.reach(given.k_cache), append.reach(given.v_cache)
-        remember(found, partial(_signature_of_call, given, options, backend), call.problem, plan, reach=reach, plans={})
+        again = partial(_signature_of_call, given, options, backend)
+        remember(found, again, call.problem, plan, extents=extents_of(given), plans={})
     return call, plan
 
 
@@ -121,7 +121,7 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Sig
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
     if given.k is not None:
-        append.check_disjoint(k_cache, v_cache, warm.reach)
+        append.check_step(q, given.k, given.v, k_cache, v_cache, warm.extents)
         places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
         if places is None:
             return None

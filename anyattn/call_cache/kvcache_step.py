@@ -24,7 +24,7 @@ from anyattn.validate import flash
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheCall, Given, cache_call, cached_rows, heads_first
 
-__all__ = ["OPTIONS_WITHOUT_MODS", "named_tensors", "step_call"]
+__all__ = ["OPTIONS_WITHOUT_MODS", "extents_of", "named_tensors", "step_call"]
 
 OPTIONS_WITHOUT_MODS = OPTIONS | dict.fromkeys(("score_mod", "mask_mod", "alibi_slopes", "aux_tensors"), Kind.ABSENT)
 _GIVEN = fields(
@@ -56,9 +56,8 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
     plan = planner.choose(problem, hardware.of(given.q.device.type), backend)
     found = signed[made]
     if found is not None:
-        reach = append.reach(given.k_cache), append.reach(given.v_cache)
         again = partial(made, given, options, backend)
-        of_step = {"reach": reach, "sizes": call.step.sizes, "follows": call.step.follows}
+        of_step = {"extents": extents_of(given), "sizes": call.step.sizes, "follows": call.step.follows}
         remember(found, again, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
 
@@ -83,11 +82,16 @@ def named_tensors(given: Given, options: Options) -> dict[str, Any]:
     return {**given._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
+def extents_of(given: Given) -> tuple[int, ...]:
+    """Of a call that appends, what ``append.check_step`` has to know of it."""
+    return () if given.k is None else append.reaches(given.q, given.k, given.v, given.k_cache, given.v_cache)
+
+
 def _warm_call(given: Given, options: Options, warm: RememberedCall, found: Signature) -> CacheCall:
     q, sizes = given.q, warm.sizes
     assert sizes is not None
     if given.k is not None:
-        append.check_disjoint(given.k_cache, given.v_cache, warm.reach)
+        append.check_step(q, given.k, given.v, given.k_cache, given.v_cache, warm.extents)
     rows = given.k_cache.shape[1]
     if sizes.page_size == 0 and sizes.capacity != rows:
         sizes = sizes._replace(capacity=rows)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.cute_mod import native_reading
 from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
@@ -177,7 +178,7 @@ def _parts_of_strides(cache: Tensor) -> tuple:
 
 
 def _usable_number(x: Any) -> bool:
-    if type(x) not in (float, int) or not abs(x) <= flex.LARGEST_SCALE:
+    if type(x) not in (float, int) or not abs(x) <= LARGEST_SCALE:
         raise NotCacheable
     return True
 

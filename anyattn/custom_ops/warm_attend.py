@@ -24,12 +24,12 @@ from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, i
 from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.direct import needs_dispatcher
 from anyattn.custom_ops.list_operands import Known
+from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast
-from anyattn.validate.flex import LARGEST_SCALE
 
 __all__ = ["Reader", "direct", "found", "key_of", "remember"]
 

@@ -16,9 +16,9 @@ from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import end_to_end
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
-__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "reach", "slots"]
+__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_step", "reaches", "slots"]
 
-_MOST_TRIED = 10_000  # sums of strides tried as the distance of two caches, before these are treated as overlapping
+_MOST_TRIED = 10_000  # sums of strides tried as the distance of two tensors, before these are treated as overlapping
 
 
 def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
@@ -128,10 +128,43 @@ appended to; wanted a cache with memory of its own: .contiguous()
             )
 
 
-def check_disjoint(k_cache: Tensor, v_cache: Tensor, reaches: tuple[int, int] | None = None) -> None:
+def check_step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, extents: tuple[int, ...] | None = None) -> None:
+    """Raises ``ValueError`` if a cache shares an element with the other one, or with q, k or v, which are read after the first write.
+
+    Views of one tensor may interleave. extents: ``reaches`` of the five, if the caller knows them.
+
+    >>> k_cache, v_cache, q, k = (torch.zeros(1, n, 2, 4) for n in (16, 16, 1, 1))
+    >>> check_step(q, k, k, k_cache, v_cache)
+    >>> check_step(q, k, k_cache[:, 4:5], k_cache, v_cache)
+    Traceback (most recent call last):
+    ValueError: k_cache and v share memory (shapes (1, 16, 2, 4) and (1, 1, 2, 4), strides (128, 8, 4, 1) and (128, 8, 4, 1), v 128 bytes \
+behind k_cache), and k_cache is written before v is read; wanted memory of its own for v: pass v.clone()
+    """
+    of_q, of_k, of_v, of_keys, of_values = extents or reaches(q, k, v, k_cache, v_cache)
+    keys, values = k_cache.data_ptr(), v_cache.data_ptr()
+    keys_end, values_end = keys + of_keys, values + of_values
+    if keys < values_end and values < keys_end:
+        check_disjoint(k_cache, v_cache)
+    for name, x, of_x in (("q", q, of_q), ("k", k, of_k), ("v", v, of_v)):
+        at = x.data_ptr()
+        if at < keys_end and keys < at + of_x:
+            _check_read(name, x, "k_cache", k_cache)
+        if at < values_end and values < at + of_x:
+            _check_read(name, x, "v_cache", v_cache)
+
+
+def _check_read(name: str, x: Tensor, cache_name: str, cache: Tensor) -> None:
+    shared = _shared(cache_name, cache, name, x)
+    if shared is not None:
+        raise ValueError(
+            f"{shared}, and {cache_name} is written before {name} is read; wanted memory of its own for {name}: pass {name}.clone()"
+        )
+
+
+def check_disjoint(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises ``ValueError`` if the caches share an element, so that new values would be written over keys.
 
-    Views of one tensor may interleave, as ``kv[:, 0]`` and ``kv[:, 1]`` do. reaches: ``reach`` of both, if the caller knows it.
+    Views of one tensor may interleave, as ``kv[:, 0]`` and ``kv[:, 1]`` do.
 
     >>> kv = torch.zeros(4, 2, 16, 2, 8)
     >>> check_disjoint(kv[:, 0], kv[:, 1])
@@ -140,21 +173,30 @@ def check_disjoint(k_cache: Tensor, v_cache: Tensor, reaches: tuple[int, int] | 
     ValueError: k_cache and v_cache share memory (shapes (3, 16, 2, 8) and (3, 16, 2, 8), strides (512, 16, 8, 1) and (512, 16, 8, 1), \
 v_cache 2048 bytes behind k_cache), so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have
     """
-    gap = v_cache.data_ptr() - k_cache.data_ptr()
-    of_k, of_v = reaches or (reach(k_cache), reach(v_cache))
-    if not -of_v < gap < of_k:
-        return
-    sizes = (tuple(k_cache.shape), k_cache.stride(), tuple(v_cache.shape), v_cache.stride())
-    if _share_elements(gap, k_cache.element_size(), *sizes):
-        raise ValueError(
-            f"k_cache and v_cache share memory (shapes {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, strides {k_cache.stride()} and "
-            f"{v_cache.stride()}, v_cache {gap} bytes behind k_cache), so v would be written over k; wanted memory of its own for "
-            "each, as kv[0] and kv[1] of a tensor have"
-        )
+    shared = _shared("k_cache", k_cache, "v_cache", v_cache)
+    if shared is not None:
+        raise ValueError(f"{shared}, so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have")
 
 
-def reach(x: Tensor) -> int:
-    """The bytes from the first element of a tensor to the end of its last one."""
+def _shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
+    """What an error says of two tensors of one dtype that have an element in common; None if they have none."""
+    gap = other.data_ptr() - x.data_ptr()
+    of_x, of_other = reaches(x, other)
+    sizes = (tuple(x.shape), x.stride(), tuple(other.shape), other.stride())
+    if not -of_other < gap < of_x or not _share_elements(gap, x.element_size(), *sizes):
+        return None
+    return (
+        f"{name} and {other_name} share memory (shapes {sizes[0]} and {sizes[2]}, strides {sizes[1]} and {sizes[3]}, "
+        f"{other_name} {gap} bytes behind {name})"
+    )
+
+
+def reaches(*tensors: Tensor) -> tuple[int, ...]:
+    """Of each tensor the bytes from its first element to the end of its last one."""
+    return tuple(map(_reach, tensors))
+
+
+def _reach(x: Tensor) -> int:
     if x.numel() == 0:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()

@@ -18,6 +18,7 @@ from anyattn.errors import OutOfPagesError
 from anyattn.kvcache import append
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sparsity.arguments import length
+from anyattn.tensors.devices import usable_device
 
 __all__ = ["PagedKVCache"]
 
@@ -44,8 +45,8 @@ class PagedKVCache:
     for keys and values that exist already. Methods take one handle or a list; arguments are checked and pages are found before anything
     is changed. The cache is for inference, records no gradients, and is not thread-safe.
 
-    Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit and for a handle that was freed or never given, and
-    ``OutOfPagesError`` where the pool is too small.
+    Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit, for a device that torch has not here and for a handle that
+    was freed or never given, and ``OutOfPagesError`` where the pool is too small.
 
     >>> import torch, anyattn
     >>> cache = anyattn.PagedKVCache(num_pages=8, page_size=16, num_heads_kv=2, head_dim=4, num_layers=3, dtype=torch.float32)
@@ -85,6 +86,7 @@ class PagedKVCache:
         self.head_dim_v = self.head_dim if head_dim_v is None else length("head_dim_v", head_dim_v, 1)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype is {dtype!r}; wanted a float dtype of torch, such as torch.bfloat16")
+        device = usable_device(device)
         shape = (self.num_layers, self.num_pages, self.page_size, self.num_heads_kv)
         self._k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
         self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)

@@ -6,12 +6,14 @@ The score that a mod receives is already scaled. Float tensors given here receiv
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Score
+from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.pickling import remade_by_call
 
 __all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
@@ -25,13 +27,14 @@ def _floats(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor
     return value
 
 
-def _positive(name: str, value: Any) -> float | Tensor:
+def _divisor(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         return _floats(name, value, (0,), "()")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; wanted a positive number")
-    if not value > 0 or not math.isfinite(value):
+    if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name}={value!r}; wanted a positive finite number")
+    check_held(name, float(value), is_divisor=True, way_out="for inputs of float64 a tensor of that dtype and rank 0")
     return float(value)
 
 
@@ -146,7 +149,11 @@ def softcap(cap: float | Tensor) -> Score:
 
     Source: Gemma 2 (arXiv:2408.00118).
     """
-    cap = _positive("cap", cap)
+    return capped(_divisor("cap", cap))
+
+
+def capped(cap: float | Tensor) -> Score:
+    """``softcap`` of a number that has been checked for the dtype of the scores."""
     return Score(
         lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})"
     )
@@ -155,5 +162,5 @@ def softcap(cap: float | Tensor) -> Score:
 @remade_by_call
 def temperature(t: float | Tensor) -> Score:
     """``score / t``. t: a positive number, or a tensor of rank 0 that may learn."""
-    t = _positive("t", t)
+    t = _divisor("t", t)
     return Score(lambda score, b, h, q_idx, kv_idx: score / t, f"temperature({t if not isinstance(t, Tensor) else 'tensor'})")

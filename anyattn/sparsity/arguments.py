@@ -12,6 +12,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.tensors import kinds
+from anyattn.tensors.devices import usable_device
 
 __all__ = [
     "MOST_TILES",
@@ -153,20 +154,6 @@ def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
     return value.to(torch.int64)
 
 
-def _usable(device: Any) -> torch.device:
-    """The device of this name; raises where it does not exist."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}; wanted a torch.device or the name of one, such as 'cpu' or 'cuda'") from error
-    if found.type != "cpu":
-        try:
-            torch.empty(0, device=found)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ValueError(f"device is {str(device)!r}, which torch has not here: {str(error).splitlines()[0]}; wanted 'cpu'") from error
-    return found
-
-
 def device_of(device: Any, mod: TracedMod) -> torch.device:
     """The device to build on: ``device`` if given, else where the mod's captured tensors are, else the accelerator, else the CPU."""
     if device is None:
@@ -174,7 +161,7 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
             return mod.tensors[0].device
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device(current or "cpu")
-    device = _usable(device)
+    device = usable_device(device)
     for tensor in mod.tensors:
         if tensor.device.type != device.type:
             raise ValueError(

@@ -109,9 +109,10 @@ class BlockMask(torch_flex.BlockMask):
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
 
-        True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to
-        (only writes that torch counts are noticed). False where the lists of one batch entry or head stand for all while ``mask_mod``
-        tells them apart.
+        True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to.
+        A write through ``.data`` or ``.numpy()``, which torch does not count, is not noticed, and the mask's function goes on to count:
+        write to the list itself (``mask.kv_indices.copy_(new)``), or assign the field (``mask.kv_indices = new``). False where the lists
+        of one batch entry or head stand for all while ``mask_mod`` tells them apart.
         """
         return bool(self._exact) and self._lists_are_unwritten()
 

@@ -29,6 +29,7 @@ __all__ = [
     "refuse_forward_mode",
     "refuse_hidden",
     "refuse_hidden_captures",
+    "refuse_mixed",
     "transforms",
 ]
 
@@ -46,13 +47,17 @@ _FORWARD_MODE = (
 
 
 def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
-    """Whether the call goes through its operator, judged by its named tensors; other arguments are ignored. Raises as ``refuse``."""
+    """Whether the call goes through its operator, judged by its named tensors; other arguments are ignored.
+
+    Raises as ``refuse`` and ``refuse_mixed``.
+    """
     are_plain = True
     for name, t in tensors.items():
         if isinstance(t, Tensor):
             refuse(name, t)
             are_plain = are_plain and _is_plain(t)
     if not are_plain or _is_traced():
+        refuse_mixed(tensors)
         return True
     active = transforms()  # a mod may capture a tensor of theirs
     return bool(active) and "jvp" not in active and "vmap" not in active
@@ -63,6 +68,36 @@ def refuse(name: str, t: Tensor) -> None:
     reason = _reason_against(t)
     if reason is not None:
         raise TypeError(f"{name} is {reason}")
+
+
+def refuse_mixed(tensors: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` for fake tensors beside others, or beside those of another mode, unless their mode takes them."""
+    from torch._subclasses import fake_tensor
+
+    given = {name: _unwrapped(t) for name, t in tensors.items() if isinstance(t, Tensor)}
+    fakes = {name: t for name, t in given.items() if isinstance(t, fake_tensor.FakeTensor)}
+    mode, because = _mode("FAKE"), "a FakeTensorMode is active"
+    if mode is None:
+        if not fakes:
+            return
+        first, fake = next(iter(fakes.items()))
+        mode, because = fake.fake_mode, f"{first} is a FakeTensor"
+    for name, fake in fakes.items():
+        if fake.fake_mode is not mode:
+            raise TypeError(f"{name} is a FakeTensor of another mode, but {because}; wanted one FakeTensorMode for all tensors of a call")
+    override = fake_tensor.fake_tensor_tls.allow_non_fake_inputs_override
+    if mode.allow_non_fake_inputs if override is None else override:
+        return
+    for name, t in given.items():
+        if name not in fakes and (_is_plain(t) or t.is_meta):
+            kind = "meta" if t.is_meta else "real"
+            raise TypeError(f"{name} is a {kind} tensor, but {because}; wanted all tensors fake (fake_mode.from_tensor({name})) or none")
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    return t
 
 
 def refuse_hidden(name: str, t: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple, NoReturn
@@ -17,13 +17,14 @@ from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped
 from anyattn.mods.compose import chained
+from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sequences.unread_varlen import LengthTables
 from anyattn.tensors.by_contents import kept
-from anyattn.tensors.kinds import refuse, refuse_hidden_captures
+from anyattn.tensors.kinds import has_memory, refuse, refuse_hidden_captures, refuse_mixed
 from anyattn.validate import flex
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.sequences import (
@@ -324,13 +325,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap <= sys.float_info.max:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
-    flex.check_held("softcap", float(softcap), dtype)
+    if softcap and dtype is not torch.float64:
+        check_held("softcap", float(softcap), is_divisor=True)
     return _softcap_score(float(softcap)) if softcap else None
 
 
-_softcap_score = lru_cache(maxsize=64)(scores.softcap)
+_softcap_score = lru_cache(maxsize=64)(scores.capped)
 
 
 def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:
@@ -371,6 +373,8 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
             refuse(name, tensor)
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+    if not has_memory(out_partial) or not has_memory(lse_partial):
+        refuse_mixed({"out_partial": out_partial, "lse_partial": lse_partial})
     if out_partial.device != lse_partial.device:
         raise ValueError(f"lse_partial is on {lse_partial.device} but out_partial is on {out_partial.device}; move one with .to()")
     if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import LN2
 from anyattn.mods.analysis.row_ranges import check_positions, row_ranges
 from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
+from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.problem import Problem
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
-    "LARGEST_SCALE",
     "aux_list",
     "captured_devices",
-    "check_held",
     "check_lists",
     "classes_of",
     "flex_problem",
@@ -387,19 +385,9 @@ def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
-    check_held(name, number, dtype)
+    if dtype is not torch.float64:
+        check_held(name, number)
     return number
-
-
-LARGEST_SCALE = 0.99 * LN2 * torch.finfo(torch.float32).max  # float32 also holds it times log2(e), by which kernels count in powers of two
-
-
-def check_held(name: str, number: float, dtype: torch.dtype) -> None:
-    """Raises ``ValueError`` for a number by which no score is finite in float32, where scores of these inputs are computed in float32."""
-    if abs(number) > LARGEST_SCALE and dtype is not torch.float64:
-        raise ValueError(
-            f"{name}={number!r}; wanted at most {LARGEST_SCALE:.3g} in size, for scores are computed in float32, or inputs of float64"
-        )
 
 
 def sink_logits(sink: Any, query: Tensor) -> Tensor | None:

@@ -208,7 +208,7 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     if k is not None:
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", given.v_cache)
-        append.check_disjoint(k_cache, given.v_cache)
+        append.check_step(q, k, given.v, k_cache, given.v_cache)
     rows_q = q.shape[0] if ends is not None else q.shape[1]
     bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
     most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0

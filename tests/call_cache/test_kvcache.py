@@ -226,6 +226,51 @@ def test_caches_that_overlap_are_refused_and_those_that_interleave_are_not() -> 
         assert calls.same_bits(before, pool)
 
 
+def rows_of(cache: Tensor, like: Tensor) -> Tensor:
+    """The first rows of a cache as an argument of ``like``'s shape and contents."""
+    found = cache[: like.shape[0], : like.shape[1], :, : like.shape[3]]
+    assert found.shape == like.shape
+    return found
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_read_may_not_share_an_element_with_a_cache(name: str, cache: str, page_size: int) -> None:
+    """First calls and known ones alike, before anything is written; with nothing to append nothing is written over what is read."""
+    s = Setting(queries=(2,) * 4, heads=(2, 2), page_size=page_size)
+    given = arguments(s)
+    sharing = given | {name: rows_of(given[cache], given[name])}
+    before = [given[n].clone() for n in ("k_cache", "v_cache")]
+    for _ in range(2):
+        attention.clear()
+        for _ in range(2):
+            words = rf"{cache} and {name} share memory .*{cache} is written before {name} is read; wanted .*{name}\.clone\(\)"
+            with pytest.raises(ValueError, match=words):
+                flash_attn_with_kvcache(**sharing)
+            assert all(calls.same_bits(given[n], t) for n, t in zip(("k_cache", "v_cache"), before, strict=True))
+            good = copied(sharing)  # of the same strides, so that the next call is a known one
+            outcome(good), outcome(good)
+    if name == "q":
+        nothing = {"k": None, "v": None}
+        assert calls.same_bits(flash_attn_with_kvcache(**sharing | nothing), flash_attn_with_kvcache(**copied(sharing) | nothing))
+
+
+def test_what_is_read_may_interleave_with_a_cache_and_with_itself() -> None:
+    """A buffer that holds everything, cut so that no element is in two; q, k and v may be views of the same rows."""
+    s = Setting(queries=(2,) * 4, heads=(2, 2), dims=(8, 8))
+    given = arguments(s)
+    entries, capacity, heads, width = given["k_cache"].shape
+    pool = torch.zeros(entries, capacity + 2, heads, 2, width)
+    interleaved = {"k_cache": pool[:, :capacity, :, 0], "v_cache": pool[:, :capacity, :, 1]}
+    interleaved |= {"k": pool[:4, capacity:, :, 0], "v": pool[:4, capacity:, :, 1], "q": pool[:4, capacity:, :, 0]}
+    for _ in range(3):
+        for name, view in interleaved.items():
+            view.copy_(given[name])
+        expected = flash_attn_with_kvcache(**copied(given | interleaved))
+        assert torch.equal(flash_attn_with_kvcache(**given | interleaved), expected)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_known_call_refuses_what_a_first_call_refuses(name: str) -> None:
     """With the same words, before anything is written; known are the good arguments and, as far as they go, those of the bad call."""

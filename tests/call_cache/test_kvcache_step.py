@@ -154,6 +154,22 @@ def test_a_warm_call_is_what_a_first_call_of_it_is(name: str, noted: Noted) -> N
     assert noted.plans[-1] == noted.plans[-2] and len(noted.gpu.made) == launched * 3 // 2
 
 
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_read_may_not_share_an_element_with_a_cache(name: str, cache: str, noted: Noted) -> None:
+    """Nor may it in a warm call, whose strides alone tell nothing of it."""
+    given = step()
+    heads = given[name].shape[2]
+    pool = torch.zeros(BATCH, CAPACITY + 1, max(HEADS, KV_HEADS), DIM, dtype=torch.bfloat16)
+    given[cache] = pool[:, :CAPACITY, :KV_HEADS]
+    apart, sharing = given | {name: pool[:, CAPACITY:, :heads]}, given | {name: pool[:, 40:41, :heads]}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{cache} and {name} share memory .*{name}\.clone\(\)"):
+            noted.call(**sharing)
+        noted.call(**apart)
+        assert not noted.call(**apart)[1]
+
+
 def test_layers_of_a_growing_cache(noted: Noted) -> None:
     """Each length is checked once, by the first layer."""
     for capacity in (70, 71, 72):

@@ -189,9 +189,15 @@ def test_no_heads_beside_some(heads):
 
 def test_a_softcap_that_float32_does_not_hold():
     packed = [t.transpose(1, 2) for t in (Q, K, V)]
-    with pytest.raises(ValueError, match=r"softcap=1e[+]?300; wanted at most"):
-        anyattn.flash_attn_func(*packed, softcap=1e300)
-    assert bool(anyattn.flash_attn_func(*[t.double() for t in packed], softcap=1e300).isfinite().all())
+    for softcap, wanted in (
+        (1e300, r"softcap=1e[+]?300; wanted at most"),
+        (1e-300, r"softcap=1e-300; wanted at least"),
+        (10**400, "wanted"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            anyattn.flash_attn_func(*packed, softcap=softcap)
+    for softcap in (1e300, 1e-300):
+        assert bool(anyattn.flash_attn_func(*[t.double() for t in packed], softcap=softcap).isfinite().all())
 
 
 def test_more_splits_than_are_worth_anything_are_bounded():

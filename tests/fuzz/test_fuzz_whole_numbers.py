@@ -17,10 +17,12 @@ from tests.support.fuzz.geometric_masks import geometric_masks
 from tests.support.fuzz.shards import shards
 from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
 from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, Program, programs
+from tests.support.limits import HANG
 from tests.support.processes import python
 
+pytestmark = [pytest.mark.timeout(0)] if FRESH else []  # as long as it is asked to
+
 SHARDS = 8 if FRESH else 2
-PATIENCE = 900
 PLACES = [(0, 0), (192, 130), (70, 128), (1024, 960), (70_000, 69_999)]  # rows and keys of tiles in which masks of geometry have edges
 
 
@@ -41,7 +43,6 @@ def check_mask(made: Program, mod: TracedMod) -> bool:
     return has_ranges
 
 
-@pytest.mark.timeout(0 if FRESH else PATIENCE)
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_readers(shard: int) -> None:
     """The evaluator, the torch backend's stages, classes of tiles, row ranges, and the text for CuTe by value."""
@@ -61,7 +62,6 @@ def test_readers(shard: int) -> None:
     assert has_words > 0.05 * count
 
 
-@pytest.mark.timeout(0 if FRESH else PATIENCE)
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_readers_of_geometry(shard: int) -> None:
     """The same, and words of bits along tiles, for masks of images, strides, blocks and windows."""
@@ -81,11 +81,10 @@ def test_readers_of_geometry(shard: int) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.timeout(0 if FRESH else PATIENCE + 20)
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_triton_text(shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     first, count = seeds_of(shard, 200)
     command = ["-W", "ignore", "-m", "tests.support.fuzz.whole_numbers_in_triton", str(first), str(count)]
-    done = python(*command, seconds=None if FRESH else PATIENCE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = python(*command, seconds=None if FRESH else HANG, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-12000:]

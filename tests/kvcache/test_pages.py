@@ -319,6 +319,13 @@ def test_no_gradient_is_recorded() -> None:
         ({"num_layers": 0}, ValueError, "num_layers is 0"),
         ({"dtype": torch.int32}, TypeError, "dtype is torch.int32; wanted a float dtype"),
         ({"dtype": "float32"}, TypeError, "dtype is 'float32'; wanted a float dtype"),
+        ({"device": "nonsense"}, ValueError, "device is 'nonsense'; wanted a torch.device or the name of one"),
+        ({"device": None}, ValueError, "device is None; wanted a torch.device or the name of one"),
+        *(
+            []
+            if torch.cuda.is_available()
+            else [({"device": "cuda"}, ValueError, "device is 'cuda', which torch has not here: .*wanted 'cpu'")]
+        ),
     ],
     ids=str,
 )

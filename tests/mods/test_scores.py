@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from anyattn import scores
+from anyattn import flex_attention, scores
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.tracing.trace import trace
 
@@ -107,6 +107,16 @@ def test_softcap_and_temperature(wrap):
     is_within(scores.temperature(wrap(1.7)), lambda s, b, h, i, j: s / 1.7, 1)
 
 
+def test_numbers_at_the_ends_of_float32() -> None:
+    """The greatest and the least that are taken give numbers; what float32 does not hold is for float64, as a tensor."""
+    nought, keys = torch.zeros(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
+    for score in (scores.softcap(2.3e38), scores.softcap(1.2e-38), scores.temperature(2.3e38), scores.temperature(1.2e-38)):
+        assert bool(flex_attention(nought, keys, keys, score_mod=score).isfinite().all())
+    double = [t.double() for t in (keys, keys, keys)]
+    wide = flex_attention(*double, score_mod=scores.softcap(torch.tensor(1e300, dtype=torch.float64)))
+    assert torch.allclose(wide, flex_attention(*double), rtol=1e-12)
+
+
 BAD = [
     (lambda: scores.alibi_slopes(0), ValueError, "num_heads=0"),
     (lambda: scores.alibi_slopes(2.0), TypeError, "num_heads=2.0"),
@@ -120,6 +130,11 @@ BAD = [
     (lambda: scores.pair_bias(torch.ones(3, 3)), ValueError, r"\(B or 1, Hq or 1, Sq, Sk\)"),
     (lambda: scores.softcap(0), ValueError, "cap=0; wanted a positive finite number"),
     (lambda: scores.softcap(math.inf), ValueError, "cap=inf"),
+    (lambda: scores.softcap(10**400), ValueError, "wanted a positive finite number"),
+    (lambda: scores.softcap(1e300), ValueError, r"cap=1e\+300; wanted at most 2\.34e\+38 in size, .*float32, or .* a tensor of that dtype"),
+    (lambda: scores.softcap(1e-300), ValueError, r"cap=1e-300; wanted at least 1\.18e-38, .*float32, or .* a tensor of that dtype"),
+    (lambda: scores.temperature(1e300), ValueError, r"t=1e\+300; wanted at most 2\.34e\+38"),
+    (lambda: scores.temperature(1e-300), ValueError, r"t=1e-300; wanted at least 1\.18e-38"),
     (lambda: scores.softcap("30"), TypeError, "cap='30' is a str"),
     (lambda: scores.temperature(True), TypeError, "t=True is a bool"),
     (lambda: scores.temperature(torch.ones(2)), ValueError, r"t has shape \(2,\)"),

@@ -249,6 +249,89 @@ def test_refused(name: str, kind: str) -> None:
         make(only(f), x)
 
 
+IRREGULAR: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "nested": (lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged), r"a nested tensor; .*\.values\(\).*offsets\(\)"),
+    "strided nested": (lambda t: torch.nested.nested_tensor([t, t]), r"a nested tensor; .*\.values\(\).*offsets\(\)"),
+    "sparse": (lambda t: t.to_sparse(), r"a tensor of layout sparse_coo; .*to_dense\(\)"),
+}
+
+
+def packed(x: list[Tensor]) -> list[Tensor]:
+    return [t.select(0, 0).transpose(0, 1) for t in x]
+
+
+# by the name in the error: a tensor, and a call that gets it among tensors of plain memory
+PLACES: dict[str, tuple[Tensor, Callable[[list[Tensor], Tensor], Any]]] = {
+    "query": (torch.zeros(B, H, S, D), lambda x, t: anyattn.explain(t, *x[1:])),
+    "value": (torch.zeros(B, H, S, D), lambda x, t: anyattn.explain(*x[:2], t)),
+    "sink": (torch.zeros(H), lambda x, t: anyattn.flex_attention(*x, sink=t)),
+    "alibi_slopes": (torch.zeros(H), lambda x, t: anyattn.flash_attn_func(*(y.transpose(1, 2) for y in x), alibi_slopes=t)),
+    "cu_seqlens_q": (ENDS, lambda x, t: anyattn.flash_attn_varlen_func(*packed(x), cu_seqlens_q=t, cu_seqlens_k=ENDS)),
+    "cu_seqlens_k": (ENDS, lambda x, t: anyattn.flash_attn_varlen_func(*packed(x), cu_seqlens_q=ENDS, cu_seqlens_k=t)),
+    "out_partial": (torch.zeros(2, B, H, S, D), lambda x, t: anyattn.flash_attn_combine(t, torch.zeros(2, B, H, S))),
+    "lse_partial": (torch.zeros(2, B, H, S), lambda x, t: anyattn.flash_attn_combine(torch.zeros(2, B, H, S, D), t)),
+    "a tensor that score_mod '<lambda>' captures": (
+        torch.zeros(S, S), lambda x, t: anyattn.flex_attention(*x, lambda s, b, h, i, j: s + t[i, j]),
+    ),
+    "a tensor that mask_mod '<lambda>' captures": (
+        torch.zeros(S, S), lambda x, t: anyattn.create_block_mask(lambda b, h, i, j: t[i, j] == 0, 1, 1, S, S, device="cpu"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("name", PLACES)
+def test_one_tensor_without_dense_memory_is_refused(name: str, kind: str) -> None:
+    """After a call of plain tensors, which a warm call must not be taken for."""
+    (make, wanted), (tensor, call) = IRREGULAR[kind], PLACES[name]
+    x = inputs("contiguous", "contiguous", "contiguous")
+    call(x, tensor)
+    error, words = TypeError, f"{name} is {wanted}"
+    if "captures" in name and "nested" in kind:  # which the mod itself cannot index
+        error, words = anyattn.ModError, r"a captured tensor is nested\n(.*\n)*.*capture a dense tensor"
+    with pytest.raises(error, match=words):
+        call(x, make(tensor))
+
+
+MIXED = {n: given for n, given in PLACES.items() if not n.startswith("a tensor")} | {
+    "q": (torch.zeros(B, S, H, D), lambda x, t: anyattn.flash_attn_func(t, *(y.transpose(1, 2) for y in x[1:]))),
+    "k_cache": (torch.zeros(B, S, H, D), lambda x, t: anyattn.flash_attn_with_kvcache(x[0].transpose(1, 2), t, x[2].transpose(1, 2))),
+    "cache_seqlens": (
+        torch.zeros(B, dtype=torch.int32), lambda x, t: anyattn.flash_attn_with_kvcache(*(y.transpose(1, 2) for y in x), cache_seqlens=t),
+    ),
+    "key": (torch.zeros(B, H, S, D), lambda x, t: flex(x[0], t, x[2])),
+}  # fmt: skip
+del MIXED["query"], MIXED["value"]  # explain computes nothing, and takes none
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", MIXED)
+def test_a_fake_tensor_beside_real_ones_is_refused(name: str) -> None:
+    tensor, call = MIXED[name]
+    x = inputs("contiguous", "contiguous", "contiguous")
+    mode = FakeTensorMode()
+    with pytest.raises(TypeError, match=rf"(is a real tensor, but {name} is a FakeTensor|{name} is a real tensor).*from_tensor.* or none"):
+        call(x, mode.from_tensor(tensor))
+
+
+def test_fake_tensors_beside_others() -> None:
+    """Real ones beside fake ones, of two modes, in an active mode, below torch.func; a mode may take real ones."""
+    x = inputs("contiguous", "contiguous", "contiguous")
+    one, other, mixing = FakeTensorMode(), FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [one.from_tensor(t) for t in x]
+    with pytest.raises(TypeError, match=r"value is a real tensor, but query is a FakeTensor; .*from_tensor\(value\)"):
+        flex(*fakes[:2], x[2])
+    with pytest.raises(TypeError, match="value is a meta tensor, but query is a FakeTensor"):
+        flex(*fakes[:2], x[2].to("meta"))
+    with pytest.raises(TypeError, match="value is a FakeTensor of another mode, but query is a FakeTensor; wanted one FakeTensorMode"):
+        flex(*fakes[:2], other.from_tensor(x[2]))
+    with one, pytest.raises(TypeError, match="query is a real tensor, but a FakeTensorMode is active"):
+        flex(*x)
+    with pytest.raises(TypeError, match="query is a real tensor, but key is a FakeTensor"):
+        torch.func.grad(lambda q: flex(q, *fakes[1:]).sum())(x[0])
+    assert isinstance(flex(mixing.from_tensor(x[0]), *x[1:]), FakeTensor)
+
+
 def test_what_a_mod_captures_is_guarded() -> None:
     q, k, v = inputs("contiguous", "contiguous", "contiguous")
     with FakeTensorMode():

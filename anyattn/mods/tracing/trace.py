@@ -105,8 +105,9 @@ class Tracer(Builder):
             raise mod_error("a mod computes under another grad mode than it is called in", MODE_CURE)
 
     def capture(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
-            raise mod_error(f"a captured tensor is {tensor.layout} {tensor.dtype}", "capture a dense tensor of a real dtype")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex() or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
+            raise mod_error(f"a captured tensor is {kind}", "capture a dense tensor of a real dtype")
         if tensor.dtype is torch.uint64:
             raise mod_error("a captured tensor is torch.uint64", "capture it as torch.int64, whose sums and products have the same bits")
         slot = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
@@ -239,9 +240,9 @@ def trace(
 
 
 def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
-    """Whether an export leaves a size open: such sizes are no key."""
+    """Whether an export leaves a size open, or there are no sizes (nested tensors): such sizes are no key."""
     for t in tensors:
-        for n in t.shape:
+        for n in t.shape if not t.is_nested else (None,):
             if type(n) is not int:
                 return True
     return False

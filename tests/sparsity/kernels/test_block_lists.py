@@ -96,7 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     from anyattn.sparsity.kernels import block_lists as kernels
 
     made: list[tuple] = []
-    monkeypatch.setattr(arguments, "_usable", torch.device)
+    monkeypatch.setattr(arguments, "usable_device", torch.device)
     monkeypatch.setattr(compute, "reads_nothing", lambda mod, device: False)
     monkeypatch.setattr(kernels, "_launch", lambda *args: made.append(args))
     return made

@@ -167,7 +167,7 @@ def poisoned(*sizes: int) -> None:
 
 
 def check(label: str, got: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **mods: Any) -> None:
-    """Judges what there is of out, lse, max, dq, dk and dv, computed on q, k, v (B, H, S, D) with the oracle's mods."""
+    """Judges what there is of out, lse, max, max of products, dq, dk and dv, computed on q, k, v (B, H, S, D) with the oracle's mods."""
     if not RUNS or os.environ.get("ANYATTN_GPU_JUDGE") == "0":
         return
     exact, plain = oracle.attention(q, k, v, **mods), oracle.same_dtype(q, k, v, **mods)
@@ -176,10 +176,29 @@ def check(label: str, got: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, d
         # one score's rounding: of the order of LSE's, which is a mean over several
         slack = Noise(noise.lse.sigma * 2, noise.lse.row_sigma * 2)
         budget.check(f"{label} max_scores", got.pop("max"), exact.max_scores, plain.max_scores, slack)
+    if "max of products" in got:
+        check_products(label, got.pop("max of products"), exact.max_scores, q, k, v, mods.get("mask"), mods.get("scale"))
     back = [] if dout is None else [f(q, k, v, dout, **mods) for f in (oracle.gradients, oracle.same_dtype_gradients)]
     for name, value in got.items():
         reference = (exact, plain) if name in ("out", "lse") else back
         budget.check(f"{label} {name}", value, *(getattr(r, name) for r in (*reference, noise)))
+
+
+SUM_ERROR = 2.0**-17  # of a sum of products in float32, as a part of the sum of their sizes
+
+
+def check_products(
+    label: str, got: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, scale: float | None = None
+) -> None:
+    """Judges the greatest scores of rows, (B, H, Sq), that no score mod has changed, as sums in float32 of exact products.
+
+    The plain formula rounds scores to 16 bits, so a budget by its error lets pass what float32 would never leave. exact: in float64.
+    """
+    sizes = oracle.attention(q.abs(), k.abs(), v, mask=mask, scale=None if scale is None else abs(scale)).max_scores
+    empty = exact == -torch.inf
+    assert torch.equal(got == -torch.inf, empty), f"{label} max_scores: -inf elsewhere than in the rows that see nothing"
+    over = torch.where(empty, 0.0, (got.double() - exact).abs() - SUM_ERROR * sizes)
+    assert bool((over <= 0).all()), f"{label} max_scores: {float(over.max()):.3g} more than the error of a sum in float32"
 
 
 def judge(
@@ -207,6 +226,11 @@ def judge(
     asked = {"return_aux": anyattn.AuxRequest(lse=True, max_scores=True)} if has_max else {"return_lse": True}
     out, rest = flex(*leaves, score, mask, sink=sink, scale=scale, **asked, **options)
     got = {"out": out.detach(), **({"lse": rest.lse, "max": rest.max_scores} if has_max else {"lse": rest.detach()})}
+    if has_max and score is None:
+        got["max of products"] = rest.max_scores
+        if MODE == "cpu":  # whose scores of 16-bit inputs have 16 bits; of the same inputs in float32 they are such sums
+            widened = [t.detach().float() for t in leaves]
+            got["max of products"] = flex(*widened, None, mask, sink=sink, scale=scale, **asked, **options)[1].max_scores
     dout = None
     if backward and RUNS:
         dout = random(*out.shape, seed=1).to(out.dtype).to(DEVICE)
