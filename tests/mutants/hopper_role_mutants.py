@@ -29,7 +29,7 @@ MUTANTS = {
     "all stores but the last are waited for": _edit(f"{_MMA}:Multiplies._give_back", "__(0, read=True)", "__(1, read=True)"),
     "Q is given back before O is known to have left": _swapped(
         f"{_MMA}:Multiplies._give_back",
-        "if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:\n    cute.arch.cp_async_bulk_wait_group(0, read=True)",
+        "if cute.arch.make_warp_uniform(self._again(thread) // 32) % 4 == 0:\n    cute.arch.cp_async_bulk_wait_group(0, read=True)",
         "pipe.consumer_release(state)",
     ),
     "Q is not waited for": _edit(f"{_MMA}:Multiplies._row_tiles", "pipes[0].consumer_wait(q_state)"),
@@ -82,14 +82,16 @@ MUTANTS = {
     ),
     "Q's state is advanced by blank row tiles": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "self.blank(fixed[0][1], thread, outputs, sink, facts)",
-        "self.blank(fixed[0][1], thread, outputs, sink, facts)\nq_state.advance()",
+        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
+        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)\nq_state.advance()",
     ),
-    "blank row tiles are not written": _edit(f"{_MMA}:Multiplies._row_tiles", "self.blank(fixed[0][1], thread, outputs, sink, facts)"),
+    "blank row tiles are not written": _edit(
+        f"{_MMA}:Multiplies._row_tiles", "self.blank(mmas[1], self._again(thread), outputs, sink, facts)"
+    ),
     "the end is taken for a blank row tile": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if more != 0:\n    self.blank(fixed[0][1], thread, outputs, sink, facts)",
-        "self.blank(fixed[0][1], thread, outputs, sink, facts)",
+        "if more != 0:\n    self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
+        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
     ),
     "facts are not waited for": _edit(f"{_MMA}:Multiplies._row_tiles", "pipes[3].consumer_wait(work_state)"),
     "a work slot is given back twice": _edit(
@@ -108,8 +110,8 @@ MUTANTS = {
     )
     + _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "self.blank(fixed[0][1], thread, outputs, sink, facts)",
-        "self.blank(fixed[0][1], thread, outputs, sink, facts)\npipes[3].consumer_release(work_state)",
+        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
+        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)\npipes[3].consumer_release(work_state)",
     ),
     "the work state is not advanced": _edit(f"{_MMA}:Multiplies._row_tiles", "work_state.advance()"),
     "the work state is advanced before its slot is given back": _swapped(

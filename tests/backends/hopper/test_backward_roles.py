@@ -272,6 +272,20 @@ def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
     assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
 
 
+@pytest.mark.parametrize("fault", ["", "no pair is asked", "words are taken where divisors are small"])
+def test_words_of_pairs_are_applied(fault: str) -> None:
+    """What the forward pass makes of small divisors, in its text, which both passes share."""
+    changes: Changes = (("backward/scores", "pairs_are_words = False", "pairs_are_words = True"),)
+    changes += {
+        "": (),
+        "no pair is asked": (("softmax", "elif const_expr(self.pairs_are_words):", "elif False:"),),
+        "words are taken where divisors are small": (
+            ("softmax", "if are_wide(known, *self.captured(captured, at), places, line):", "if True:"),
+        ),
+    }[fault]
+    assert (max(run(CASES["image of another size"], 0, changes).values()) > MOST) is bool(fault)
+
+
 _LATE = "deterministic by three blocks"
 
 

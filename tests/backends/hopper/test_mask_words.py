@@ -19,7 +19,7 @@ from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.backward_machine import COLUMN, LANES, ROW
 from tests.support.hopper.backward_roles import vectorised
 from tests.support.hopper.emitted import Array
-from tests.support.hopper.masks import MASKS
+from tests.support.hopper.masks import MASKS, WIDE
 
 SIZES = 300, 330
 BATCH, HEAD = 1, 1
@@ -91,6 +91,29 @@ def test_words_of_masks(name: str, index: str) -> None:
                 row, key = (along, across) if index == "q_idx" else (across, along)
                 there = (row < SIZES[0]) & (key < SIZES[1])
                 assert np.array_equal((bits[:, r, c] & left[row * there, key * there])[there], seen[row * there, key * there][there])
+
+
+@pytest.mark.parametrize("index", ["q_idx", "kv_idx"])
+@pytest.mark.parametrize("name", ["odd image", *WIDE, "hashed", "floats"])
+def test_words_of_pairs(name: str, index: str) -> None:
+    """Masks that are asked of each pair, whatever else of them would be words."""
+    mod, is_q = trace(MASKS[name], "mask"), index == "q_idx"
+    seen, made, (here, there) = whole(mod).numpy(), names(), SIZES if is_q else SIZES[::-1]
+    for start, other, extent in ((0, 0, 64), (128, 64, 128), (256, 256, 128)):
+        line = made["Line"](index, start, COLUMN, extent // 4, extent)
+        others = [np.minimum(other + ROW + 8 * r, there - 1).astype(np.int32) for r in range(2)]
+        along = [np.minimum(start + COLUMN + c // 2 * 8 + c % 2, here - 1).astype(np.int32) for c in range(extent // 4)]
+        places = {"b": BATCH, "h": HEAD, index: along, "kv_idx" if is_q else "q_idx": others}
+        places |= {"apart": [0, 8], "steps": [c // 2 * 8 + c % 2 for c in range(extent // 4)]}
+        if is_q:
+            places["apart"], places["steps"] = places["steps"], places["apart"]
+        words = made["emit_each"](mod.expr, *given(mod, mod.expr), places, line)
+        for r in range(2):
+            for c, step in enumerate(places["apart" if is_q else "steps"]):
+                place, across = start + COLUMN + step, other + ROW + 8 * r
+                exist = (place < here) & (across < there)
+                row, key = (place, across) if is_q else (across, place)
+                assert np.array_equal(made["holds_at"](words[r], c)[exist], seen[row[exist], key[exist]])
 
 
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx"])

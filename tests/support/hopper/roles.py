@@ -29,7 +29,8 @@ Changes = tuple[tuple[str, str], ...]  # (module, the text that is run in place 
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "tile_scheduler", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "speculative_softmax",
+    "limits_again": "softmax", "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax",
+    "guessed": "speculative_softmax",
     "raise_tops_under_cap": "speculative_softmax",
     "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "paged_gather",
 }  # fmt: skip
@@ -209,6 +210,7 @@ class Stubs:
     foresees: bool
     guesses: bool
     shortens: bool
+    holds_thread = False
     dtype = "dtype"
     arch: Any
 
@@ -243,6 +245,11 @@ class Stubs:
     def row_limits(self, positions: str, facts: Any, captured: str) -> Any:
         self._given(positions=positions, captured=captured)
         return facts
+
+    def limits_again(self, limits: Any, positions: str, facts: Any, captured: str) -> Any:
+        if limits != facts:
+            raise Broken(f"limits of {limits} are computed again for {facts}")
+        return self.row_limits(positions, facts, captured)
 
     def _given(self, **given: str) -> None:
         if any(name != value for name, value in given.items()):
@@ -496,6 +503,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
             wait_group=lambda most: block.group.wait(most),
             Field=SimpleNamespace(ACCUMULATE="accumulate"),
         ),
+        "again": lambda x: x,
         "narrowed": functools.partial(_narrowed, block),
         "narrowed_to": lambda out, x, _: out.store(x.load()),
         "rows_and_columns": lambda x: x,

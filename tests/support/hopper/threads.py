@@ -23,10 +23,12 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
+    names["again"] = lambda x: x
     exec(compiled(())[0][MODULES.index("mma")], names)
     kernel = class_of(names, "Multiplies")()
     wiped = method(kernel, "_wiped")
-    kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
+    kernel.dtype, kernel.holds_thread = "dtype", False
+    kernel.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
     for thread in range(128, 256):
         wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
     return found

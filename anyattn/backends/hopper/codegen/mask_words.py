@@ -15,13 +15,17 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.codegen.device_math import divided, select
-from anyattn.backends.hopper.codegen.emit import needed_for, run_stage
+from anyattn.backends.hopper.codegen.emit import emit, needed_for, run_stage
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
+from anyattn.mods.analysis.separated import separated
 from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, demanded, least_divisor
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["Line", "Words", "alike", "are_wide", "at_least", "below", "bit_of", "both", "emit_words", "holds_at", "in_ranges", "within"]
+__all__ = [
+    "Line", "Words", "alike", "are_wide", "at_least", "below", "bit_of", "both", "emit_each", "emit_words", "holds_at", "in_ranges",
+    "within",
+]  # fmt: skip
 
 _BITS = 32
 
@@ -120,6 +124,11 @@ def bit_of(c: int) -> int:
     return (1 << at) - (1 << _BITS) * (at == _BITS - 1)
 
 
+def _set_where(condition: Any, words: list[Any], c: int) -> None:
+    """Sets the bit of a thread's ``c``-th position where ``condition``."""
+    words[c // _BITS] = words[c // _BITS] | select(condition, bit_of(c), 0, "int")
+
+
 def _least(a: Any, b: int) -> Any:
     return select(a < b, a, b, "int")
 
@@ -140,6 +149,22 @@ def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], place
     assert tree is not None, "a mask that is no word of bits"
     writer = _Writer(expr, scalars, tensors, places, line)
     return [tuple(_opaque(word) for word in writer.words(tree, y)) for y in range(len(writer.others))]
+
+
+def emit_each(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
+    """The words of a mask that is asked of each pair, and that sees both positions: one ``Words`` for each position of the other index.
+
+    An answer becomes a bit at once, which takes fewer registers than the comparisons that it is made of.
+    """
+    other = "q_idx" if line.along == "kv_idx" else "kv_idx"
+    found: list[list[Any]] = [[Int32(0)] * line.words for _ in places[other]]
+
+    def store(r: int, c: int, value: Any) -> None:
+        y, x = (r, c) if other == "q_idx" else (c, r)
+        _set_where(_condition(value), found[y], x)
+
+    emit(separated(expr, NEAR_BOX, other), scalars, tensors, places, None, store)
+    return [tuple(words) for words in found]
 
 
 def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> Any:
@@ -247,7 +272,7 @@ class _Writer:
             needed = needed_for(self.expr, node)
             for c, place in enumerate(self.along):
                 values = self._run({}, {**self.leaves, self.line.along: place}, needed)
-                words[c // _BITS] = words[c // _BITS] | select(_condition(values[node]), bit_of(c), 0, "int")
+                _set_where(_condition(values[node]), words, c)
             self.alone[node] = tuple(_opaque(word) for word in words)
         return self.alone[node]
 

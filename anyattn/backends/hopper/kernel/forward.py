@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.codegen.score_analysis import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh
+from anyattn.backends.hopper.codegen.score_analysis import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh, reads_apart
 from anyattn.backends.hopper.config import Config, sides
 from anyattn.backends.hopper.kernel.epilogue import Epilogue
 from anyattn.backends.hopper.kernel.mma import Multiplies
@@ -34,13 +34,15 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
     def __init__(self, config: Config):
         self.config = config
         self.dtype = BFloat16 if config.is_bf16 else Float16
-        self.foresees = self.lifts = self.shortens = False
+        self.foresees = self.lifts = self.shortens = self.holds_thread = False
         if config.score is not None:
             self.score = factored(config.score) if config.is_factored else Factored(config.score, None, None, ())
             added = bias(config.score) if config.is_factored else None
             self.is_bias, self.whole = added is not None, self.score.core if added is None else added
             self.cases = cases(self.whole)
             self.foresees = self.is_bias and is_foreseen(config.score)
+            # beside these mods registers that are freed in the loop over key tiles are filled with more than they hold
+            self.holds_thread = not self.is_bias or (reads_apart(config.score) and not self.foresees)
             self.shortens = config.is_bounded and is_tanh(self.score.core)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
         # a bias that is read under the products, or a mod that takes long, measured slower with guesses

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["columns_of", "narrowed", "narrowed_to", "rows_and_columns"]
+__all__ = ["again", "columns_of", "narrowed", "narrowed_to", "rows_and_columns"]
 
 
 def rows_and_columns(x: Any) -> Any:
@@ -53,6 +53,15 @@ def _ordered(x: Any) -> Any:
         stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
     )
     return cute.make_tensor(x.iterator, order)
+
+
+@dsl_user_op
+def again(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The number itself, for the compiler another one each time: what is computed of it is not moved out of a loop around."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip)]
+    text, dialect = "mov.b32 $0, $1;", llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=True, is_align_stack=False, asm_dialect=dialect)
+    return Int32(found)
 
 
 @dsl_user_op

@@ -7,13 +7,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from anyattn.backends.hopper.kernel.fragment import narrowed, narrowed_to, rows_and_columns
+from anyattn.backends.hopper.kernel.fragment import again, narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
 __all__ = ["Multiplies"]
 
 _TURN = 1  # the first of the named barriers by which warp groups take turns
 _CLEANED = 8  # the first of those at which each warp group meets after wiping V
+_THREADS = 512  # more than multiply; a power of 2
 _AT_ONCE = 8  # entries of V that one instruction wipes: 16 bytes, which the swizzled layout keeps together
 
 
@@ -27,6 +28,7 @@ class Multiplies:
     """The multiplying role of ``HopperForward``."""
 
     config: Any
+    holds_thread: bool
 
     @cute.jit
     def multiply(self, thread, mmas, in_smem, pipes, board, outputs, sink, scale_log2, captured):
@@ -41,21 +43,20 @@ class Multiplies:
             qk.make_fragment_B(qk.partition_B(in_smem[1])),
             pv.make_fragment_B(pv.partition_B(in_smem[2])),
         )
-        positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
         shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
         acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
         per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3 + self.config.has_max)]
         sums = (acc, *per_row, *(() if self.config.has_max else (None,)))
-        fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
+        of_thread = (mmas, operands, shape_s, pipes, board, group, thread, in_smem)
         given = (scale_log2, self.rate(scale_log2, captured), captured)
         self._first_turn(group)
-        self._row_tiles(fixed, sums, given, outputs, sink)
+        self._row_tiles(of_thread, sums, given, outputs, sink)
 
     @cute.jit
-    def _row_tiles(self, fixed, sums, given, outputs, sink):
+    def _row_tiles(self, of_thread, sums, given, outputs, sink):
         """One after the other. Where shared memory has room for two tiles of Q, a row tile's is given back while the next one is worked on:
         its output may still be leaving from there."""
-        _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
+        mmas, operands, shape_s, pipes, board, group, thread, in_smem = of_thread
         q_state, k_state, v_state, work_state = self._states()
         p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
         more, owed = Int32(1), Int32(0)  # owed: the row tile before has not given its Q back
@@ -65,6 +66,10 @@ class Multiplies:
             more = facts.more
             if facts.total > 0:
                 pipes[0].consumer_wait(q_state)
+                # where predicates hold always ``_here`` computes them again; what is read ahead needs them sooner than all else
+                is_held = self.foresees or len(self.config.always) > 0
+                positions = self._positions(mmas[0], thread if const_expr(is_held) else self._again(thread))
+                fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
                 of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
                 self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
                 k_state.advance()
@@ -78,7 +83,7 @@ class Multiplies:
                     self._give_back(pipes[0], q_state, thread)
                 q_state.advance()
             elif more != 0:
-                self.blank(fixed[0][1], thread, outputs, sink, facts)
+                self.blank(mmas[1], self._again(thread), outputs, sink, facts)
             pipes[3].consumer_release(work_state)
             work_state.advance()
         if const_expr(self.config.q_stages > 1):
@@ -91,13 +96,34 @@ class Multiplies:
         consumer = pipeline.PipelineUserType.Consumer
         return tuple(pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, stages, stages, 2))
 
+    def _again(self, thread: Any) -> Any:
+        """A multiplying thread's number. What is computed of it is computed where it is used: addresses of an epilogue and the like,
+        computed before the loop over row tiles, would take registers in the loop over key tiles. Not so where ``holds_thread``:
+        ptxas then moves other numbers out of the loop, and spills them."""
+        return thread if self.holds_thread else again(thread) & (_THREADS - 1)
+
+    def _positions(self, mma: Any, thread: Any) -> Any:
+        """The rows and columns of a thread's scores in their tile."""
+        tile = cute.make_identity_tensor((self.config.tiles.tile_m, self.config.tiles.tile_n))
+        return rows_and_columns(mma.get_slice(thread).partition_C(tile))
+
+    def _here(self, fixed: tuple, given: tuple) -> tuple[Any, Any]:
+        """(positions, row limits) for a tile of keys. Where predicates hold always, and perhaps another one is asked beside them, they are
+        computed again: the registers that would hold them between tiles are needed for what is asked."""
+        (mma_qk, _), _, _, held, _, _, _, thread, _ = fixed
+        facts, _, _, captured, limits = given
+        if not self.config.always:
+            return held, limits
+        positions = self._positions(mma_qk, self._again(thread))
+        return positions, self.limits_again(limits, positions, facts, captured)
+
     def _facts(self, board: Any, state: Any) -> Facts:
         return Facts(*(board[i, state.index] for i in range(len(Facts._fields))))
 
     @cute.jit
     def _give_back(self, pipe, state, thread):
         """Q's memory to the loader, once O, which took its place, has been read out of it."""
-        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+        if cute.arch.make_warp_uniform(self._again(thread) // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         pipe.consumer_release(state)
 
@@ -163,7 +189,7 @@ class Multiplies:
         """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
         (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, _, tops = sums
-        facts = self._facts(board[0], work_state)
+        facts, thread = self._facts(board[0], work_state), self._again(thread)
         self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
         tops = self.highest(tops, given[1])
         self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
@@ -204,10 +230,10 @@ class Multiplies:
     @cute.jit
     def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
         """A tile's softmax as a whole, its probabilities into ``p``; whether ``acc`` is to be rescaled."""
-        _, _, _, positions, pipes, _, _, _, _ = fixed
         _, row_max, row_sum, row_scale, tops = sums
-        facts, scale_log2, rate, captured, limits = given
+        facts, scale_log2, rate, captured, _ = given
         scores, ahead, n, v_state = of_tile
+        pipes, (positions, limits) = fixed[4], self._here(fixed, given)
         rescales = cutlass.Boolean(False)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
@@ -281,9 +307,9 @@ class Multiplies:
             nothing.fill(0.0)
             pieces = head_dim // _AT_ONCE  # of a key
             lanes = 1 << (pieces - 1).bit_length()
-            piece = thread % lanes
+            piece = self._again(thread) % lanes
             if piece < pieces:
-                for key in cutlass.range(room + thread % 128 // lanes, tile_n, 128 // lanes, unroll=1):
+                for key in cutlass.range(room + self._again(thread) % 128 // lanes, tile_n, 128 // lanes, unroll=1):
                     cute.autovec_copy(nothing, cute.local_tile(tile, (_AT_ONCE, 1), (piece, key))[None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)

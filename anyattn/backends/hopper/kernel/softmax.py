@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
-from anyattn.backends.hopper.codegen.mask_words import Line, are_wide, at_least, below, emit_words, holds_at, in_ranges
+from anyattn.backends.hopper.codegen.mask_words import Line, are_wide, at_least, below, emit_each, emit_words, holds_at, in_ranges
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_if_wide, parts_of
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
@@ -21,9 +21,13 @@ _SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precise
 
 
 class Softmax:
-    """What ``HopperForward`` does to the scores of one tile."""
+    """What ``HopperForward`` does to the scores of one tile.
+
+    pairs_are_words: what is asked of each pair because captured divisors are small becomes words first.
+    """
 
     config: Any
+    pairs_are_words = True
 
     def captured(self, captured: Any, at: int) -> tuple[tuple, tuple]:
         """The numbers and tensors of expression ``at`` of ``config.exprs``, out of all of them."""
@@ -211,6 +215,11 @@ class Softmax:
                 found.append(None)
         return found
 
+    def limits_again(self, limits: Any, positions: Any, facts: Any, captured: Any) -> Any:
+        """``row_limits`` for one tile of keys: computed again, so that no register holds them between tiles, unless they read a tensor."""
+        reads = any(ask.by_row and ask.expr.tensor_slots for _, ask in self.asked)
+        return limits if reads else self.row_limits(positions, facts, captured)
+
     @cute.jit
     def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
         """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
@@ -310,6 +319,9 @@ class Softmax:
         if const_expr(len(known) > 0):
             if are_wide(known, *self.captured(captured, at), places, line):
                 self._see_words(seen, known, at, line, places, captured)
+            elif const_expr(self.pairs_are_words):
+                for r, words in enumerate(emit_each(expr, *self.captured(captured, at), places, line)):
+                    self._narrow(seen, r, words, line)
 
     def _ask(self, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
         """Hides what predicates hide and no word says."""
@@ -323,11 +335,11 @@ class Softmax:
         known, rest = parts_if_wide(expr, line.along, line.extent)
         if const_expr(len(known) == 0):
             self._ask_each(s, at, expr, places, captured)
-        else:
+        elif const_expr(rest is not None or not self.pairs_are_words):
             if are_wide(known, *self.captured(captured, at), places, line):
                 if const_expr(rest is not None):
                     self._ask_each(s, at, rest, places, captured)
-            else:
+            elif const_expr(not self.pairs_are_words):
                 self._ask_each(s, at, expr, places, captured)
 
     def _ask_each(self, s: Any, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:

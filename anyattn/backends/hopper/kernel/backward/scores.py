@@ -27,6 +27,7 @@ class Scores:
     asked: Any
     said_of: Any
 
+    pairs_are_words = False  # words of keys, along which a thread has many rows, would take more registers
     _narrow, _see_words, _see_if_wide, _ask_rest = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._ask_rest
 
     def of_rows(self, statistic: Any, positions: Any) -> Any:
