@@ -13,16 +13,20 @@ from tests.support.hopper.schedule import Broken
 __all__ = ["Case", "random_case"]
 
 TILE_N = 16
+_MOST_READS = 100_000  # of a table in one schedule; the longest make some thousands
 _VISITS = (0, 1, 1, 1, 2, 2, 3, 5)
 
 
 class Table:
-    """A tensor of a call's metadata; indexing outside it is an error."""
+    """A tensor of a call's metadata; indexing outside it is an error, and so is reading it without end: a loop that waits for nothing."""
 
     def __init__(self, values: list):
-        self.values = values
+        self.values, self.reads = values, 0
 
     def __getitem__(self, key: tuple) -> Any:
+        self.reads += 1
+        if self.reads > _MOST_READS:
+            raise Broken(f"a table is read {self.reads} times, now for {key}")
         found: Any = self.values
         for i in key:
             if i is not None:
