@@ -6,7 +6,6 @@ The score that a mod receives is already scaled. Float tensors given here receiv
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def _divisor(name: str, value: Any) -> float | Tensor:
         return _floats(name, value, (0,), "()")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; wanted a positive number")
-    if not 0 < value <= sys.float_info.max:
+    if not 0 < value <= 1.7976931348623157e308:  # the largest float
         raise ValueError(f"{name}={value!r}; wanted a positive finite number")
     check_held(name, float(value), is_divisor=True, way_out="for inputs of float64 a tensor of that dtype and rank 0")
     return float(value)

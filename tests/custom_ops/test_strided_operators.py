@@ -79,11 +79,15 @@ def test_flash_of_pages(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotary"])
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPANDED])
 def test_decode(name: str, turned: bool) -> None:
+    as_its_fake(decode, decode_operands(name, turned))
+
+
+def decode_operands(name: str, turned: bool) -> tuple:
     q, k, v = (t.transpose(1, 2) for t in inputs(name, name, name, heads_kv=2, shape=(B, H, 3, D)))
     caches = [torch.randn(B, 2, 32, D).transpose(1, 2) for _ in range(2)]
     tables = [torch.rand(32, D // 2) if turned else None for _ in range(2)]
     given = (k, v, *tables, torch.tensor([4, 20]), None, None, None, None, None, None)
-    as_its_fake(decode, (q, *caches, *given, *operands_of(q), *operands_of(q), None, 0.0, True, [-1, -1], 0, None, True, None, None, ""))
+    return (q, *caches, *given, *operands_of(q), *operands_of(q), None, 0.0, True, [-1, -1], 0, None, True, None, None, "")
 
 
 CHECKED = [("projected",) * 3, ("one batch entry",) * 3, ("sliced", "one head", "transposed")]
@@ -94,6 +98,12 @@ def test_opcheck(layouts: tuple[str, str, str]) -> None:
     x = [t.requires_grad_() for t in inputs(*layouts, heads_kv=2)]
     torch.library.opcheck(attend, flex_operands(*x, torch.randn(H, requires_grad=True)))
     torch.library.opcheck(flash, flash_operands(*(t.detach().transpose(1, 2).requires_grad_() for t in x)))
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("name", ["projected", "sliced"])
+def test_opcheck_of_decoding(name: str, turned: bool) -> None:
+    torch.library.opcheck(decode, decode_operands(name, turned))
 
 
 # ---- graphs

@@ -331,10 +331,10 @@ MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE = (
 MUTANTS: dict[str, tuple[str, Changes]] = {
     "dS is not exchanged": (
         "full",
-        ((MMA, "        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),),
+        ((MMA, "        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * tiles.warp_groups)\n", ""),),
     ),
     "dS is not fenced": ("full", ((MMA, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier(', "        cute.arch.barrier("),)),
-    "dS has one stage and nobody waits": ("one stage of dS", ((MMA, "if const_expr(self.config.tiles.ds_stages == 1):", "if const_expr(False):"),)),
+    "dS has one stage and nobody waits": ("one stage of dS", ((MMA, "if const_expr(tiles.ds_stages == 1):", "if const_expr(False):"),)),
     "dS stays in one stage": ("full", ((MMA, "stage = tiles.ds_stages - 1 - stage", "stage = stage"),)),
     "dQ is written before it has left": (
         "full",
