@@ -13,9 +13,9 @@ from torch import Tensor
 
 import anyattn
 from anyattn.custom_ops.flash import decode, flash, flash_backward
-from anyattn.custom_ops.flex import attend, attend_backward, operands_of
+from anyattn.custom_ops.flex import attend, attend_backward
 from tests.support.covering import few
-from tests.support.operands import as_its_fake, flash_operands, flex_operands
+from tests.support.operands import as_its_fake, decode_operands, flash_operands, flex_operands
 from tests.support.small_gpt import Sizes, check_compiled_step
 from tests.support.strided import EACH, EXPANDED, LAYOUTS, inputs
 
@@ -80,14 +80,6 @@ def test_flash_of_pages(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPANDED])
 def test_decode(name: str, turned: bool) -> None:
     as_its_fake(decode, decode_operands(name, turned))
-
-
-def decode_operands(name: str, turned: bool) -> tuple:
-    q, k, v = (t.transpose(1, 2) for t in inputs(name, name, name, heads_kv=2, shape=(B, H, 3, D)))
-    caches = [torch.randn(B, 2, 32, D).transpose(1, 2) for _ in range(2)]
-    tables = [torch.rand(32, D // 2) if turned else None for _ in range(2)]
-    given = (k, v, *tables, torch.tensor([4, 20]), None, None, None, None, None, None)
-    return (q, *caches, *given, *operands_of(q), *operands_of(q), None, 0.0, True, [-1, -1], 0, None, True, None, None, "")
 
 
 CHECKED = [("projected",) * 3, ("one batch entry",) * 3, ("sliced", "one head", "transposed")]

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import anyattn
-from anyattn.custom_ops.flash import flash, flash_backward
+from anyattn.custom_ops.flash import decode, flash, flash_backward
 from anyattn.custom_ops.flex import attend, attend_backward
 from tests.support.gpu import judging
 from tests.support.gpu.judging import BACKEND, DEVICE
-from tests.support.operands import as_its_fake, flash_operands, flex_operands
+from tests.support.operands import as_its_fake, decode_operands, flash_operands, flex_operands
 from tests.support.small_gpt import Sizes, check_compiled_step
 from tests.support.strided import EACH, inputs, nesting
 
@@ -97,13 +97,24 @@ def test_packed_rows_are_as_their_fake() -> None:
         as_its_fake(flash_backward, (*args, out, lse, torch.randn_like(out), torch.ones_like(lse), [True] * 6))
 
 
+# the other one compares bits of two runs, and gradients of captured tensors and of GQA's keys are sums in any order
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
 @pytest.mark.parametrize("layouts", [("projected",) * 3, ("one batch entry",) * 3], ids="-".join)
 def test_opcheck(layouts: tuple[str, str, str]) -> None:
     x = [t.requires_grad_() for t in made(layouts)]
     sink = torch.randn(H, device=DEVICE, requires_grad=True)
-    # the others compare bits of two runs, and gradients of captured tensors are sums in any order
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attend, flex_operands(*x, sink, backend=BACKEND), test_utils=tests)
+    torch.library.opcheck(attend, flex_operands(*x, sink, backend=BACKEND), test_utils=CHECKS)
+    x = [t.detach().transpose(1, 2).requires_grad_() for t in x]
+    torch.library.opcheck(flash, flash_operands(*x, backend=BACKEND), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("is_rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("layout", ["projected", "sliced"])
+def test_opcheck_of_decoding(layout: str, is_rotary: bool) -> None:
+    """By the backend that decodes there: bits of two runs too."""
+    torch.library.opcheck(decode, decode_operands(layout, is_rotary, D, HALF, DEVICE))
 
 
 @pytest.mark.parametrize("layouts", EACH, ids="-".join)

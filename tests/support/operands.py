@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 from anyattn import masks, scores
 from anyattn.custom_ops.flex import operands_of
 from anyattn.mods.tracing.trace import trace
+from tests.support.strided import inputs
 
-__all__ = ["as_its_fake", "flash_operands", "flex_operands"]
+__all__ = ["as_its_fake", "decode_operands", "flash_operands", "flex_operands"]
 
 
 def _metadata(x: Any) -> Any:
@@ -49,3 +50,15 @@ def flash_operands(q: Tensor, k: Tensor, v: Tensor, *tables: Any, splits: int = 
     of_mods = (*operands_of(q, trace(scores.head_bias(bias), "score")), *operands_of(q))
     options = (None, 0.0, True, [-1, -1], splits, None, False, None, None, None, backend)
     return (q, k, v, *(tables or (None,) * 5), slopes, sink, *of_mods, *options)
+
+
+def decode_operands(
+    layout: str, is_rotary: bool, head_dim: int = 8, dtype: torch.dtype = torch.float32, device: str = "cpu", backend: str = ""
+) -> tuple:
+    """Three new tokens for each of two sequences, beside caches of 32 keys. layout: of q and of the new k and v (``strided``)."""
+    x = inputs(layout, layout, layout, shape=(2, 4, 3, head_dim), heads_kv=2, dtype=dtype, device=device)
+    q, k, v = (t.transpose(1, 2) for t in x)
+    caches = [torch.randn(2, 2, 32, head_dim, device=device).to(dtype).transpose(1, 2) for _ in range(2)]
+    tables = [torch.rand(32, head_dim // 2, device=device).to(dtype) if is_rotary else None for _ in range(2)]
+    given = (k, v, *tables, torch.tensor([4, 20], device=device), None, None, None, None, None, None)
+    return (q, *caches, *given, *operands_of(q), *operands_of(q), None, 0.0, True, [-1, -1], 0, None, True, None, None, backend)
