@@ -1,5 +1,6 @@
-"""Eager calls through the custom operators: with fake or meta tensors, tensors of ``torch.func.grad`` and ``vjp``, subclasses that
-dispatch, and under graph capture. ``tensors.kinds`` decides which calls these are.
+"""Eager calls that run as custom operators; ``tensors.kinds`` decides which calls these are.
+
+They have fake or meta tensors, tensors of ``torch.func.grad`` and ``vjp`` or of subclasses that dispatch, or are under graph capture.
 """
 
 from __future__ import annotations
