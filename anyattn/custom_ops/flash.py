@@ -1,6 +1,7 @@
 """Operators that ``torch.compile`` and ``torch.export`` record for FlashAttention's entry points.
 
-``flex.py`` describes how mods are passed. The operators take the entry points' arguments, and check and plan as an eager call does, when the graph runs.
+``flex.py`` describes how mods are passed. The operators take the entry points' arguments; when the graph runs, they check and plan as an
+eager call does.
 """
 
 from __future__ import annotations
