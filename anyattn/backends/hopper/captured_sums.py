@@ -1,5 +1,4 @@
-"""Captured sums: how the backward kernel sums the gradients of captured tensors, chosen by the indices with
-which a score mod reads them."""
+"""Captured sums: how the backward kernel sums gradients of captured tensors, by the indices with which a score mod loads them."""
 
 from __future__ import annotations
 
