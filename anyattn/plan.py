@@ -30,7 +30,7 @@ class Plan:
 
     num_splits: number of parts of each row tile's keys (split-KV). product_dtype: the dtype of the two matrix products.
     whole_spans: all visible scores of a row tile are computed at once, not streamed. why: one line per decision, for people.
-    is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), whatever its tensors hold.
+    is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), for any contents of its tensors.
     has_asked_tiles: kernel_options set the tiles, for both passes. is_tuned: kernel_options ask for measured tiles (Triton).
     heads_per_tile: query heads that share a row tile. num_warps, num_stages: of a Triton kernel's programs.
     prepared: the backend's cache for the calls that share this plan; its contents must depend on that signature alone.

@@ -19,7 +19,7 @@ def order_sequences(
 
     order: int32 (most, 2), (sequence, tile or -1): tiles of ``tile`` queries, those of sequences with most keys first; with BY_KEY tiles of
     keys, those of sequences with most queries first. entries: int32 (batch, 9). The other tensors are the tables of ``StoredSequences``.
-    Exactly these rows are written, whatever the tables contain.
+    Exactly these rows are written for any contents of the tables.
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
     if BY_KEY:

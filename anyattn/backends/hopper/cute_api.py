@@ -169,7 +169,7 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
 def placeholders(given: tuple) -> tuple:
     """Placeholders for ``arguments`` of torch tensors in ``cute.compile``: sizes and strides of any value, no memory, no GPU needed."""
     kinds, _ = kinds_of(indexable(given))
-    # ``as_cute`` gives the last dimension stride 1, whatever the tensor's is
+    # ``as_cute`` gives the last dimension stride 1, also if the tensor's is another
     return tuple(build.examples(tuple(abs(kind) if isinstance(kind, int) else kind for kind in kinds)))
 
 

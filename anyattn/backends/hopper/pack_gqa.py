@@ -24,7 +24,7 @@ def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: di
     different tiles are not packed in any case.
 
     The time of a tile depends on its keys, not on how many of its rows are in use: packing pays if it makes fewer tiles. The decision uses
-    only sizes that the host knows, and there are few kernels: 4 or 8 heads, whatever the ratio.
+    only sizes that the host knows, and there are few kernels: 4 or 8 heads for any ratio.
     """
     ratio = problem.qhead_per_kvhead
     if asked is False or ratio == 1 or reason_against_packing(fields):

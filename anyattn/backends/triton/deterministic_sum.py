@@ -1,8 +1,8 @@
 """Deterministic sums of float32 terms that threads add atomically in any order: exact sums in integer accumulators.
 
 A float32 is an integer of 24 bits times a power of two. Each of an entry's *planes* is an int64 that sums the terms of ``width``
-neighbouring powers of two, shifted to the least of them. A term is one addition to one plane, and no term is rounded, whatever the size of
-the others. An int64 needs spare bits for carries, as many as the number of terms has; this determines how many powers of two a plane
+neighbouring powers of two, shifted to the least of them. A term is one addition to one plane, and no term is rounded, however large the
+others are. An int64 needs spare bits for carries, as many as the number of terms has; this determines how many powers of two a plane
 covers. Three more planes count the terms that are +inf, -inf and NaN. (An accumulator for all exponents is Kulisch's idea; binning
 exponents and adding the bins in hardware is that of Demmel and Hida, SIAM J. Sci. Comput. 25(4), 2004.)
 """

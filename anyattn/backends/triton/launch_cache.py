@@ -1,8 +1,8 @@
 """Prepared launches: a warm call substitutes pointers, the scale and captured scalars.
 
 The key of a launch contains everything that its other arguments, its kernel and its grid depend on: sizes, strides and alignment, the mods'
-expressions and the masks' numbers. It is compared at every call, whatever call the plan was made for. It is not a ``call_cache`` signature:
-it describes a checked problem and its tables, after planning, with one alignment for all pointers together.
+expressions and the masks' numbers. It is compared at every call, independent of the call that the plan was made for. It is not a
+``call_cache`` signature: it describes a checked problem and its tables, after planning, with one alignment for all pointers together.
 """
 
 from __future__ import annotations

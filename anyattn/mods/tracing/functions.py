@@ -128,7 +128,7 @@ def _literal(value: Value, least: int | None = None) -> int | None:
 
 
 def _xlogy(input: Any, other: Any) -> Value:
-    """``input * log(other)``, and 0 where input is 0, whatever the logarithm; the derivative by input is the logarithm where that is
+    """``input * log(other)``, and 0 where input is 0 for any logarithm; the derivative by input is the logarithm where that is
     finite."""
     x, y = _number(input, other), _number(other, input)
     kind = result_dtype([x.kind, y.kind])

@@ -33,8 +33,8 @@ class SequenceTables:
     """The kernel for one ``TablesConfig``: its first block makes the tables, the others clear rows.
 
     Row tiles are ordered by a counting sort of their costs (``sequences.tile_order``): there are as many bins as threads; the bins are
-    concatenated, most expensive first, and each tile takes the next place of its bin. Whatever the tables hold, nothing outside storage
-    is written.
+    concatenated, most expensive first, and each tile takes the next place of its bin. Nothing outside storage is written, even if
+    the tables are wrong.
     """
 
     def __init__(self, config: TablesConfig):

@@ -98,7 +98,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     parts: list[str] = []
     captured_names: list[tuple[str, str]] = []
     strides = [name for name, kind in plain if kind == "stride" and is_aligned]
-    # the interpreter needs the cast: it takes a small number as 32 bits, whatever the annotation
+    # the interpreter needs the cast: it takes a small number as 32 bits regardless of the annotation
     units = [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in strides]
     for slot, part in enumerate(slots):
         numbers, tensors, totals = _captured(slot, part)

@@ -65,7 +65,7 @@ def scores_of(
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where hidden; in base 2, unless IS_RAW.
 
     end: keys from it on do not exist (IS_WHOLE: all keys of the tile exist; unless IS_PARTIAL, missing ones are zeros). is_shown: all
-    others are visible, whatever the mask says. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
+    others are visible regardless of the mask. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
     ``paged_kv.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)

@@ -250,7 +250,7 @@ def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.cons
 
 @triton.jit
 def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """(first key, end, whether all of it is visible whatever the mask says) of the i-th partial tile."""
+    """(first key, end, whether all of it is visible regardless of the mask) of the i-th partial tile."""
     if RANGES > 0:
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
