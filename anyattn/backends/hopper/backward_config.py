@@ -11,6 +11,7 @@ from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
+    "DQ_CHUNK",
     "TALL",
     "BackwardConfig",
     "BackwardTiles",
@@ -29,7 +30,11 @@ SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes h
 ACCUMULATORS = 128  # registers per thread for dK and dV together
 REGISTERS = (240, 24)  # of a consumer thread, and of a thread that loads or adds
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
-_HOLDING = 200  # registers of a consumer thread for matrices
+# registers of a consumer thread for matrices where warp groups share keys; where each has its own, without and with mods and predicates
+_HOLDING_SHARED, _HOLDING, _HOLDING_BESIDE_MODS = 208, 208, 184
+DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
+_DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: shared memory's bandwidth is what limits these kernels
+_DELTA = ("before", "between", "behind")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,12 @@ class BackwardTiles:
     flight.
 
     ds_stages: tiles of dS; if keys are shared, of P. dq_steps: the number of parts in which a warp group's dQ passes through shared memory.
-    holds_k, holds_v: if keys are shared, a warp group keeps all of K, of V in registers as the first operand of its scores' products.
+    dq_eighths: of eight parts of dQ, those that are added to global memory from registers and never pass through shared memory.
+    holds_k, holds_v: the first columns of K and of V that a warp group keeps in registers as first operand of the products S and dP; the
+    other columns are read from shared memory by each product.
+    delta: when a row's delta is subtracted from dP. "behind": from the finished product. "before": the accumulators of dP begin at -delta,
+    which is loaded before S is multiplied; this takes the fewest registers. "between": loaded between the two products, which then do not
+    overlap, but no register holds -delta while S is multiplied.
     """
 
     tile_m: int
@@ -47,8 +57,10 @@ class BackwardTiles:
     do_stages: int = 2
     ds_stages: int = 2
     dq_steps: int = 1
-    holds_k: bool = False
-    holds_v: bool = False
+    dq_eighths: int = 0
+    holds_k: int = 0
+    holds_v: int = 0
+    delta: str = "behind"
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, TALL, 128):
@@ -62,8 +74,11 @@ class BackwardTiles:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted 1 or 2")
         if self.shares_keys and (self.tile_m, self.ds_stages) != (64, 2):
             raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
-        if not self.shares_keys and (self.holds_k or self.holds_v):
-            raise ValueError("holds_k and holds_v are for tiles whose keys the warp groups share")
+        if not 0 <= self.dq_eighths <= 7:
+            raise ValueError(f"dq_eighths={self.dq_eighths}; wanted 0 to 7: a part of dQ passes through shared memory")
+        if self.delta not in (_DELTA[:1] if self.shares_keys else _DELTA):
+            wanted = "'before'" if self.shares_keys else f"one of {', '.join(map(repr, _DELTA))}"
+            raise ValueError(f"delta={self.delta!r} with tile_n={self.tile_n}; wanted {wanted}")
 
     @property
     def warp_groups(self) -> int:
@@ -152,6 +167,11 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(f"tile_m={TALL} with lists, whose tiles have 64 or 128 rows; wanted one of these")
         if self.tiles.shares_keys and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError("head dimension 96 where warp groups share keys; wanted 128: half of 96 columns is no multiple of 32")
+        for name, columns in (("holds_k", self.head_dim), ("holds_v", self.head_dim_v)):
+            if (held := getattr(self.tiles, name)) not in (0, 32, columns) and not (0 <= held < columns and held % 64 == 0):
+                raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
+        if self.is_deterministic and self.tiles.dq_eighths:
+            raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {ACCUMULATORS}")
         if self.shared_memory > SHARED_MEMORY:
@@ -174,6 +194,16 @@ class BackwardConfig(ModsOfConfig):
     def dq_numbers(self) -> int:
         """float32 numbers of dQ in shared memory at a time."""
         return self.tiles.tile_m * self.head_dim // self.tiles.dq_steps
+
+    @property
+    def dq_chunks(self) -> int:
+        """Chunks of one step of a warp group's part of dQ: ``DQ_CHUNK`` numbers, 4 of each thread."""
+        return self.dq_numbers // (DQ_CHUNK * self.tiles.warp_groups)
+
+    @property
+    def dq_direct(self) -> int:
+        """The first of these chunks, which are added to global memory from registers; shared memory passes on the others."""
+        return self.dq_chunks * self.tiles.dq_eighths // 8
 
     @property
     def frees_keys(self) -> bool:
@@ -238,24 +268,49 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return d, dv
 
 
-def tall_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
+def tall_tiles_for(head_dim: int, head_dim_v: int, is_packed: bool = False) -> BackwardTiles | None:
     """Tiles of more rows, for calls in which no score mod, list or predicate needs registers: fewer visits, and fewer products read K and
-    V. None if there are none for these head dimensions."""
-    return BackwardTiles(TALL, TILE_N) if head_dim == head_dim_v == 128 else None
+    V. None if there are none for these head dimensions. is_packed: a table says where sequences are, which takes registers too."""
+    return BackwardTiles(TALL, TILE_N, delta="between" if is_packed else "before") if head_dim == head_dim_v == 128 else None
 
 
-def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:
+def backward_tiles_for(
+    head_dim: int, head_dim_v: int, is_plain: bool = False, is_bare: bool = False, is_deterministic: bool = False
+) -> BackwardTiles:
     """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
     is_plain: no score mod is evaluated, and no predicate but words of bits: others need the registers that rows 64 to 127 would take.
-    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills.
+    is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers. is_deterministic: all of dQ
+    passes through shared memory, whose copies are added in a fixed order.
+    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
-    if max(head_dim, head_dim_v) <= 128:
-        return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)
-    wide = [BackwardTiles(64, SHARED_TILE_N, do_stages=stages, dq_steps=steps) for stages, steps in ((2, 1), (2, 2), (1, 2))]
+    if max(head_dim, head_dim_v) > 128:
+        return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0))
+    if is_plain and head_dim == head_dim_v == 64:
+        return BackwardTiles(128, TILE_N, holds_v=64, delta="between")
+    if head_dim == head_dim_v == 128:
+        return BackwardTiles(64, TILE_N, holds_v=32 if is_bare else 0, delta="before")
+    # registers of a thread: dK and dV, S and dP, then V and K
+    room = (_HOLDING if is_bare and head_dim == head_dim_v else _HOLDING_BESIDE_MODS) - (head_dim + head_dim_v) // 2 - 64
+    return _holding(BackwardTiles(64, TILE_N), head_dim, head_dim_v, room)
+
+
+def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int) -> BackwardTiles:
+    """For heads so wide that the warp groups share keys."""
+    steps = [{"do_stages": stages, "dq_steps": steps} for stages, steps in ((2, 1), (2, 2), (1, 2))]
+    wide = [BackwardTiles(64, SHARED_TILE_N, delta="before", **fields) for fields in steps]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
-    # registers of a thread: dK and dV; S, dP and a mod's intermediate values, or dQ; then K and V
-    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
-    holds_k = head_dim // 4 <= room
-    room -= head_dim // 4 if holds_k else 0
-    return replace(tiles, holds_k=holds_k, holds_v=head_dim_v // 4 <= room)
+    # registers of a thread: dK and dV; S, dP and a mod's intermediate values, or dQ; then V and K
+    room = _HOLDING_SHARED - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
+    return _holding(replace(tiles, dq_eighths=dq_eighths), head_dim, head_dim_v, room)
+
+
+def _holding(tiles: BackwardTiles, head_dim: int, head_dim_v: int, room: int) -> BackwardTiles:
+    """With as many columns of V, then of K, as ``room`` registers of a thread hold: four columns take one."""
+
+    def columns(width: int, registers: int) -> int:
+        most = max(registers, 0) * 4
+        return width if width <= most else most // 64 * 64 or most // 32 * 32
+
+    of_v = columns(head_dim_v, room)
+    return replace(tiles, holds_v=of_v, holds_k=columns(head_dim, room - of_v // 4))

@@ -90,10 +90,13 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     d, dv = _padded(problem)
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
     is_bare = score is None and not asked and listed is None
-    tiles = backward_tiles_for(d, dv, is_plain=is_bare or (score is None and _are_words(problem, asked)))
-    if is_bare and (tall := tall_tiles_for(d, dv)) is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
+    is_plain = is_bare or (score is None and _are_words(problem, asked))
+    tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
+    is_packed = problem.sequences is not None
+    tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
+    if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
         tiles = tall
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
+    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
     list_tile = None
     if listed is None:
         flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["again", "columns_of", "narrowed", "narrowed_to", "rows_and_columns"]
+__all__ = ["again", "columns_of", "narrowed", "narrowed_to", "negative", "rows_and_columns"]
 
 
 def rows_and_columns(x: Any) -> Any:
@@ -62,6 +62,16 @@ def again(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     text, dialect = "mov.b32 $0, $1;", llvm.AsmDialect.AD_ATT
     found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=True, is_align_stack=False, asm_dialect=dialect)
     return Int32(found)
+
+
+@dsl_user_op
+def negative(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """-x, computed where it is written: a wgmma accumulator that begins with it is then not set between two products under way, which
+    would make ptxas wait for the first one."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip)]
+    text, dialect = "neg.f32 $0, $1;", llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.f32(), operands, text, "=f,f", has_side_effects=True, is_align_stack=False, asm_dialect=dialect)
+    return Float32(found)
 
 
 @dsl_user_op
