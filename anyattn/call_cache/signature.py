@@ -206,13 +206,22 @@ def _mod(mod: Any, is_mask: bool, found: Signature) -> tuple:
 
 def _reading(mod: Any) -> Reading:
     if type(mod) is TracedMod:
-        if mod.source is None:
-            raise NotCacheable
-        return Reading(mod.source.pattern, list(mod.scalars), list(mod.tensors))
+        return _traced_reading(mod)
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise NotCacheable
     return reading
+
+
+def _traced_reading(mod: TracedMod) -> Reading:
+    """Of a mod that was traced before. It has the values that its program takes, in that order: they must be those of its pattern."""
+    if mod.source is None:
+        raise NotCacheable
+    pattern, scalars, tensors = mod.source
+    are_all = len(mod.scalars) > pattern.fixed[-1] if pattern.fixed else True
+    if not are_all or scalars != tuple(range(len(mod.scalars))) or tensors != tuple(range(len(mod.tensors))):
+        raise NotCacheable
+    return Reading(pattern, list(mod.scalars), list(mod.tensors))
 
 
 def _mod_key(reading: Reading, is_mask: bool) -> tuple:

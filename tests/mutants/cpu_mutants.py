@@ -89,6 +89,10 @@ MUTANTS = by_name(
         "[found[s] for s in __]", "[10 + s for s in __]", "closures_of_other_lengths",
     ),
     Mutant("stale_call", "call_cache.rebind:Recipe.made", "numbers[s]", "10 + s", "closures"),
+    Mutant(
+        "traced_numbers_in_another_order", "call_cache.signature:_traced_reading",
+        "scalars != tuple(range(len(mod.scalars)))", "False", "traced_mods",
+    ),
     Mutant("narrowing_cast_taken_for_none", "mods.analysis.solver:Solver._linear", "not self.exact[node]", "False", "narrowed"),
     Mutant("subtracted_bias_added", "mods.analysis.additive_bias:additive_bias", "node.op == 'sub'", "False", "alibi"),
     # the backward

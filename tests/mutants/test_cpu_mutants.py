@@ -10,6 +10,7 @@ import torch
 
 import anyattn
 from anyattn.testing import cases
+from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_kvcache as known_calls
 from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
@@ -171,6 +172,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "places": cache("mods see places"),
     "known": again(),
     "known_pages": again(cached=(41, 8, 62, 11), page_size=3),
+    "traced_mods": lambda: known_attention.test_a_traced_mod_is_the_same_in_every_call(known_attention._by_two_numbers),
     "pages_by_head": known_calls.test_pages_of_a_sequence_whose_heads_see_other_keys,
     "bits": lambda: kvcache.test_the_batch_changes_no_bit_of_an_entry((20, 20, 20, 20), 1),
     "splits": splits,
