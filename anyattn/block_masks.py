@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from anyattn.call_cache.block_mask import block_mask_call
 from anyattn.custom_ops import entry_point
-from anyattn.sparsity.block_mask import BlockMask, block_mask_of_lists, build_block_mask
+from anyattn.sparsity.block_mask import BlockMask, block_mask_of_lists
 
 __all__ = ["create_block_mask"]
 
@@ -60,4 +61,4 @@ def create_block_mask(
         made._exact = None
         return made
     order = dq_kv_order if compute_dq_write_order else None
-    return build_block_mask(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, order)
+    return block_mask_call(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, order)

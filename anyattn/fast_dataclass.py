@@ -1,4 +1,4 @@
-"""Fast construction of frozen dataclasses: from a dictionary of their fields, without ``__init__``."""
+"""Fast construction of objects from a dictionary of their fields, without ``__init__``: of frozen dataclasses and of block masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T", bound="OfFields")
 
 
 class OfFields:
-    """Base class of frozen dataclasses that are made without ``__init__``, which takes longer than the rest of a warm call's checks."""
+    """Base class of what is made without ``__init__``, which takes longer than the rest of a warm call's checks."""
 
     @classmethod
     def of_fields(cls: type[_T], fields: dict[str, Any]) -> _T:

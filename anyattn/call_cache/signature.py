@@ -65,6 +65,7 @@ CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError
 # looked up once: every call asks all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 # ---- kinds
@@ -90,13 +91,16 @@ class Kind:
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
+    INTS = "({x} if type({x}) is int else _ints({x}))"  # one, or a tuple or list of some
     INT_OR_NONE = "({x} if {x} is None or type({x}) is int else _refuse())"
     VALUE = "{x}, type({x})"  # Python takes 1, 1.0 and True for the same
     VALUES = "(*{x}, *map(type, {x}), type({x}))"
     NAMED_VALUES = "(None if {x} is None else tuple([(n, type(v), v) for n, v in {x}.items()]))"
+    DEVICE = "{x}, type({x}), _current_device()"  # which one a name without a number means
     FLAG = "(True if {x} else False)"  # whatever Python takes for true
     SCALE = "(None if {x} is None else _usable_number({x}))"  # its value is read for every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, found))"
+    LISTED_MASK = "_mod({x}, False, found)"  # whose lists are made anew for every call: its numbers are read then
     MASK_MOD = "(None if {x} is None else _mod({x}, True, found))"
     BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, found))"  # listed: another argument, see ``FlexCall``
     ABSENT = "(None if {x} is None else _refuse())"
@@ -177,6 +181,15 @@ def _parts_of_strides(cache: Tensor) -> tuple:
     return last, *[s * size & 15 for s in strides]
 
 
+def _ints(given: Any) -> tuple[int, ...]:
+    if type(given) not in (tuple, list):
+        raise NotCacheable
+    for n in given:
+        if type(n) is not int:
+            raise NotCacheable
+    return tuple(given)
+
+
 def _usable_number(x: Any) -> bool:
     if type(x) not in (float, int) or not abs(x) <= LARGEST_SCALE:
         raise NotCacheable
@@ -225,7 +238,7 @@ def _traced_reading(mod: TracedMod) -> Reading:
 
 
 def _mod_key(reading: Reading, is_mask: bool) -> tuple:
-    """A mask's numbers decide which keys are seen, so they belong to the key; of a score mod's those that its pattern names. Whether one is
+    """A mask's numbers decide which keys are seen, so they belong to the key; of other mods' those that the pattern names. Whether one is
     far away does too: not every backend has room for it."""
     pattern, numbers, tensors = reading
     if is_mask:

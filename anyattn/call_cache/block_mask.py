@@ -1,0 +1,125 @@
+"""Warm calls of ``create_block_mask`` on a GPU: what a first call has checked and launched holds, and the kernels run on new memory.
+
+A warm call reads what its mask captures, allocates lists, launches, and makes the block mask of the remembered fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from anyattn.call_cache.calls import TwoGenerationCache
+from anyattn.call_cache.rebind import Recipe
+from anyattn.call_cache.signature import Kind, Signature, signature
+from anyattn.mods.analysis.load_bounds import doubt
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
+from anyattn.sparsity.arguments import reads_nothing
+from anyattn.sparsity.block_mask import LISTS, OF_KERNELS, BlockMask, build_block_mask
+from anyattn.sparsity.compute import held_for_kernels
+from anyattn.tensors.dynamo import opaque
+
+if TYPE_CHECKING:
+    from anyattn.sparsity.kernels.prepared_lists import PreparedLists
+
+__all__ = ["block_mask_call"]
+
+_signature = signature(
+    "create_block_mask", mask_mod=Kind.LISTED_MASK, B=Kind.INT_OR_NONE, H=Kind.INT_OR_NONE, Q_LEN=Kind.INT_OR_NONE,
+    KV_LEN=Kind.INT_OR_NONE, device=Kind.DEVICE, BLOCK_SIZE=Kind.INTS, separate_full_blocks=Kind.FLAG,
+)  # fmt: skip
+_is_inference = torch.is_inference_mode_enabled
+
+
+class RememberedMask(NamedTuple):
+    """What block masks of one key have in common. fields: all of the block mask's, but for its lists and its function."""
+
+    fields: dict[str, Any]
+    recipe: Recipe
+    launches: PreparedLists
+
+    def made(self, found: Signature, mask_mod: Callable) -> BlockMask:
+        """The block mask of a warm call."""
+        fields = dict(self.fields)
+        fields["mask_mod"] = mask_mod
+        fields.update(zip(LISTS, self.launches.lists(*self.recipe.captured(found))))
+        return BlockMask.of_fields(fields)
+
+
+_COLD: Any = object()  # remembered in place of calls that are all made as a first one
+_masks: TwoGenerationCache[RememberedMask] = TwoGenerationCache()
+
+
+@opaque
+def block_mask_call(
+    mask_mod: Any,
+    batch: tuple[int | None, int | None],
+    lengths: tuple[int, int],
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+    separate_full: bool,
+    dq_kv_order: bool | None,
+) -> BlockMask:
+    """``create_block_mask`` outside compiled code, with the arguments of ``build_block_mask``. Raises as that."""
+    about = (mask_mod, batch, lengths, device, block_size, separate_full, dq_kv_order)
+    # lists that are inference tensors are copied: torch does not count writes to them
+    if dq_kv_order is not None or not may_have_kernels(device) or type(mask_mod) is TracedMod or _is_inference():
+        return build_block_mask(*about)
+    found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
+    if found is None:
+        return build_block_mask(*about)
+    warm = _masks.get(found.key)
+    if warm is None or warm is _COLD:
+        made = build_block_mask(*about)
+        if warm is None:
+            _remember(found, partial(_signature, mask_mod, *batch, *lengths, device, block_size, separate_full), made, separate_full)
+        return made
+    return warm.made(found, mask_mod)
+
+
+def may_have_kernels(device: Any) -> bool:
+    """Whether lists may be made by kernels where a ``device`` argument says; found without a look at what the mask captures."""
+    if type(device) is str:
+        return device.startswith("cuda")
+    if device is None:
+        return torch.cuda.is_initialized()
+    return type(device) is torch.device and device.type == "cuda"
+
+
+def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:
+    """Remembers a first call; as one that is never warm if its lists come from other than kernels, or may for other far numbers.
+
+    again: as ``calls.remember`` has it.
+    """
+    (reading,) = found.readings
+    user = trace(made.mask_mod, "mask")
+    has_far = any(type(n) is int and not -NEAR_NUMBER < n < NEAR_NUMBER for n in reading.numbers)
+    ready = None if user.source is None or has_far else _prepared(user, made, separate_full)
+    if user.source is None or ready is None:
+        _masks.put(found.key, _COLD)
+        return
+    held, launches = ready
+    (B, H), (seqlen_q, seqlen_k) = made.kv_num_blocks.shape[:2], made.seq_lengths
+    # an index that is clamped is so because the mask hides what it would read, which may hang on any of its numbers
+    if held is not user or doubt(user, B, H, seqlen_q, seqlen_k).of_numbers:
+        user.source.pattern.fix(user.source.scalars)
+    still = again()
+    if still is None or still.key != found.key:
+        return
+    fields = {name: None if name in (*LISTS, "mask_mod") else value for name, value in vars(made).items()}
+    _masks.put(found.key, RememberedMask(fields, Recipe.of(held, user, 0, ()), launches))
+
+
+def _prepared(user: TracedMod, made: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
+    """The mask as kernels evaluate it, and their launches for other captured values; None if there are none."""
+    lengths, tile, device = made.seq_lengths, made.BLOCK_SIZE, made.kv_indices.device
+    batch = made.kv_num_blocks.shape[0], made.kv_num_blocks.shape[1]
+    if reads_nothing(user, device) or (held := held_for_kernels(user, lengths, tile, batch, device)) is None:
+        return None
+    from anyattn.sparsity.kernels.prepared_lists import prepared
+
+    ready = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
+    return None if ready is None else (held, ready)
