@@ -192,14 +192,14 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
 @contextlib.contextmanager
 def listing() -> Iterator[None]:
     """Context for CPU tensors inside ``stubbed()``: ``create_block_mask`` takes them for a GPU's, and its kernels list nothing."""
-    compute, block_lists, prepared_lists, calls = (
+    compute, block_lists, prepared_lists, entry_point = (
         importlib.import_module(f"anyattn.{name}")
-        for name in ("sparsity.compute", "sparsity.kernels.block_lists", "sparsity.kernels.prepared_lists", "call_cache.block_mask")
+        for name in ("sparsity.compute", "sparsity.kernels.block_lists", "sparsity.kernels.prepared_lists", "block_masks")
     )
     handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True)
     pretended = (
         (compute, "runs_kernels", True),
-        (calls, "may_have_kernels", True),
+        (entry_point, "may_have_kernels", True),
         (block_lists, "launch", handle),
         (prepared_lists, "known_handle", handle),
     )

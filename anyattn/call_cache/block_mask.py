@@ -61,12 +61,14 @@ def block_mask_call(
     device: torch.device | str | None,
     block_size: int | tuple[int, int],
     separate_full: bool,
-    dq_kv_order: bool | None,
 ) -> BlockMask:
-    """``create_block_mask`` outside compiled code, with the arguments of ``build_block_mask``. Raises as that."""
-    about = (mask_mod, batch, lengths, device, block_size, separate_full, dq_kv_order)
+    """``create_block_mask`` outside compiled code, without a write order, on a device where kernels may make the lists.
+
+    Raises as ``build_block_mask``.
+    """
+    about = (mask_mod, batch, lengths, device, block_size, separate_full, None)
     # lists that are inference tensors are copied: torch does not count writes to them
-    if dq_kv_order is not None or not may_have_kernels(device) or type(mask_mod) is TracedMod or _is_inference():
+    if type(mask_mod) is TracedMod or _is_inference():
         return build_block_mask(*about)
     found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
     if found is None:
@@ -78,15 +80,6 @@ def block_mask_call(
             _remember(found, partial(_signature, mask_mod, *batch, *lengths, device, block_size, separate_full), made, separate_full)
         return made
     return warm.made(found, mask_mod)
-
-
-def may_have_kernels(device: Any) -> bool:
-    """Whether lists may be made by kernels where a ``device`` argument says; found without a look at what the mask captures."""
-    if type(device) is str:
-        return device.startswith("cuda")
-    if device is None:
-        return torch.cuda.is_initialized()
-    return type(device) is torch.device and device.type == "cuda"
 
 
 def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from anyattn import create_block_mask, masks
 from anyattn.call_cache import block_mask as calls_of_masks
 from anyattn.call_cache import calls, signature
-from anyattn.call_cache.block_mask import may_have_kernels
 from anyattn.mods.tracing.trace import trace
+from anyattn.sparsity.arguments import may_have_kernels
 from anyattn.sparsity.block_mask import LISTS, BlockMask
 from tests.support.triton.pretended_lists import Launches, as_on_a_gpu
 
@@ -408,7 +408,7 @@ def test_it_is_a_block_mask_like_any_other(gpu: Launches) -> None:
     assert gpu.made[0].is_warm and ours.is_exact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("anyattn.sparsity.compute.runs_kernels", lambda device: False)
-        patch.setattr("anyattn.call_cache.block_mask.may_have_kernels", lambda device: False)
+        patch.setattr("anyattn.block_masks.may_have_kernels", lambda device: False)
         theirs = made(mask)
     filled(ours, theirs)
     assert list(vars(ours)) == list(vars(theirs))

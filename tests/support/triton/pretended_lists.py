@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyattn.call_cache import block_mask as calls
+from anyattn import block_masks
 from anyattn.sparsity import compute
 from anyattn.sparsity.block_mask import LISTS, BlockMask
 from anyattn.sparsity.kernels import block_lists, prepared_lists
@@ -80,7 +80,7 @@ def as_on_a_gpu(run: Callable[..., None] = lambda *about: None) -> Iterator[Laun
     launches = Launches(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compute, "runs_kernels", lambda device: True)
-        patch.setattr(calls, "may_have_kernels", lambda device: True)
+        patch.setattr(block_masks, "may_have_kernels", lambda device: True)
         patch.setattr(block_lists, "launch", launches.launch)
         patch.setattr(prepared_lists, "known_handle", launches.known)
         patch.setattr(prepared_lists, "allocator", lambda device: launches.allocate)
