@@ -10,11 +10,11 @@ _T = TypeVar("_T", bound="OfFields")
 
 
 class OfFields:
-    """Base class of what is made without ``__init__``, which takes longer than the rest of a warm call's checks."""
+    """Base class of classes that can skip ``__init__``, which would take longer than all other checks of a warm call."""
 
     @classmethod
     def of_fields(cls: type[_T], fields: dict[str, Any]) -> _T:
-        """An instance with these fields, by name, none left out; the dictionary becomes its ``__dict__``.
+        """An instance with these fields, by name; all fields are needed, and the dictionary becomes its ``__dict__``.
 
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)

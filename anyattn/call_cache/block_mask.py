@@ -1,6 +1,6 @@
-"""Warm calls of ``create_block_mask`` on a GPU: what a first call has checked and launched holds, and the kernels run on new memory.
+"""Warm calls of ``create_block_mask`` on a GPU: the checks, the trace and the launches of a first call are remembered.
 
-A warm call reads what its mask captures, allocates lists, launches, and makes the block mask of the remembered fields.
+A warm call reads the captured values of its mask, allocates lists, launches the kernels, and makes the block mask of the remembered fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _is_inference = torch.is_inference_mode_enabled
 
 
 class RememberedMask(NamedTuple):
-    """What block masks of one key have in common. fields: all of the block mask's, but for its lists and its function."""
+    """The common properties of the block masks of one key. fields: those of the block mask, without its lists and its function."""
 
     fields: dict[str, Any]
     recipe: Recipe
@@ -49,7 +49,7 @@ class RememberedMask(NamedTuple):
         return BlockMask.of_fields(fields)
 
 
-_COLD: Any = object()  # remembered in place of calls that are all made as a first one
+_COLD: Any = object()  # remembered for a key whose calls are all made as a first call
 _masks: TwoGenerationCache[RememberedMask] = TwoGenerationCache()
 
 
@@ -67,7 +67,7 @@ def block_mask_call(
     Raises as ``build_block_mask``.
     """
     about = (mask_mod, batch, lengths, device, block_size, separate_full, None)
-    # lists that are inference tensors are copied: torch does not count writes to them
+    # inference tensors are copied, because torch does not count writes to them
     if type(mask_mod) is TracedMod or _is_inference():
         return build_block_mask(*about)
     found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
@@ -83,9 +83,9 @@ def block_mask_call(
 
 
 def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:
-    """Remembers a first call; as one that is never warm if its lists come from other than kernels, or may for other far numbers.
+    """Remembers a first call; as ``_COLD`` if no kernels made its lists, or if another far number could need lists by torch operations.
 
-    again: as ``calls.remember`` has it.
+    again: as in ``calls.remember``.
     """
     (reading,) = found.readings
     user = trace(made.mask_mod, "mask")
@@ -96,7 +96,7 @@ def _remember(found: Signature, again: Callable[[], Signature | None], made: Blo
         return
     held, launches = ready
     (B, H), (seqlen_q, seqlen_k) = made.kv_num_blocks.shape[:2], made.seq_lengths
-    # an index that is clamped is so because the mask hides what it would read, which may hang on any of its numbers
+    # an index is clamped where the mask hides the pairs that it would read outside for, which may depend on any number
     if held is not user or doubt(user, B, H, seqlen_q, seqlen_k).of_numbers:
         user.source.pattern.fix(user.source.scalars)
     still = again()
@@ -107,7 +107,7 @@ def _remember(found: Signature, again: Callable[[], Signature | None], made: Blo
 
 
 def _prepared(user: TracedMod, made: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
-    """The mask as kernels evaluate it, and their launches for other captured values; None if there are none."""
+    """The mask as the kernels evaluate it, and the kernels' launches for other captured values; None if no kernels made the lists."""
     lengths, tile, device = made.seq_lengths, made.BLOCK_SIZE, made.kv_indices.device
     batch = made.kv_num_blocks.shape[0], made.kv_num_blocks.shape[1]
     if reads_nothing(user, device) or (held := held_for_kernels(user, lengths, tile, batch, device)) is None:

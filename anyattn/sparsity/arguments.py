@@ -175,7 +175,7 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
 
 @opaque
 def may_have_kernels(device: Any) -> bool:
-    """Whether lists may be made by kernels where a ``device`` argument says; found without a look at what the mask captures."""
+    """Whether kernels may make the lists on the device that an argument names; decided without reading the mask."""
     if type(device) is str:
         return device.startswith("cuda")
     if device is None:

@@ -133,7 +133,7 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What makes the lists of a mask for two lengths: all but addresses and captured values.
+    """The launches that make the lists of a mask for two lengths, without addresses and captured values.
 
     shapes: of the allocations (``sparsity.list_stacks``). classes: 2 where full tiles have lists of their own. hulls: int64 entries of
     scratch memory. sizes: ``TileSizes``. launches: in their order; none where there are no tiles.
@@ -228,8 +228,8 @@ def _launch(made: Launches, mod: TracedMod, found: list[Tensor | None]) -> None:
 
 
 def in_front(lists: Sequence[Any]) -> list[Any]:
-    """The eight lists that a kernel takes, of lists or of their addresses: the rows' stand for the columns' if there are none of these, and
-    the first one for any that is None."""
+    """The eight lists that a kernel takes, or their addresses. Where there are no lists of columns, those of the rows are passed again, and
+    for a list that is None the first list."""
     return [lists[0] if t is None else t for t in (*lists[:4], *lists[-4:])]
 
 
@@ -239,7 +239,7 @@ def strides_of_captured(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def compiled_for(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    """What Triton compiles for besides a launch's options: no number and no alignment."""
+    """The properties of arguments that Triton compiles for, besides a launch's options: dtypes, no numbers and no alignment."""
     return tuple([t.dtype for t in tensors])
 
 

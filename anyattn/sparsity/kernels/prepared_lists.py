@@ -1,6 +1,6 @@
-"""Prepared launches of the kernels that make block lists: what a warm call substitutes are addresses and captured numbers.
+"""Prepared launches of the kernels that make block lists: a warm call substitutes addresses and captured numbers.
 
-``block_lists.list_tiles`` asks for all of it: how large the lists are, which kernels make them, how these are compiled. Here that is known.
+The sizes of the lists, the kernels and their compiled forms, which ``block_lists.list_tiles`` looks up at each call, are kept here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["PreparedLists", "prepared"]
 
 
 class PreparedLists(NamedTuple):
-    """Launches that were made before, for a mask of the same program whose captured tensors have the same shapes, strides and dtypes.
+    """Launches for masks of one program whose captured tensors have the same shapes, strides and dtypes.
 
-    memory: shapes and strides of the allocations. sends: of each launch the handle's ``send``, the grid, and whether it takes the lists.
-    sizes: the kernels' sizes. strides: of the captured tensors.
+    memory: shapes and strides of the allocations. sends: for each launch the handle's ``send``, the grid, and whether it takes the lists.
+    sizes: those of the kernels. strides: those of the captured tensors, and their sizes.
     """
 
     made: Launches
@@ -37,7 +37,7 @@ class PreparedLists(NamedTuple):
     strides: tuple[int, ...]
 
     def lists(self, scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """What ``list_tiles`` returns for a mask that captures these."""
+        """The lists that ``list_tiles`` returns for a mask with these captured values."""
         made, empty = self.made, self.empty
         found = lists_of_memory([empty(shape, strides, torch.int32) for shape, strides in self.memory], made.classes)
         lists = in_front([None if t is None else t.data_ptr() for t in found])
@@ -56,7 +56,7 @@ class PreparedLists(NamedTuple):
 def prepared(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, **options: bool
 ) -> PreparedLists | None:
-    """The launches that ``list_tiles`` makes for these arguments; None unless each was made before and takes addresses.
+    """The launches of ``list_tiles`` for these arguments; None unless each of them was made before and takes addresses.
 
     device: with its index.
     """

@@ -1,8 +1,8 @@
-"""The machine that the backward roles run on: memory, copies, products and barriers with real numbers.
+"""Simulated machine for the backward roles: memory, copies, products and barriers with real numbers.
 
-The 128 threads of a warp group are the first axis of every register. Memory is addressed by rows and columns; how shared memory is swizzled
-is not modelled. What is asynchronous takes effect as late as it may: a product's operands, in registers or in shared memory, are read when
-it is waited for, a copy's source likewise, so that whatever is overwritten too early shows in the numbers.
+The 128 threads of a warp group are the first axis of every register. Memory is addressed by rows and columns; the swizzle of shared memory
+is not modelled. Asynchronous operations take effect as late as possible: a product's operands, in registers or in shared memory, are read
+when it is waited for, and so is a copy's source, so that overwriting them too early shows in the numbers.
 """
 
 from __future__ import annotations

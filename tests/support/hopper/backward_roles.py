@@ -1,5 +1,7 @@
-"""The text of the backward roles, run as Python on real numbers in the machine of ``backward_machine.py``: a thread that loads, one that
-adds, one for each warp group that multiplies. CuTe DSL is not needed: ``cute`` and the rest are stand-ins, the text is read from its files.
+"""Source of the Hopper backward roles, run as Python on real numbers in the simulated machine of ``backward_machine.py``.
+
+There is one thread that loads, one that adds, and one per warp group that multiplies. CuTe DSL is not needed: the source is read from its
+files, and ``cute`` and the other modules are stand-ins.
 """
 
 from __future__ import annotations

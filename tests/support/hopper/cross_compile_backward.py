@@ -1,6 +1,6 @@
-"""Cross-compiles backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products touches it]} of each.
+"""Cross-compilation of backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products accesses it]}.
 
-Arguments: those of ``cross_compile``, of whose kind it is. A process of its own.
+Arguments: those of ``cross_compile``. Runs in a separate process for the same reason.
 """
 
 from __future__ import annotations
