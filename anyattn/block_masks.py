@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from anyattn.custom_ops import entry_point
+from anyattn.sparsity.arguments import may_have_kernels
 from anyattn.sparsity.block_mask import BlockMask, block_mask_of_lists, build_block_mask
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["create_block_mask"]
 
@@ -60,4 +63,15 @@ def create_block_mask(
         made._exact = None
         return made
     order = dq_kv_order if compute_dq_write_order else None
+    if order is None and may_have_kernels(device):
+        return _block_mask_call()(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
     return build_block_mask(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, order)
+
+
+@cache
+@opaque
+def _block_mask_call() -> Callable[..., BlockMask]:
+    """The entry of the call cache, imported at the first call on a GPU: a CPU has no use for it."""
+    from anyattn.call_cache.block_mask import block_mask_call
+
+    return block_mask_call

@@ -1,4 +1,4 @@
-"""Fast construction of frozen dataclasses: from a dictionary of their fields, without ``__init__``."""
+"""Fast construction of objects from a dictionary of their fields, without ``__init__``: of frozen dataclasses and of block masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T", bound="OfFields")
 
 
 class OfFields:
-    """Base class of frozen dataclasses that can skip ``__init__``, which would take longer than all other checks of a warm call."""
+    """Base class of classes that can skip ``__init__``, which would take longer than all other checks of a warm call."""
 
     @classmethod
     def of_fields(cls: type[_T], fields: dict[str, Any]) -> _T:

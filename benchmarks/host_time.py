@@ -189,6 +189,44 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+@contextlib.contextmanager
+def listing() -> Iterator[None]:
+    """Context for CPU tensors inside ``stubbed()``: ``create_block_mask`` takes them for a GPU's, and its kernels list nothing."""
+    compute, block_lists, prepared_lists, entry_point = (
+        importlib.import_module(f"anyattn.{name}")
+        for name in ("sparsity.compute", "sparsity.kernels.block_lists", "sparsity.kernels.prepared_lists", "block_masks")
+    )
+    handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True)
+    pretended = (
+        (compute, "runs_kernels", True),
+        (entry_point, "may_have_kernels", True),
+        (block_lists, "launch", handle),
+        (prepared_lists, "known_handle", handle),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, answer in pretended:
+            stack.enter_context(mock.patch.object(module, name, lambda *a, answer=answer: answer))
+        yield
+
+
+def _block_masks(device: str) -> dict[str, Callable[[], Any]]:
+    """``create_block_mask`` at S 8,192, as in the cases masks-host; of documents by a new closure each time."""
+    if not _HAS_TRITON:
+        return {}
+    ids = (torch.arange(8192, device=device) // 1024).to(torch.int32)
+
+    def documents(ids: Tensor) -> Callable:
+        return lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    return {
+        "block mask, causal": lambda: anyattn.create_block_mask(causal, 1, 1, 8192, 8192, device=device),
+        "block mask, documents, causal": lambda: anyattn.create_block_mask(documents(ids), 1, 1, 8192, 8192, device=device),
+    }
+
+
 def _compiled(device: str) -> dict[str, Callable[[], Any]]:
     """Calls inside Inductor's graphs; for one of them also the operator, and the function that Inductor's code calls instead."""
     attend = importlib.import_module("anyattn.custom_ops.flex").attend
@@ -249,8 +287,10 @@ def measured(device: str) -> dict[str, float]:
     """Microseconds by name: entry points, then the stages of a call."""
     if device == "cpu":
         with stubbed():
-            return {name: microseconds(call) for name, call in _ours(device).items()}
-    return {name: microseconds(call) for name, call in {**_ours(device), **_peers(device)}.items()}
+            found = {name: microseconds(call) for name, call in _ours(device).items()}
+            with listing() if _HAS_TRITON else contextlib.nullcontext():
+                return found | {name: microseconds(call) for name, call in _block_masks(device).items()}
+    return {name: microseconds(call) for name, call in {**_ours(device), **_block_masks(device), **_peers(device)}.items()}
 
 
 def _ours(device: str) -> dict[str, Callable[[], Any]]:

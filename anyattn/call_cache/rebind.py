@@ -55,6 +55,13 @@ class Recipe:
         """The mod for a call with this signature and these ``arguments`` (as in ``of``)."""
         if self.fixed is not None:
             return self.fixed
+        scalars, tensors = self.captured(found, arguments)
+        return TracedMod.of_fields(
+            {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
+        )
+
+    def captured(self, found: Signature, arguments: tuple[Any, ...] = ()) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+        """The run-time values of ``made``: its scalars and its tensors."""
         scalars: tuple[int | float, ...] = self.own_scalars
         tensors: tuple[Tensor, ...] = tuple([arguments[i] for i in self.own_tensors]) if self.own_tensors else ()
         if self.scalars:
@@ -63,9 +70,7 @@ class Recipe:
         if self.tensors:
             captured = (*found.readings[self.reading].tensors, *found.aux)
             tensors += tuple([captured[t] for t in self.tensors])
-        return TracedMod.of_fields(
-            {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
-        )
+        return scalars, tensors
 
 
 def _place(tensor: Tensor, arguments: tuple[Any, ...]) -> int:

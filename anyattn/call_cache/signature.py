@@ -65,6 +65,7 @@ CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError
 # looked up once: every call uses all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 # ---- kinds
@@ -90,13 +91,16 @@ class Kind:
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number whose value is read at every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
+    INTS = "({x} if type({x}) is int else _ints({x}))"  # an int, or a tuple or list of ints
     INT_OR_NONE = "({x} if {x} is None or type({x}) is int else _refuse())"
     VALUE = "{x}, type({x})"  # the type too: 1, 1.0 and True are equal
     VALUES = "(*{x}, *map(type, {x}), type({x}))"
     NAMED_VALUES = "(None if {x} is None else tuple([(n, type(v), v) for n, v in {x}.items()]))"
+    DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
     FLAG = "(True if {x} else False)"  # the truth value of any object
     SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, found))"
+    LISTED_MASK = "_mod({x}, False, found)"  # a mask whose numbers are read at every call, to make its lists
     MASK_MOD = "(None if {x} is None else _mod({x}, True, found))"
     BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, found))"  # listed: another argument, see ``FlexCall``
     ABSENT = "(None if {x} is None else _refuse())"
@@ -177,6 +181,15 @@ def _parts_of_strides(cache: Tensor) -> tuple:
     return last, *[s * size & 15 for s in strides]
 
 
+def _ints(given: Any) -> tuple[int, ...]:
+    if type(given) not in (tuple, list):
+        raise NotCacheable
+    for n in given:
+        if type(n) is not int:
+            raise NotCacheable
+    return tuple(given)
+
+
 def _usable_number(x: Any) -> bool:
     if type(x) not in (float, int) or not abs(x) <= LARGEST_SCALE:
         raise NotCacheable
@@ -206,17 +219,26 @@ def _mod(mod: Any, is_mask: bool, found: Signature) -> tuple:
 
 def _reading(mod: Any) -> Reading:
     if type(mod) is TracedMod:
-        if mod.source is None:
-            raise NotCacheable
-        return Reading(mod.source.pattern, list(mod.scalars), list(mod.tensors))
+        return _traced_reading(mod)
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise NotCacheable
     return reading
 
 
+def _traced_reading(mod: TracedMod) -> Reading:
+    """The reading of a mod that is traced already. Its values are in the order of its program, which has to be that of its pattern."""
+    if mod.source is None:
+        raise NotCacheable
+    pattern, scalars, tensors = mod.source
+    are_all = len(mod.scalars) > pattern.fixed[-1] if pattern.fixed else True
+    if not are_all or scalars != tuple(range(len(mod.scalars))) or tensors != tuple(range(len(mod.tensors))):
+        raise NotCacheable
+    return Reading(pattern, list(mod.scalars), list(mod.tensors))
+
+
 def _mod_key(reading: Reading, is_mask: bool) -> tuple:
-    """The key of a mod: for a mask all its numbers, since they decide which keys are visible; for a score mod the numbers that its pattern
+    """The key of a mod: for a mask all its numbers, since they decide which keys are visible; for other mods the numbers that their pattern
     names, and whether any number is far away, which not every backend supports."""
     pattern, numbers, tensors = reading
     if is_mask:

@@ -19,7 +19,7 @@ from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.compose import anded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
-from anyattn.sparsity.compute import has_triton
+from anyattn.sparsity.compute import runs_kernels
 
 __all__ = ["DocumentTables", "form_of", "over_sequences", "tables_are_cached", "tables_of"]
 
@@ -34,7 +34,7 @@ class DocumentTables:
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
         ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
-        self._has_kernels = ids.device.type == "cuda" and has_triton()
+        self._has_kernels = runs_kernels(ids.device)
         if self._has_kernels:
             from anyattn.documents.device import documents_found
 

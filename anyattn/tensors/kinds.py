@@ -129,9 +129,13 @@ def _is_plain(t: Tensor) -> bool:
 
 def are_fake(tensors: Sequence[Any]) -> bool:
     """Whether there are no values to read: one of the tensors is fake or meta, or a fake mode is active."""
+    if _mode("FAKE") is not None:
+        return True
+    if not tensors:
+        return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors) or _mode("FAKE") is not None
+    return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors)
 
 
 def refuse_forward_mode() -> None:

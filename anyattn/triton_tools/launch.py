@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
-__all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]
+__all__ = ["UNIT", "current_device", "known_handle", "launch", "run_plain", "strides_of"]
 
 UNIT = 8  # elements: 16 bytes of a 16-bit dtype, the width of one load instruction
 
@@ -49,8 +49,7 @@ def launch(
 
         interpreted(grid, given)
         return Handle(interpreted)
-    key = (kernel, device.index, tuple(options.values()), known)
-    found = _ready.get(key)
+    found = known_handle(kernel, device, options, known)
     if found is not None:
         found.again(grid, given)
         return found
@@ -62,8 +61,17 @@ def launch(
     if len(_ready) >= _MOST_READY:
         _ready.clear()
     constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
-    _ready[key] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
+    _ready[_key(kernel, device, options, known)] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
     return made
+
+
+def known_handle(kernel: Any, device: torch.device, options: dict[str, Any], known: tuple) -> Handle | None:
+    """The handle of a kernel that was launched with these options and ``known``."""
+    return _ready.get(_key(kernel, device, options, known))
+
+
+def _key(kernel: Any, device: torch.device, options: dict[str, Any], known: tuple) -> tuple:
+    return kernel, device.index, tuple(options.values()), known
 
 
 def _name(kernel: Any) -> str:
