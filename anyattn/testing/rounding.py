@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
-__all__ = ["Later", "Noise", "Noises", "later", "rounding"]
+__all__ = ["DRAWS", "Later", "Noise", "Noises", "Rounded", "later", "rounding"]
 
 _AS_IT_IS = contextlib.nullcontext()
-_DRAWS = 32  # with 8 samples a standard deviation is off by a quarter, and 4 of them are exceeded a hundred times as often
+DRAWS = 32  # with 8 samples a standard deviation is off by a quarter, and 4 of them are exceeded a hundred times as often
 
 
 class Noise(NamedTuple):
@@ -74,8 +74,8 @@ class Later:
 _Pull = Callable[..., Sequence[Tensor | None]]  # of the gradient, and of the context in which the mod and its derivative are computed
 
 
-class _Rounded(TorchDispatchMode):
-    """Perturbs the result of every elementwise operation by a relative error of standard deviation ``unit``."""
+class Rounded(TorchDispatchMode):
+    """Perturbs the results of operations by a relative error of standard deviation ``unit``."""
 
     def __init__(self, unit: float, random: torch.Generator) -> None:
         super().__init__()
@@ -86,10 +86,18 @@ class _Rounded(TorchDispatchMode):
         """False, so that torch does not import Dynamo to protect ``__torch_dispatch__`` from it, which takes two seconds."""
         return False
 
+    def rounds(self, func: Any, found: Tensor) -> bool:
+        """Whether ``func`` rounds this result of floating-point numbers: every elementwise operation does."""
+        return torch.Tag.pointwise in func.tags
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        is_rounded = torch.Tag.pointwise in func.tags and isinstance(found, Tensor) and found.is_floating_point()
-        if not is_rounded or func._schema.is_mutable:
+        if func._schema.is_mutable:
+            return found
+        return tuple(self._rounded(func, t) for t in found) if isinstance(found, tuple) else self._rounded(func, found)
+
+    def _rounded(self, func: Any, found: Any) -> Any:
+        if not (isinstance(found, Tensor) and found.is_floating_point() and self.rounds(func, found)):
             return found
         return _normal(found, self.random).mul_(self.unit).add_(1).mul_(found)
 
@@ -277,13 +285,13 @@ class _Work:
         of_p, of_dp, of_delta = ds * relative2.sqrt(), f.p * dp2.sqrt(), f.p * delta2.sqrt()
         of_sum = ds * math.sqrt(self.w2 * _depth(size))
         exact = f.pull(ds)
-        for _ in range(_DRAWS):
+        for _ in range(DRAWS):
             each, tied, row, summed = (_normal(t, self.random) for t in (ds, ds, delta2, ds))
             error = of_dp * each + of_p * tied.gather(-1, equal) + of_delta * row + of_sum * summed
-            drawn = f.pull(ds + error, _Rounded(unit, self.random))
+            drawn = f.pull(ds + error, Rounded(unit, self.random))
             for total, part, right in zip(self.captured2, drawn, exact):
                 if part is not None and right is not None:
-                    total += (part - right).square() / _DRAWS
+                    total += (part - right).square() / DRAWS
         for total, part in zip(self.captured2, exact):
             if part is not None:
                 total += self.w2 * _length(size) * part.square()

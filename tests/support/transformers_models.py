@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from anyattn.integrations.transformers import NAME, register
 from anyattn.testing import budget
 from anyattn.testing.rounding import Noise
+from tests.support.model_rounding import KeepsFloat64, sampled
 
 DEFINITION = "definition"
 VOCABULARY = 96
@@ -115,7 +117,7 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     out = model(**inputs)[0]
-    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=torch.float32, device=out.device).to(out.dtype).view(out.shape)
     if keep is not None:
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
@@ -129,19 +131,42 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     return {name: torch.cat(parts) for name, parts in modules.items()}
 
 
+class Judge:
+    """Judges float32 results of a model by the definition's in float64, in units of the definition's errors in float32.
+
+    What these errors, one sample, leave in doubt is settled by the noise of many (``tests.support.model_rounding``).
+    """
+
+    def __init__(self, run: Callable[[str, torch.dtype], dict[str, Tensor]]):
+        """run: a model's results by an attention implementation's name and a dtype."""
+        with KeepsFloat64():
+            self.expected = run(DEFINITION, torch.float64)
+        self.plain = run(DEFINITION, torch.float32)
+        self.run = run
+
+    @functools.cached_property
+    def noise(self) -> dict[str, Noise]:
+        with KeepsFloat64():
+            return sampled(lambda: self.run(DEFINITION, torch.float64), self.expected)
+
+    def check(self, title: str, got: dict[str, Tensor]) -> None:
+        """Raises ``AssertionError`` if one of the results exceeds its budget."""
+        assert got.keys() == self.expected.keys() == self.plain.keys()
+        for name in got:
+            # a tensor is one row: errors of two layers have met in every element
+            rows = (t[name][None] for t in (got, self.expected, self.plain))
+            budget.check(f"{title} {name}", *rows, lambda name=name: self.noise[name])
+
+
 def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, has_eager: bool = True) -> None:
-    """Judges anyattn's results in float32 by the definition's in float64, in units of the definition's errors in float32.
+    """Judges anyattn's results in float32 by the definition's in float64.
 
     Eager attention is judged by the same rule, so that the definition means what eager means. It is no oracle itself: its
     softmax is float32 whatever the model's dtype.
     """
-    expected, plain = run(DEFINITION, torch.float64), run(DEFINITION, torch.float32)
+    judge = Judge(run)
     for implementation in (NAME, "eager") if has_eager else (NAME,):
-        got = run(implementation, torch.float32)
-        assert got.keys() == expected.keys() == plain.keys()
-        for name in got:
-            # a tensor is one row: errors of two layers have met in every element
-            budget.check(f"{implementation} {name}", *(t[name][None] for t in (got, expected, plain)))
+        judge.check(implementation, run(implementation, torch.float32))
 
 
 def definition(

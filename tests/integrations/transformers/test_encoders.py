@@ -90,7 +90,7 @@ def test_cross_attention(family: str) -> None:
     def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
         model = _seq2seq(family, dtype)
         if family == "Whisper":
-            features = torch.randn(2, 8, 26, generator=torch.Generator().manual_seed(0), dtype=dtype)
+            features = torch.randn(2, 8, 26, generator=torch.Generator().manual_seed(0)).to(dtype)  # the same in every dtype
             return gradients(model, how, input_features=features, decoder_input_ids=target, use_cache=False)
         return gradients(model, how, input_ids=source, attention_mask=mask, decoder_input_ids=target, use_cache=False)
 
