@@ -91,7 +91,7 @@ def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
     >>> q, mask = torch.zeros(1, 1, 8, 8), masks.prefix_lm(3)
     >>> plan = mask_plan(Problem(q, q, q, 1.0, predicates=(trace(mask, "mask"),)), MaskAbilities(2))
     >>> [part.ranges.count for part in plan.ranged], plan.listed
-    ([2], ())
+    ([1], ())
     """
     blocks, count = problem.blocks, len(problem.predicates)
     if blocks is not None and not (problem.blocks_follow and abilities.drops_blocks):

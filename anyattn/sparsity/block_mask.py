@@ -137,6 +137,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
         The result's ``mask_mod`` counts b, h and q_idx from the slice's beginning, and ``seq_lengths`` from its rows.
 
+        >>> from anyattn import create_block_mask
         >>> mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 512, 512, device="cpu")
         >>> part = mask[:, :, 2:]
         >>> part.shape, bool(part.mask_mod(*map(torch.tensor, (0, 0, 0, 256))))

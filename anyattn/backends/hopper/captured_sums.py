@@ -83,7 +83,7 @@ def with_derivatives(expr: Expr, wanted: tuple[int, ...] = (), alone: tuple[int,
     >>> bias = torch.zeros(4)
     >>> found, sums = with_derivatives(trace(lambda s, b, h, q, k: s * s + bias[h], "score").expr, (0,), ())
     >>> [found.nodes[o].op for o in found.outputs], [s.kind for s in sums]
-    (['mul', 'add', 'const'], ['head'])
+    (['add', 'add', 'const'], ['head'])
     """
     builder, gradients = Builder(), score_gradients(expr)
     source = gradients.expr

@@ -58,8 +58,9 @@ _patterns: dict[Any, list[Pattern]] = {}
 def recognise(fn: Any) -> Reading | None:
     """The pattern of ``fn`` and its captures; None where ``closure.walk`` returns None.
 
-    >>> width = 3
-    >>> recognise(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width).numbers
+    >>> def window(width):
+    ...     return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width
+    >>> recognise(window(3)).numbers
     [3]
     """
     code = fn
