@@ -383,12 +383,15 @@ def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtyp
 
 
 def compact(expr: Expr, tensors: Sequence[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
-    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys even if their other captures differ."""
+    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys even if their other captures differ.
+
+    A tensor has one slot, whether the mod loads from it or hands it over whole to a CuTe function.
+    """
     scalars: list[int] = []
     slots: list[int] = []
     nodes = []
     for node in expr.nodes:
-        if node.op in ("scalar", "load"):
+        if node.op in ("scalar", "load", "tensor"):
             order = scalars if node.op == "scalar" else slots
             if node.attr not in order:
                 order.append(node.attr)  # type: ignore[arg-type]
