@@ -40,6 +40,9 @@ class Listed(NamedTuple):
 
     block_mask: BlockMask
 
+    def to(self, device: Any) -> Listed:
+        return Listed(self.block_mask.to(device))
+
 
 class Masked(NamedTuple):
     """``flex_attention`` with a mask mod over query and key rows, inside a compiled graph; that call finds the tiles itself."""
@@ -92,15 +95,18 @@ class MaskDescription(torch_flex.BlockMask):
         return self
 
     def to(self, device: Any) -> MaskDescription:  # type: ignore[override]
-        """A copy for another device, for models spread over several; block lists are moved, tensors that mods read are not."""
-        way = self.way
+        """A copy for another device, for models spread over several; block lists are moved, also those that are made later, but tensors
+        that mods read are not. Numbers about few rows belong to a CPU and are left out elsewhere."""
+        way, listed = self.way, self._listed
         if isinstance(way, Listed):
-            way = Listed(way.block_mask.to(device))
+            way = way.to(device)
         elif isinstance(way, Cached):
             moved = [None if t is None else t.to(device) for t in (way.lengths, way.leftpad)]
             way = Cached(moved[0], moved[1], *way[2:])
-        other = MaskDescription(self.batch, self.seq_lengths, way, self.rows, self._listed)
-        other.is_decoding, other.has_documents = self.is_decoding, self.has_documents
+        stays_on_cpu = torch.device(device).type == "cpu"
+        later = None if listed is None else lambda: listed().to(device)
+        other = MaskDescription(self.batch, self.seq_lengths, way, self.rows if stays_on_cpu else None, later)
+        other.is_decoding, other.has_documents = self.is_decoding and stays_on_cpu, self.has_documents
         return other
 
     def with_gradients(self) -> Way:

@@ -234,3 +234,25 @@ def test_transformers_four_passes_positions() -> None:
         describe_mask(batch_size=2, cache_position=torch.tensor([3, 8]), kv_length=12, mask_function=causal)
     with pytest.raises(TypeError, match="neither q_length nor cache_position"):
         describe_mask(batch_size=2, kv_length=12)
+
+
+@pytest.mark.parametrize("q_offset", [11, torch.tensor(11)])
+def test_a_mask_moves_to_another_device_whole(q_offset: int | Tensor) -> None:
+    """Also what it makes later, for layers with gradients; the keys of few rows on a CPU are forgotten on another device."""
+    mask = padded(2, 12, [12, 5]).bool()
+    mask[0, 7] = False
+    described = describe_mask(batch_size=2, q_length=1, kv_length=12, q_offset=q_offset, mask_function=causal, attention_mask=mask)
+    assert isinstance(described.way, Cached) and described.rows is not None and described.rows.hidden is not None
+    here, moved = described.to("cpu"), described.to("meta")
+    assert here.rows is described.rows and moved.rows is None and moved.bias(torch.float32) is None
+    for found, device in ((here, "cpu"), (moved, "meta")):
+        assert found.shape == described.shape
+        way = found.with_gradients()
+        assert isinstance(way, Listed)
+        assert {t.device.type for t in way.block_mask.as_tuple() if isinstance(t, Tensor)} == {device}
+    assert isinstance(described.way, Cached)  # the copies' lists are not its own
+
+
+def test_a_decoding_step_that_moves_is_no_longer_one_on_a_cpu() -> None:
+    described = describe_mask(batch_size=2, q_length=1, kv_length=12, q_offset=11, mask_function=causal)
+    assert described.is_decoding and described.to("cpu").is_decoding and not described.to("meta").is_decoding
