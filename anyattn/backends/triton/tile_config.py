@@ -181,8 +181,8 @@ _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 
 _NEAR = 24 << 20  # bytes of keys and values that stay in the L2 cache, with room for the rest
 _MOST_TOGETHER = 32  # heads
 # The same for the backward pass: bytes that a program streams, for all heads together. On an H200 dk and dv are slightly faster with 64 MiB
-# than with 32 or 128, since the last programs are shorter with more heads; dq, whose programs are shorter, is with 16.
-_NEAR_BACKWARD = {"dq": 24 << 20, "dkdv": 64 << 20}
+# than with 32 or 128, since the last programs are shorter with more heads; dq, whose programs are shorter, has the forward pass's limit.
+_NEAR_BACKWARD = {"dq": _NEAR, "dkdv": 64 << 20}
 # More candidates for autotuning, for all architectures; those that do not fit are skipped.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
