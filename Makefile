@@ -2,7 +2,7 @@
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder, a decoder, a server of a trained
 #                language model, and fine-tuning
-#   make test    ruff, mypy, import-linter, pytest   make lint   all but the last
+#   make test    ruff (its formatting too), mypy, import-linter, pytest   make lint   all but the last
 #   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
 #   make docs    the site, in build/site
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
@@ -51,6 +51,7 @@ demo: $(STAMP)
 
 style: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: $(STAMP)
 	$(BIN)/mypy
