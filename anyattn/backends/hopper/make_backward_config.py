@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from anyattn.backends.hopper.backward_config import (
 )
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
-from anyattn.backends.hopper.codegen.score_analysis import is_words, work_by_pair
+from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
@@ -93,6 +93,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     is_plain = is_bare or (score is None and _are_words(problem, asked))
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
     is_packed = problem.sequences is not None
+    if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
+        tiles = replace(tiles, delta="behind")  # few registers are needed, and S is multiplied earlier
     tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
         tiles = tall
@@ -117,6 +119,13 @@ def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
     return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asked)
+
+
+def _is_plain_bias(score: Expr) -> bool:
+    """Whether a score mod adds a number to which no load for each pair contributes. score: its value and its derivative."""
+    derivative, due = score.nodes[score.outputs[1]], stages(score)
+    loads = any(node.op == "load" and when == "tile" for node, when in zip(score.nodes, due, strict=True))
+    return derivative.op == "const" and derivative.attr == 1.0 and not loads
 
 
 def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -327,3 +328,24 @@ def test_tiles_of_head_dimensions() -> None:
                 continue
             config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
             assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128)
+
+
+@pytest.mark.parametrize(
+    ("score", "delta"),
+    [
+        (lambda s, b, h, i, j: s + BIAS[h], "behind"),
+        (lambda s, b, h, i, j: s - BIAS[h] * (i - j), "behind"),
+        (lambda s, b, h, i, j: s + BIAS[(i - j).abs().clamp(max=1)], "before"),
+        (lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0), "before"),
+        (lambda s, b, h, i, j: s * 0.5, "before"),
+    ],
+    ids=["by head", "slopes", "by distance", "capped", "scaled"],
+)
+def test_a_bias_without_loads_for_each_pair_subtracts_delta_from_the_finished_product(score: Any, delta: str) -> None:
+    assert specialised_backward(problem(score=trace(score, "score"))).config.tiles == replace(backward_tiles_for(128, 128), delta=delta)
+
+
+def test_deterministic_sums_pass_through_shared_memory() -> None:
+    q = torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)
+    found = [specialised_backward(problem(q=q, k=q, v=q, deterministic=is_fixed)).config.tiles.dq_eighths for is_fixed in (False, True)]
+    assert found == [4, 0]
