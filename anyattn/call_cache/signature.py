@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sequences.unread_kvcache import room_for
+from anyattn.tensors.comparison import comparison
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
@@ -64,6 +66,7 @@ CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError
 
 # looked up once: every call asks all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
+_included_keys, _excluded_keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
 
 
@@ -83,6 +86,7 @@ class Kind:
     STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch's operations read, outside autograd
     ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # and kernels
     TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # and gradients flow to
+    OPERANDS = "_operands({x})"  # the names of three tensors, all of this entry point's, each as TENSOR
     # the number of packed rows is not in the key; whether there are several is, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # room for a number of rows instead of the number, and of strides what plans look at
@@ -191,6 +195,41 @@ def _tensors(given: Any, found: Signature) -> tuple:
 
 
 tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
+
+
+class _Operands:
+    """What the key of a call holds of query, key and value: one object for all of the same properties, as long as any key holds it.
+
+    alignment: the part of ``Kind.TENSOR`` that ``comparison`` leaves out. comparisons: with these tensors, by the dispatch keys that the
+    thread adds and leaves out: inference mode has others.
+    """
+
+    __slots__ = ("__weakref__", "alignment", "comparisons")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.alignment = tuple([t.data_ptr() & 15 for t in tensors])
+        self.comparisons: dict[tuple, Callable[..., bool]] = {}
+
+
+_operands_by_properties: WeakValueDictionary[tuple, _Operands] = WeakValueDictionary()
+_latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()  # two: a model's attention may be to itself and to others
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
+    """All properties at once where they are those of one of the latest two; else one by one, which takes three times as long."""
+    global _latest_operands
+    for are_alike, alignment, latest in _latest_operands:
+        if are_alike(q, k, v) and alignment == (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15):
+            return latest
+    properties = (tensor_key(q), tensor_key(k), tensor_key(v))
+    found = _operands_by_properties.get(properties)
+    if found is None:
+        found = _operands_by_properties.setdefault(properties, _Operands(q, k, v))
+    if q is not k and k is not v and v is not q:
+        of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
+        are_alike = found.comparisons.get(of_thread) or found.comparisons.setdefault(of_thread, comparison((q, k, v)))
+        _latest_operands = ((are_alike, found.alignment, found), *_latest_operands[:1])
+    return found
 
 
 def identical(tensors: Any) -> tuple[int, ...]:
