@@ -223,8 +223,8 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
             return latest
     properties = (tensor_key(q), tensor_key(k), tensor_key(v))
     found = _operands_by_properties.get(properties)
-    if found is None:
-        found = _operands_by_properties.setdefault(properties, _Operands(q, k, v))
+    if found is None:  # the first call, and perhaps the only one
+        return _operands_by_properties.setdefault(properties, _Operands(q, k, v))
     if q is not k and k is not v and v is not q:
         of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
         are_alike = found.comparisons.get(of_thread) or found.comparisons.setdefault(of_thread, comparison((q, k, v)))

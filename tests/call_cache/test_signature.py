@@ -152,10 +152,10 @@ def test_operands_live_as_long_as_their_keys() -> None:
     def key(width: int) -> tuple:
         return made(*[torch.zeros(1, width, 4) for _ in range(3)]).key
 
-    held = key(77)
+    held, others = key(77), [key(78), key(79)]
     of_key = weakref.ref(held[-1])
-    assert key(78) != key(79) and key(77) == held
-    assert key(78) != key(79)
+    assert key(77) == held and of_key() is not None
+    assert [key(78), key(79)] == others  # the latest two
     del held
     assert of_key() is None
 
