@@ -206,8 +206,8 @@ class _Operands:
 
     __slots__ = ("__weakref__", "alignment", "comparisons")
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self.alignment = tuple([t.data_ptr() & 15 for t in tensors])
+    def __init__(self, alignment: tuple[int, ...]) -> None:
+        self.alignment = alignment
         self.comparisons: dict[tuple, Callable[..., bool]] = {}
 
 
@@ -218,13 +218,16 @@ _latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = () 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
     """All properties at once where they are those of one of the latest two; else one by one, which takes three times as long."""
     global _latest_operands
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
+        raise NotCacheable
+    places = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15  # raises for tensors without memory, such as sparse ones
     for are_alike, alignment, latest in _latest_operands:
-        if are_alike(q, k, v) and alignment == (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15):
+        if places == alignment and are_alike(q, k, v):
             return latest
     properties = (tensor_key(q), tensor_key(k), tensor_key(v))
     found = _operands_by_properties.get(properties)
     if found is None:  # the first call, and perhaps the only one
-        return _operands_by_properties.setdefault(properties, _Operands(q, k, v))
+        return _operands_by_properties.setdefault(properties, _Operands(places))
     if q is not k and k is not v and v is not q:
         of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
         are_alike = found.comparisons.get(of_thread) or found.comparisons.setdefault(of_thread, comparison((q, k, v)))

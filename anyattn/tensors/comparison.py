@@ -16,6 +16,8 @@ def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
     Alike are types, dtypes, devices, shapes, strides, dispatch keys (with those that the thread adds or leaves out) and whether gradients
     are required; not contents and addresses. A tensor that comes twice is like none. Where this torch has no such thing, none are alike.
+
+    Plain tensors with memory may be compared: a nested or sparse one, whose sizes or strides torch cannot tell, ends the process.
     """
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._C._dynamo.guards import TensorGuards

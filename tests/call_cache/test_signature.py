@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,6 +146,34 @@ def test_operands_in_any_order_and_state() -> None:
     with torch.no_grad():
         without = [made(*given).key for given in calls for _ in range(2)]
     assert within == without == [(*key[:1], False, *key[2:]) for key in keys for _ in range(2)]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that their interfaces may change
+        x = torch.eye(4)
+        return {
+            "nested": torch.nested.nested_tensor([X, X]),
+            "jagged": torch.nested.nested_tensor([X, X], layout=torch.jagged),
+            "COO": x.to_sparse(),
+            "CSR": x.to_sparse_csr(),
+            "BSC": x.to_sparse_bsc((2, 2)),
+            "opaque": x.to_mkldnn(),
+            "subclass": x.as_subclass(Subclass),
+            "fake": FakeTensorMode().from_tensor(x),
+        }
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", odd_tensors())
+def test_operands_of_no_signature_are_told_from_others(name: str, place: int, recwarn: pytest.WarningsRecorder) -> None:
+    made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
+    plain, odd = [X, X.clone(), X.clone()], odd_tensors()[name]
+    for _ in range(3):
+        assert made(*plain) is not None
+    for _ in range(2):
+        assert made(*[odd if i == place else t for i, t in enumerate(plain)]) is None
+    assert not [w for w in recwarn if "pointer" in str(w.message)]
 
 
 def test_operands_live_as_long_as_their_keys() -> None:
