@@ -12,7 +12,7 @@ LN2 = math.log(2.0)
 
 
 def ceil_div(a: Any, b: Any) -> Any:
-    """``a / b`` rounded up, for b > 0 and a > -b: Python ints, integer tensors (elementwise) and CuTe DSL integers alike.
+    """``a / b`` rounded up, for b > 0 and a > -b; works on Python ints, integer tensors (elementwise) and CuTe DSL integers.
 
     >>> ceil_div(257, 128)
     3

@@ -71,9 +71,9 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """One node of the autograd graph: of out, and of lse and max_scores where the call wants one of these.
+    """The node of the autograd graph for one call. It returns out, or out, lse and max_scores if the call wants one of the latter.
 
-    It keeps the problem's fields without its tensors; torch saves those, and detects in-place changes to them.
+    It keeps the problem's fields without the tensors, which torch saves and checks for in-place changes.
     """
 
     @staticmethod
@@ -114,14 +114,14 @@ class _Attention(torch.autograd.Function):
         return None, None, *_differentiable_once(found, (*saved[: len(found)], dout, dlse))
 
 
-# what ``_Attention.apply`` calls outside of function transforms, none of whose tensors come here: ``tensors.kinds``
+# What ``_Attention.apply`` calls outside of function transforms. ``tensors.kinds`` sends tensors of transforms elsewhere.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _gradients(
     fields: dict[str, Any], plan: Plan, needed: tuple[bool, ...], saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """What ``_Attention`` returns for its inputs; grad mode is off. fields, saved: what it kept. needed: of each input."""
+    """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: what the node kept. needed: for each input."""
     inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # more is saved
     out, lse = saved[len(inputs) : len(inputs) + 2]
     try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from anyattn.custom_ops import entry_point
+from anyattn.sparsity.arguments import may_have_kernels
 from anyattn.sparsity.block_mask import BlockMask, block_mask_of_lists, build_block_mask
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["create_block_mask"]
 
@@ -26,21 +29,21 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists. Pairs that the mask's
-    structure already decides are not evaluated.
+    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists. The mask is not evaluated at pairs that its
+    structure already decides.
 
-    mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns a bool. B, H: None where the mask ignores them (dimension 1, which
-    broadcasts). Q_LEN, KV_LEN: lengths in tokens, 0 allowed. device: default where the mask's captured tensors are, else the accelerator,
-    else "cpu". BLOCK_SIZE: query rows and keys of a block. _compile: accepted and needless. separate_full_blocks: False lists full blocks
-    as partial ones. compute_dq_write_order, dq_kv_order: as in torch 2.13.
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns a bool. B, H: None where the mask ignores them (the lists then have
+    dimension 1, which broadcasts). Q_LEN, KV_LEN: lengths in tokens, 0 allowed. device: default the device of the mask's captured tensors,
+    else the accelerator, else "cpu". BLOCK_SIZE: query rows and keys of a block. _compile: accepted and ignored.
+    separate_full_blocks: False lists full blocks as partial ones. compute_dq_write_order, dq_kv_order: as in torch 2.13.
 
-    A tail block (a length that BLOCK_SIZE does not divide) is partial even if everything in range is visible, as in torch.
+    A tail block (a length that BLOCK_SIZE does not divide) is partial even if all its pairs inside the lengths are visible, as in torch.
 
-    Memory: the lists, and one byte per block while building; time is proportional to rows and blocks, never to pairs, for masks that are
+    Memory: the lists, and one byte per block while building. Time: proportional to rows and blocks, never to pairs, for masks that are
     ranges per row (causal, windows, prefix, documents, their combinations).
 
-    On a CUDA device, where Triton is installed, nothing waits for the device: the call returns while the lists are being made. An index
-    into a captured tensor that is read from another captured tensor is then not checked, but clamped to the tensor's bounds.
+    On a CUDA device with Triton installed the call does not synchronise: it returns while the lists are being made. If the index into a
+    captured tensor is itself read from a captured tensor, it is then clamped to the tensor's bounds instead of checked.
 
     Raises ``TypeError`` or ``ValueError`` naming the argument; ``ModError`` for a mask that cannot be expressed.
 
@@ -60,4 +63,15 @@ def create_block_mask(
         made._exact = None
         return made
     order = dq_kv_order if compute_dq_write_order else None
+    if order is None and may_have_kernels(device):
+        return _block_mask_call()(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
     return build_block_mask(mask_mod, (B, H), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, order)
+
+
+@cache
+@opaque
+def _block_mask_call() -> Callable[..., BlockMask]:
+    """The entry of the call cache, imported at the first call on a GPU: a CPU has no use for it."""
+    from anyattn.call_cache.block_mask import block_mask_call
+
+    return block_mask_call

@@ -1,14 +1,14 @@
-"""Disk cache of compiled kernels, private to the user: one file each, named by a hash of what it was compiled from.
+"""Disk cache of compiled kernels, private to the user: one file per kernel, named by a hash of everything it was compiled from.
 
-A file is ``header | payload | facts as JSON | length of the facts | SHA-256 of all that and the name``: a truncated or altered file has the
-wrong checksum; it is never loaded, but compiled again and replaced. Files are written by ``os.replace``, so that a reader sees all of one
-or none. Processes that want the same kernel wait on a lock, which the system releases if its process dies.
+A file is ``header | payload | facts as JSON | length of the facts | SHA-256 of all that and the name``. A truncated or altered file fails
+the checksum: it is not loaded, and the kernel is compiled again and replaces it. Files are written by ``os.replace``, so a reader sees a
+whole file or none. Processes that want the same kernel wait on a lock, which the system releases if its owner dies.
 
-The folder also holds generated sources, ``triton-*.py``, for people to read: nothing loads them.
+The folder also holds generated sources, ``triton-*.py``, for people to read; they are never loaded.
 
-Only files that anyattn made are replaced or removed, recognised by name and first bytes; symbolic links are never followed.
+Only files that anyattn wrote, recognised by name and first bytes, are replaced or removed; symbolic links are never followed.
 
-``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
+``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` turns the cache off.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _TAIL = struct.Struct("<Q")  # length of the facts
 _SUM_SIZE = hashlib.sha256().digest_size
 _SUFFIX, _LOCK, _TEXT, _PART = ".kernel", ".lock", ".py", ".part"
 _PART_PREFIX = "anyattn-"
-# the names of our files, their first bytes, and whether they may be truncated (shorter than these, or empty)
+# files that anyattn writes: pattern of the name, first bytes, and whether a truncated one (a prefix of those bytes, or empty) counts too
 _OWN_FILES = (
     (re.compile(r"(tiles-)?[0-9a-f]+\.kernel"), (_HEADER,), True),
     (re.compile(r"(tiles-)?[0-9a-f]+\.lock"), (b"",), True),
     (re.compile(r"triton-\w+\.py"), (TEXT_HEADER.encode(),), False),
     (re.compile(r"anyattn-\w+\.part"), (_HEADER, TEXT_HEADER.encode()), True),
 )
-_MOST = 1000  # kernels kept, some 100 KiB each
-_PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
+_MOST = 1000  # most kernels in the cache, about 100 KiB each
+_PATIENCE = 120.0  # seconds to wait for another process to compile this kernel (usually a few) before compiling it here too
 
 
 class Payload(NamedTuple):
-    """What is stored: the bytes that are loaded, and facts for people and for loading (JSON: numbers, strings, lists)."""
+    """Contents of a cache file: the bytes to load, and facts as JSON (numbers, strings, lists) for people and for the loader."""
 
     data: bytes
     facts: dict[str, Any]
@@ -56,7 +56,7 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file. facts is empty if the file is truncated or altered (``is_sound`` False)."""
+    """One cache file. facts is empty if the file is truncated or altered (``is_sound`` False)."""
 
     path: Path
     facts: dict[str, Any]
@@ -66,24 +66,24 @@ class Entry:
 
 
 def is_on() -> bool:
-    """Whether kernels are kept on disk at all: not with ``ANYATTN_CACHE=0``."""
+    """Whether kernels are cached on disk; ``ANYATTN_CACHE=0`` turns this off."""
     return os.environ.get("ANYATTN_CACHE", "1").strip().lower() not in ("0", "off", "false", "no")
 
 
 def default_folder() -> Path:
-    """Where kernels are kept: ``kernels`` in ``ANYATTN_CACHE_DIR``, else in ``anyattn`` in the user's cache folder."""
+    """The folder of cached kernels: ``kernels`` in ``ANYATTN_CACHE_DIR``, by default in ``anyattn`` in the user's cache folder."""
     chosen = os.environ.get("ANYATTN_CACHE_DIR")
     if chosen:
         return Path(os.path.abspath(os.path.expanduser(chosen))) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # expanduser leaves the ~ of a user without a home
+    # expanduser returns "~" unchanged for a user without a home folder
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "anyattn" / "kernels"
 
 
 def why_not(folder: Path) -> str | None:
-    """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used.
+    """Creates ``folder`` (0700) if it is missing. Returns None if only the user can write into it, else the reason not to use it.
 
-    The folders above it are checked too: whoever may write into one of them can replace the folder.
+    The folders above it are checked too: a user who may write into one of them can replace ``folder``.
     """
     if not folder.is_absolute():
         return f"{folder} is nowhere: this user has no home folder"
@@ -94,7 +94,7 @@ def why_not(folder: Path) -> str | None:
         for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
             with contextlib.suppress(FileExistsError):
                 missing.mkdir(mode=0o700)
-        found, reason = folder.lstat(), _why_not_above(folder)  # once more, for what another user may have made meanwhile
+        found, reason = folder.lstat(), _why_not_above(folder)  # second check: another user may have made a folder meanwhile
     except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of symbolic links
         return f"{folder} cannot be made or read: {getattr(error, 'strerror', None) or error}"
     return reason or _why_not_itself(folder, found)
@@ -114,7 +114,7 @@ def _why_not_itself(folder: Path, found: os.stat_result) -> str | None:
 
 
 def _why_not_above(folder: Path) -> str | None:
-    """Which of the folders above ``folder`` lets other users replace its contents, and how; missing folders do not. None if none does."""
+    """The reason if a folder above ``folder`` lets other users replace its contents, else None. Missing folders are skipped."""
     real = folder.parent.resolve()
     for place in dict.fromkeys((*folder.parents, real, *real.parents)):
         try:
@@ -124,7 +124,7 @@ def _why_not_above(folder: Path) -> str | None:
         owner = next((s.st_uid for s in (link, found) if s.st_uid not in (0, os.geteuid())), None)
         if owner is not None:
             return f"{place}, above {folder}, belongs to user {owner}, who could put other code there"
-        if found.st_mode & stat.S_ISVTX:  # as /tmp: only owners replace what is theirs
+        if found.st_mode & stat.S_ISVTX:  # sticky bit, as on /tmp: only owners can rename or delete their entries
             continue
         if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)):
             mode = stat.S_IMODE(found.st_mode)
@@ -133,7 +133,7 @@ def _why_not_above(folder: Path) -> str | None:
 
 
 def _is_private_group(group: int) -> bool:
-    """Whether a group is the user's private group, as many systems make one of the user's name: with umask 002 it may write."""
+    """Whether ``group`` is the user's private group, of the user's name and without other members: it may write (umask 002 allows it)."""
     import grp
     import pwd
 
@@ -148,7 +148,7 @@ _refused: set[str] = set()
 
 
 def open_cache() -> DiskCache | None:
-    """The user's cache, or None if it is off or unsafe. The folder is checked every time, a reason given once, as a ``RuntimeWarning``."""
+    """The user's cache, or None if it is off or unsafe. The folder is checked at every call; each reason is warned about once."""
     if not is_on():
         return None
     folder = default_folder()
@@ -163,9 +163,9 @@ def open_cache() -> DiskCache | None:
 
 
 def keep_text(name: str, text: str) -> Path | None:
-    """Writes a source for people to read, as ``name.py`` in the user's cache; returns its path, or None where nothing is kept.
+    """Writes a source for people to read as ``name.py`` in the user's cache. Returns its path, or None if the cache is off or unusable.
 
-    name: begins with ``triton-``; text: with ``TEXT_HEADER``.
+    name: begins with ``triton-``. text: begins with ``TEXT_HEADER``.
     """
     assert text.startswith(TEXT_HEADER), name
     folder = default_folder()
@@ -181,7 +181,7 @@ def keep_text(name: str, text: str) -> Path | None:
 
 
 def _content(path: Path, most: int = -1) -> bytes | None:
-    """The first ``most`` bytes of a file; None where it is something else, such as a link, or cannot be read."""
+    """The first ``most`` bytes of a regular file; None for anything else, such as a link, and for a file that cannot be read."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
@@ -190,7 +190,7 @@ def _content(path: Path, most: int = -1) -> bytes | None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether anyattn made this file: by its name, and by how it begins."""
+    """Whether anyattn wrote this file, by its name and its first bytes."""
     for pattern, headers, may_be_torn in _OWN_FILES:
         if pattern.fullmatch(path.name):
             start = _content(path, len(TEXT_HEADER))
@@ -199,12 +199,12 @@ def _is_own(path: Path) -> bool:
 
 
 def _own_files(folder: Path, suffix: str = "") -> list[Path]:
-    """Our files in ``folder``, which is no link."""
+    """The files in ``folder`` that anyattn wrote; none if ``folder`` is a symbolic link."""
     return [] if folder.is_symlink() else [p for p in folder.glob("*" + suffix) if _is_own(p)]
 
 
 def _replaced(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees all of it or nothing."""
+    """Writes a file atomically: a reader sees the whole content or none of it."""
     handle, name = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -219,7 +219,7 @@ def _replaced(path: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path, suffix: str) -> None:
-    """Removes the oldest of our files beyond ``_MOST``, and their locks."""
+    """Removes the oldest of anyattn's files beyond ``_MOST``, and their locks."""
     if sum(1 for _ in folder.glob("*" + suffix)) <= _MOST:
         return
     times = {}
@@ -249,15 +249,15 @@ class DiskCache:
         return self.folder / (key + _SUFFIX)
 
     def get(self, key: str) -> Payload | None:
-        """What is stored under ``key``; None if nothing is, or nothing sound."""
+        """The payload stored under ``key``; None if there is none, or the file is truncated or altered."""
         packed = _content(self.path(key))
         return None if packed is None else _unpack(packed, key)
 
     def get_or_make(self, key: str, make: Callable[[], Payload], is_sound: Callable[[Payload], bool] = lambda payload: True) -> Payload:
-        """What is stored under ``key``, made first if missing: by one process, while others wait for it.
+        """The payload stored under ``key``. If it is missing, one process makes it while others wait for that process.
 
-        is_sound: whether a payload is what ``make`` makes; if not it is made again and replaced.
-        If the file cannot be written (a full disk, no permission), what ``make`` returned is returned all the same.
+        is_sound: whether a stored payload can be used; if not, it is made again and replaced.
+        If the file cannot be written (a full disk, no permission), the made payload is returned all the same.
         """
         found = self.get(key)
         if found is not None and is_sound(found):
@@ -271,7 +271,7 @@ class DiskCache:
         return found
 
     def entries(self) -> list[Entry]:
-        """What lies in the folder, the newest first."""
+        """The kernels in the folder, newest first."""
         found = []
         for path in _own_files(self.folder, _SUFFIX):
             with contextlib.suppress(OSError):
@@ -281,7 +281,7 @@ class DiskCache:
         return sorted(found, key=lambda entry: (entry.age, entry.path))
 
     def clear(self) -> tuple[int, int]:
-        """Removes all files that anyattn made; returns how many kernels and bytes. Processes that have loaded a kernel keep it."""
+        """Removes all files that anyattn wrote; returns the number of kernels removed and their bytes. Loaded kernels go on working."""
         entries = self.entries()
         for path in _own_files(self.folder):
             with contextlib.suppress(OSError):
@@ -290,20 +290,20 @@ class DiskCache:
         return len(gone), sum(entry.size for entry in gone)
 
     def strangers(self) -> list[Path]:
-        """Other files in the folder, which are never touched: other programs' and those of earlier versions of anyattn."""
+        """Files in the folder that other programs or earlier versions of anyattn wrote; they are never touched."""
         own = set(_own_files(self.folder))
         return sorted(p for p in self.folder.iterdir() if p not in own)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Holds the lock of ``key``; goes on without it where the file system has no locks or its owner takes too long."""
+        """Holds the lock of ``key``; continues without it if the file system has no locks or the lock is not free within ``_PATIENCE``."""
         from filelock import FileLock, Timeout
 
         path = self.folder / (key + _LOCK)
         lock = FileLock(path, timeout=_PATIENCE, mode=0o600)
         held = False
         with contextlib.suppress(Timeout, OSError, NotImplementedError):
-            if not os.path.lexists(path) or _is_own(path):  # taking a lock empties its file
+            if not os.path.lexists(path) or _is_own(path):  # acquiring a lock truncates its file
                 lock.acquire(poll_interval=0.02)
                 held = True
         try:
@@ -313,7 +313,7 @@ class DiskCache:
                 lock.release()
 
     def texts(self) -> list[Path]:
-        """Sources to read, ``keep_text``."""
+        """Generated sources that ``keep_text`` has written."""
         return sorted(_own_files(self.folder, _TEXT))
 
     def _write(self, key: str, payload: Payload) -> None:
@@ -334,7 +334,7 @@ def _pack(payload: Payload, key: str) -> bytes:
 
 
 def _unpack(packed: bytes, key: str) -> Payload | None:
-    """What ``_pack`` packed; None for any other bytes, whether or not their checksum is right."""
+    """The payload in ``packed``; None for bytes that ``_pack`` did not write, even where their checksum is right."""
     content, digest = packed[:-_SUM_SIZE], packed[-_SUM_SIZE:]
     if not content.startswith(_HEADER) or len(content) < len(_HEADER) + _TAIL.size or digest != _sum(content, key):
         return None

@@ -1,6 +1,6 @@
 """Exceptions of anyattn beyond Python's own.
 
-Bad arguments raise ``ValueError`` or ``TypeError``; the classes here add what those two cannot say.
+Bad arguments raise ``ValueError`` or ``TypeError``; the classes here are for the other errors, and for mods.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class ModError(ValueError):
 
 
 class BackendError(RuntimeError):
-    """A backend was named explicitly and cannot run this call; the message says why and what could."""
+    """A backend was named explicitly and cannot run this call; the message says why and names an alternative."""
 
 
 class OutOfPagesError(RuntimeError):
-    """A ``PagedKVCache`` has too few free pages; the message says how many are needed and free. The cache is as it was."""
+    """A ``PagedKVCache`` has too few free pages; the message says how many are needed and how many are free. The cache is unchanged."""

@@ -71,7 +71,7 @@ def _annotated(expr: Expr) -> list[str]:
 
 
 def explain_mod(fn: Callable, kind: str | None = None, *, aux_tensors: list[Tensor] | None = None) -> ModExplanation:
-    """What ``fn`` means to anyattn. kind: ``"mask"`` or ``"score"``, by default told by the number of arguments. Raises as tracing does."""
+    """The meaning of ``fn`` as traced. kind: ``"mask"`` or ``"score"``; default by the number of arguments. Raises as tracing does."""
     if kind is None:
         from anyattn.mods.algebra import mod
 
@@ -81,9 +81,9 @@ def explain_mod(fn: Callable, kind: str | None = None, *, aux_tensors: list[Tens
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one call would be computed: the mods, the plan and the reason for each of its decisions, and which backends were possible.
+    """How one call would be computed: the mods, the plan with a reason for each decision, and the backends that could run it.
 
-    source: of the kernel that Triton would compile for it, "" for other backends.
+    source: of the kernel that Triton would compile for the call, "" for other backends.
     """
 
     mods: tuple[ModExplanation, ...]
@@ -122,7 +122,7 @@ def explain(
     kernel_options: dict[str, Any] | None = None,
     backend: str | None = None,
 ) -> Explanation:
-    """What ``flex_attention`` with these arguments would do, without doing it. ``print`` the result.
+    """How ``flex_attention`` would compute a call with these arguments; nothing is computed. ``print`` the result.
 
     Arguments and errors are those of ``flex_attention``.
 
@@ -145,6 +145,6 @@ def explain(
 
 
 def triton_source(problem: Problem) -> str:
-    """What the Triton backend writes for the forward pass of a problem; needs Triton, and no GPU."""
+    """Triton source of a problem's forward kernel; needs Triton, but no GPU."""
     found: str = importlib.import_module("anyattn.backends.triton.api").source_of(problem)
     return found

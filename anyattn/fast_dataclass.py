@@ -1,4 +1,4 @@
-"""Fast construction of frozen dataclasses: from a dictionary of their fields, without ``__init__``."""
+"""Fast construction of objects from a dictionary of their fields, without ``__init__``: of frozen dataclasses and of block masks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _T = TypeVar("_T", bound="OfFields")
 
 
 class OfFields:
-    """Base class of frozen dataclasses that are made without ``__init__``, which takes longer than the rest of a warm call's checks."""
+    """Base class of classes that can skip ``__init__``, which would take longer than all other checks of a warm call."""
 
     @classmethod
     def of_fields(cls: type[_T], fields: dict[str, Any]) -> _T:
-        """An instance with these fields, by name, none left out; the dictionary becomes its ``__dict__``.
+        """An instance with these fields, by name; all fields are needed, and the dictionary becomes its ``__dict__``.
 
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class OfFields:
         return made
 
 
-_new, _set_dict = object.__new__, OfFields.__dict__["__dict__"].__set__  # looked up once: every warm call makes several
+_new, _set_dict = object.__new__, OfFields.__dict__["__dict__"].__set__  # looked up once: every warm call makes several objects

@@ -35,7 +35,7 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0,  # of 0.0 torch.compile(dynamic=True) makes an open number, and compiles twice
+    softcap: float = 0,  # an int: torch.compile(dynamic=True) makes 0.0 a symbolic float and compiles twice
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     score_mod: Callable | None = None,
@@ -50,22 +50,24 @@ def flash_attn_func(
 ) -> Any:
     """Attention over a batch of sequences of one length.
 
-    q: (B, Sq, Hq, D); k: (B, Sk, Hkv, D); v: (B, Sk, Hkv, Dv); one dtype of float64, float32, bfloat16, float16, one device, any strides;
-    Hq a multiple of Hkv. softmax_scale: default 1 / sqrt(D).
-    causal: query i sees the keys up to ``i + Sk - Sq`` (the last query sees the last key). window_size: (left, right) neighbours visible on
-    each side of that place; -1 or None is no limit, a number below -1 ends the window short of it. causal, window and mask_mod are ANDed.
+    q: (B, Sq, Hq, D); k: (B, Sk, Hkv, D); v: (B, Sk, Hkv, Dv); all of one dtype (float64, float32, bfloat16 or float16) and on one device,
+    with any strides; Hq is a multiple of Hkv. softmax_scale: default 1 / sqrt(D).
+    causal: query i sees the keys up to ``i + Sk - Sq`` (the last query sees the last key). window_size: (left, right), the number of
+    visible keys on each side of key ``i + Sk - Sq``; -1 or None is no limit; a number below -1 puts that edge on the key's other side.
+    Where causal, window_size and mask_mod are combined, a key must be visible by all of them.
     softcap: ``cap * tanh(score / cap)``, 0 for none; then alibi_slopes, (Hq,) or (B, Hq): minus slope times the distance to the key; then
-    score_mod ``(score, b, h, q_idx, kv_idx) -> score``, of whose results those below -1e38 count as -inf.
-    sink: (Hq,), one logit per head in the denominator.
+    score_mod ``(score, b, h, q_idx, kv_idx) -> score``; a result below -1e38 counts as -inf.
+    sink: (Hq,), one logit per head in the softmax's denominator.
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
-    mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
+    mask_mod every pair of a partial tile is visible. aux_tensors: the value of a mod's trailing argument.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
-    num_splits: the keys are divided among so many partial results, at most 256; 0 chooses. pack_gqa: whether query heads that share K and V
-    share row tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic,
-    backend: as in ``flex_attention``.
+    num_splits: split-KV, the number of parts that the keys are divided into, at most 256; 0 lets the plan choose. pack_gqa: whether query
+    heads that share K and V share row tiles on a GPU, which pays where queries are few; None lets the plan choose, and the plan may also
+    ignore the request. deterministic, backend: as in ``flex_attention``.
 
-    Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
-    that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
+    Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``; lse (B, Hq, Sq) is the natural log-sum-exp in float32 (float64 for
+    float64 inputs). A row without visible keys has out 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's
+    tensors, and through lse.
 
     Under ``torch.autocast`` q, k and v are cast as ``scaled_dot_product_attention`` casts them.
 
@@ -134,25 +136,26 @@ def flash_attn_varlen_func(
     validate: bool | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention over sequences of different lengths, packed one after the other; every option of ``flash_attn_func``, per sequence.
+    """Attention over sequences of different lengths, packed one after the other; takes every option of ``flash_attn_func``, per sequence.
 
-    q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), from 0: sequence i is rows ``cu_seqlens_q[i]`` to
-    ``cu_seqlens_q[i + 1]``; or (B, Sq, Hq, D) without. k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages
+    q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), which begins with 0: sequence i is rows ``cu_seqlens_q[i]`` to
+    ``cu_seqlens_q[i + 1]``. Without cu_seqlens_q, (B, Sq, Hq, D). k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages
     (pages, page_size, Hkv, D) with page_table, integers (B, pages per sequence).
-    seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use (needed with pages); the contents of the others never
-    matter. Lengths may be 0 and differ between q and k.
-    max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here; no sequence may be longer.
+    seqused_q, seqused_k: integers (B,), the number of a sequence's rows that are in use (needed with pages); the contents of unused rows
+    never matter. Lengths may be 0 and may differ between q and k.
+    max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions; not needed. No sequence may be longer.
     Mods see (sequence, head, query in its sequence, key in its sequence).
-    validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks where that costs
-    nothing (on the CPU), False leaves out cu_seqlens. On a GPU, unless validate is True, no table is read on the host: the call does not
-    wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected there: a row in
-    two sequences gets one of its results, rows outside storage are left out; a page outside the pool, a greatest length that is too small
-    and block lists built for other lengths give undefined results. An index of a mod that is read from a captured tensor is then clamped
-    instead of checked; for one computed from positions that could leave its tensor by the greatest lengths, the tables are read after all.
+    validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks them where that
+    costs nothing (on the CPU); False does not check cu_seqlens. On a GPU, unless validate is True, the host reads no table: the call does
+    not synchronise, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected there:
+    a row that is in two sequences gets the result of one of them, rows outside storage are skipped; a page outside the pool, a greatest
+    length that is too small and block lists built for other lengths give undefined results. An index of a mod that is read from a captured
+    tensor is then clamped instead of checked. Where an index that is computed from positions could leave its tensor at the greatest
+    lengths, the host reads the tables after all.
 
-    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
-    are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
-    the first entry of cu_seqlens, seqused or page_table that is wrong.
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows of no
+    sequence have out 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming the
+    first wrong entry of cu_seqlens, seqused or page_table.
 
     >>> import torch, anyattn
     >>> q, k, v = torch.randn(3, 150, 4, 16)
@@ -222,35 +225,35 @@ def flash_attn_with_kvcache(
     """Decoding: appends new keys and values to a cache in place, then attends to the whole cache.
 
     q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table,
-    integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
-    append, or (total_q, ...) laid out as q.
-    cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
-    cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of that, which may then have one for each entry of
-    the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
-    rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
-    ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
-    otherwise (0, rotary_dim / 2), ...
-    validate: None checks the contents of the tables where that costs nothing (on the CPU), True everywhere, and also refuses packed rows
-    behind the last entry; False leaves out cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on the host: the
-    call does not wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected
-    there: new rows for which there is no room, or no page of the pool, are not written, and results of such an entry are undefined; rotary
-    tables that are too short give NaN; of two entries that append to one place either may win. Indices of mods: as in
+    integers (B, pages per sequence), they are pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv)
+    to append, or (total_q, ...) laid out as q.
+    cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None means all rows.
+    cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of the page table, which may then have one row for
+    each entry of the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j``, and to the queries at
+    ``cache_seqlens + i`` if causal or windowed, else to all of them at ``cache_seqlens``. rotary_interleaved: True pairs dimensions
+    (0, 1), (2, 3), ...; False pairs (0, rotary_dim / 2), ...
+    validate: None checks the contents of the tables where that costs nothing (on the CPU); True checks them everywhere, and also refuses
+    packed rows behind the last entry; False does not check cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on
+    the host: the call does not synchronise, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents
+    are not detected there: new rows that have no room in the cache, or no page of the pool, are not written, and the entry's results are
+    undefined; rotary tables that are too short give NaN; where two entries append to one place, either may win. Indices of mods: as in
     ``flash_attn_varlen_func``; positions may reach the cache's capacity.
-    Mods see logical positions: keys counted behind the padding, and as q_idx the query's place among them, ``seqlen_k - seqlen_q + i``, so
-    that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
+    Mods see logical positions: kv_idx counts keys behind the padding, and q_idx is the query's position among them,
+    ``seqlen_k - seqlen_q + i``, so that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
 
-    Nothing of the cache but the appended rows is written, and nothing at all if an error is raised; what lies past the rows in use never
-    matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
+    Only the appended rows of the cache are written, and nothing is written if an error is raised; rows past those in use never matter. The
+    output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
-    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: where autograd
-    records, no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: in grad mode
+    no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
-    twice, a cache that is appended to and shares memory with the other one or with q, k or v, rotary tables that are too short or too
-    wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever ``flash_attn_func`` refuses.
+    twice, a cache that is appended to and shares memory with the other cache or with q, k or v, rotary tables that are too short or too
+    wide, a tensor that requires grad outside ``torch.no_grad()``, and everything that ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
-    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences
+    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys in each of 2 sequences
     >>> q, k, v = torch.randn(3, 2, 1, 4, 16)
     >>> lengths = torch.tensor([5, 9])
     >>> anyattn.flash_attn_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True).shape
@@ -306,10 +309,10 @@ def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, 
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Merges attention over disjoint parts of the keys into attention over all of them.
 
-    out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv). lse_partial: the same without Dv, natural logarithm; -inf where a
-    part has seen nothing; its output is then ignored.
+    out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv). lse_partial: the same without Dv, natural logarithm; where it is
+    -inf the part saw no key, and its output is ignored.
 
-    Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf where no part has seen anything. Differentiable.
+    Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf in rows where no part saw a key. Differentiable.
     Raises ``TypeError``/``ValueError`` naming the argument.
 
     >>> import torch
@@ -324,21 +327,21 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 
 @opaque
 def _combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """``flash_attn_combine``, which compiled code inlines: its backends are torch's operations or an operator."""
+    """``flash_attn_combine`` as ``torch.compile`` inlines it: each backend is made of torch operations, or is an operator."""
     out_partial, lse_partial = flash.combine_arguments(out_partial, lse_partial)
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     dtype = torch.promote_types(*(t.dtype for t in tensors))
     if not all(map(has_memory, tensors)):
-        chosen = "torch"  # its operations work on tensors without memory (fake, meta) too
+        chosen = "torch"  # torch operations work on tensors without memory (fake, meta) too
     else:
         chosen = planner.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return backend_module(chosen).combine(out_partial, lse_partial)
 
 
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:
-    out = torch.transpose(out, 1, 2)  # the method takes half a microsecond longer
+    out = torch.transpose(out, 1, 2)  # half a microsecond faster than the method
     if is_packed:
-        # not out[0]: its derivative would be a copy into a tensor of zeros
+        # not out[0], whose derivative is a copy into a tensor of zeros
         out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out

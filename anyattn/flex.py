@@ -42,22 +42,23 @@ def flex_attention(
 ) -> Any:
     """Attention whose scores and mask are a few lines of Python: ``softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
 
-    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv); one dtype of float64, float32, bfloat16, float16, one device,
-    any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
-    score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score comes scaled, in float32 (float64 for float64 inputs).
-    block_mask: anyattn's or torch's ``BlockMask``, torch's empty one too. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; of both, both must
-        allow.
+    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv); of one dtype (float64, float32, bfloat16, float16) and one device,
+    with any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
+    score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score is already scaled, in float32 (float64 for float64 inputs).
+    block_mask: anyattn's or torch's ``BlockMask``, also torch's empty one. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; where both are
+        given, a key must be visible by both.
         On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
-    scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
-    return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
-    kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` measures a handful of
-    tiles where Triton computes and remembers the winner; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles
-    on a GPU, where they can (left out, the plan decides); torch's names are accepted and ignored where they mean nothing here.
-    deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
+    scale: default 1 / sqrt(D). aux_tensors: the value of a mod's trailing argument. sink: (Hq,), one logit per head in the denominator.
+    return_lse, return_aux: also return the natural log-sum-exp and the greatest score per row, (B, Hq, Sq), float32 (float64).
+    kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` times a few tile sizes
+    of the Triton kernel and remembers the fastest; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles on a
+    GPU, where possible (by default the plan decides). torch's option names are accepted, and ignored where they have no meaning here.
+    deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
+    the call.
 
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
-    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf. Under ``torch.autocast`` query, key and value are
-    cast as ``scaled_dot_product_attention`` casts them; what mods capture, sink and masks stay as they are.
+    captured float tensors, and through lse. A row without visible keys has out 0 and lse -inf. Under ``torch.autocast`` query, key and
+    value are cast as ``scaled_dot_product_attention`` casts them; captured tensors, sink and masks are not cast.
 
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.

@@ -1,6 +1,6 @@
-"""Gallery of attention variants, as data: what the demo runs, the benchmarks time and the docs show.
+"""Gallery of attention variants, as data: the demo runs them, the benchmarks time them and the docs show them.
 
-A variant is a function from a ``Setting`` to the pair of mods it stands for, written as a user would write it.
+A variant is a function from a ``Setting`` to a pair of mods, written as a user would write it.
 
 >>> from anyattn import gallery
 >>> gallery.VARIANTS["causal"].mods(gallery.Setting(seqlen=64, heads=2)).mask
@@ -24,7 +24,7 @@ __all__ = ["VARIANTS", "Mods", "Setting", "Variant"]
 
 @dataclass(frozen=True)
 class Setting:
-    """The sizes that a variant's mods are made for: ``heads`` query heads over ``seqlen`` queries and keys."""
+    """Sizes that a variant's mods are built for: ``heads`` query heads over ``seqlen`` queries and keys."""
 
     seqlen: int
     heads: int
@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mods:
-    """``mask(b, h, q_idx, kv_idx) -> bool`` or None for everything; ``score(score, b, h, q_idx, kv_idx)`` or None for no change."""
+    """mask: ``(b, h, q_idx, kv_idx) -> bool``, None for no mask. score: ``(score, b, h, q_idx, kv_idx) -> score``, None for no change."""
 
     mask: Callable[..., Any] | None = None
     score: Callable[..., Any] | None = None
@@ -50,7 +50,7 @@ class Mods:
 
 @dataclass(frozen=True)
 class Variant:
-    """name: for the command line. title, meaning: for people. mods: makes the pair for a setting.
+    """name: for the command line. title, meaning: for people. mods: builds the pair of mods for a setting.
 
     is_additive: the score mod adds a bias that does not depend on the score, so that torch can do the same job with a dense bias.
     """

@@ -1,4 +1,4 @@
-"""Earlier import path of ``anyattn.sequences``: ``anyattn.geometry.seqlen_info`` and its neighbours are the modules there.
+"""Earlier import path of ``anyattn.sequences``: ``anyattn.geometry.seqlen_info`` and its siblings are aliases of the modules there.
 
 >>> from anyattn.geometry.seqlen_info import SeqlenInfo
 >>> SeqlenInfo.__module__

@@ -1,4 +1,4 @@
-"""Hardware capabilities of a device, queried once."""
+"""Hardware capabilities of a device: kind, compute capability and full-speed dtypes; queried once per device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Hardware", "of"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device: its kind, its compute capability (CUDA), and which input dtypes its matrix products take at full speed."""
+    """One device: its kind, its compute capability (CUDA), and the input dtypes of full-speed matrix products."""
 
     device: str
     name: str
@@ -38,6 +38,6 @@ def of(device_type: str, index: int | None = None) -> Hardware:
 
 
 def _cpu_has(question: str) -> bool:
-    """The answer of a semi-private query function of torch.cpu; False where this torch has no such function."""
+    """The result of one of torch.cpu's semi-private query functions; False if this torch does not have the function."""
     ask = getattr(torch.cpu, question, None)
     return bool(ask()) if ask is not None else False

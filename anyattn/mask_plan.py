@@ -1,7 +1,7 @@
-"""Mask plan: for each predicate of a call, whether row ranges, block lists, or an evaluation in every tile decide what it hides.
+"""Mask plan: whether row ranges, block lists, or an evaluation in every visited tile apply each predicate of a call.
 
-One rule for all backends. What differs between them, such as how many row ranges a kernel keeps, is an argument: ``MaskAbilities``.
-A backend turns the plan into what its kernels read and decides nothing itself.
+The rule is the same for all backends; ``MaskAbilities`` says how they differ, for example in the number of row ranges a kernel keeps.
+A backend encodes the plan as kernel inputs and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def _any_ranges(ranges: RowRanges) -> bool:
 
 
 class MaskAbilities(NamedTuple):
-    """What a backend can do with masks.
+    """The mask features of a backend.
 
-    most_ranges: how many row ranges may stand for a predicate; of more, the predicate itself is evaluated.
-    tiles_follow: whether a backend finds the tiles to visit from such row ranges alone.
-    joins: all predicates that decide in the same place become one, their conjunction.
-    reads_tensors: row ranges may be derived from the values of captured tensors (``Problem.row_ranges``), which waits for the device.
-    drops_blocks: block lists that follow from the mask are not used where every predicate has tiles that follow.
-    most_lists: 1: the backend reads one set of block lists, and evaluates in every tile what these do not decide. None: any number.
-    lists_caches: lists are made for the few rows of a call with a cache; else its predicates are evaluated in every tile.
+    most_ranges: most row ranges that may replace a predicate; with more, the predicate itself is evaluated.
+    tiles_follow: whether the backend finds the tiles to visit from given row ranges alone.
+    joins: predicates that are applied in the same way are joined to one, their conjunction.
+    reads_tensors: row ranges may be derived from the values of captured tensors (``Problem.row_ranges``), which synchronises.
+    drops_blocks: block lists that follow from the mask are ignored if the tiles of every predicate follow from row ranges.
+    most_lists: 1: the backend reads one set of block lists and evaluates the other predicates in every tile. None: any number of sets.
+    lists_caches: lists are made for the few rows of a call with a KV cache; if False, its predicates are evaluated in every tile.
     """
 
     most_ranges: int
@@ -45,10 +45,10 @@ class MaskAbilities(NamedTuple):
 
 
 class MaskPart(NamedTuple):
-    """A predicate, or several that a backend joins.
+    """One predicate, or several that a backend joins.
 
-    mask: what it shows. predicates: its places in ``Problem.predicates``. ranges: the row ranges that keys are compared with instead of
-    evaluating the mask, None where it has none or too many.
+    mask: the (joined) mask. predicates: its places in ``Problem.predicates``. ranges: row ranges that replace the mask's evaluation by
+    comparisons with their limits, None if the mask has none or too many.
     """
 
     mask: TracedMod
@@ -62,13 +62,13 @@ class MaskPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """Where each predicate of a call decides. A tile is visited if no part leaves it out.
+    """How each predicate of a call is applied. A tile is visited unless a part excludes it.
 
-    ranged: row ranges say which tiles are visited, and decide inside them.
-    uses_blocks: the call's block lists say which tiles are visited.
-    of_blocks: what decides inside their partial tiles; None without them, and where nothing is hidden there.
-    listed: block lists are made for each of these, which decides inside their partial tiles.
-    always: evaluated in every visited tile. Predicates that hide nothing are left out.
+    ranged: row ranges select the tiles to visit, and mask inside them.
+    uses_blocks: the call's block lists select the tiles to visit.
+    of_blocks: the mask inside the partial tiles of the call's block lists; None without lists, and if it hides nothing.
+    listed: block lists are made for each of these parts; the part masks inside its partial tiles.
+    always: parts that are evaluated in every visited tile. Predicates that hide nothing are left out.
     """
 
     ranged: tuple[MaskPart, ...] = ()
@@ -83,7 +83,7 @@ class MaskPlan:
 
 
 def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
-    """The plan of a problem's predicates. Reads no tensor unless ``abilities.reads_tensors``.
+    """The mask plan of a problem. It reads no tensor unless ``abilities.reads_tensors``.
 
     >>> import torch
     >>> from anyattn import masks
@@ -108,8 +108,8 @@ def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
 
 
 def _without_lists(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
-    """The plan of few rows, which are not worth lists: what has row ranges in the conjunction of all predicates says which tiles are
-    visited, the rest is evaluated in each of those."""
+    """The plan of a call with too few rows to make lists for: the conjuncts with row ranges select the tiles to visit, and the others are
+    evaluated in each of those tiles."""
     limits: list[TracedMod] = []
     others: list[TracedMod] = []
     places = tuple(range(len(problem.predicates)))
@@ -124,13 +124,13 @@ def _without_lists(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
 
 
 def _few_ranges(masks: list[TracedMod], abilities: MaskAbilities) -> RowRanges | None:
-    """The row ranges of a conjunction, None where it has none, or more than the backend keeps."""
+    """The row ranges of a conjunction; None if it has none, more than ``most_ranges``, or ranges that do not give the tiles to visit."""
     ranges = ranges_unread(_joint(masks))
     return ranges if ranges is not None and ranges.count <= abilities.most_ranges and abilities.tiles_follow(ranges) else None
 
 
 def _beside_blocks(problem: Problem, abilities: MaskAbilities, parts: tuple[MaskPart, ...] | None = None) -> MaskPlan:
-    """The plan of a call whose block lists are used: the first predicate is theirs. parts: of each predicate, where they are known."""
+    """The plan of a call that uses its block lists, which belong to the first predicate. parts: one per predicate, if they are known."""
     if not problem.predicates:
         return MaskPlan(uses_blocks=True)
     if parts is None:
@@ -143,12 +143,12 @@ def _beside_blocks(problem: Problem, abilities: MaskAbilities, parts: tuple[Mask
 
 
 def _sorted(parts: tuple[MaskPart, ...], abilities: MaskAbilities) -> tuple[tuple[MaskPart, ...], ...]:
-    """Parts whose tiles follow from their row ranges; opaque ones, for which no lists can be made; all others."""
+    """Three groups: parts whose tiles follow from their row ranges; opaque parts, for which no lists can be made; all other parts."""
     ranged, opaque, others = [], [], []
     for part in parts:
         if part.ranges is not None and abilities.tiles_follow(part.ranges):
             ranged.append(part)
-        elif has_native([part.mask]) is not None:  # what a CuTe function shows is known only where it runs
+        elif has_native([part.mask]) is not None:  # a CuTe function can only be evaluated inside its kernel
             opaque.append(part)
         else:
             others.append(part)
@@ -160,7 +160,7 @@ def _hiding(parts: tuple[MaskPart, ...] | list[MaskPart]) -> tuple[MaskPart, ...
 
 
 def _parts(problem: Problem, first: int, abilities: MaskAbilities) -> tuple[MaskPart, ...]:
-    """The predicates from the ``first`` on: one part each, or one of all."""
+    """The parts of the predicates from place ``first`` on: one part each, or one joined part."""
     places = range(first, len(problem.predicates))
     if not abilities.joins:
         return tuple([_part(problem, (at,), abilities) for at in places])
@@ -178,7 +178,7 @@ def _part(problem: Problem, places: tuple[int, ...], abilities: MaskAbilities) -
 
 
 def _joint(masks: list[TracedMod]) -> TracedMod:
-    """The conjunction of one mask or more."""
+    """The conjunction of one or more masks."""
     found = anded(masks)
     assert found is not None
     return found

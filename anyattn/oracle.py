@@ -1,10 +1,10 @@
-"""Reference attention in float64, from the definition: what every backend is compared with.
+"""Oracle: reference attention in float64, from the definition; every backend is compared with it.
 
-It shares with the library nothing but ``mods/analysis/evaluate.py``, and not even that when a mod is given as a plain function, which is
-then called on broadcast index tensors. Everything is dense, so the cost is S x S, a few heads at a time.
+Its only code in common with the library is ``mods/analysis/evaluate.py``, and not even that for a mod that is a plain function: the
+function is called on broadcast index tensors. Everything is dense, so the cost is S x S, a few heads at a time.
 
 ``attention`` and ``gradients`` compute in float64 on the inputs as they are (already rounded to their dtype); ``same_dtype`` and
-``same_dtype_gradients`` are the plain formula in the inputs' own dtype, whose error ``anyattn.testing.budget`` measures in.
+``same_dtype_gradients`` are the plain formula in the inputs' own dtype, whose error is the unit of ``anyattn.testing.budget``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from anyattn.mods.tracing.trace import TracedMod
 __all__ = ["Gradients", "Oracle", "attention", "gradients", "same_dtype", "same_dtype_gradients"]
 
 Mod = TracedMod | Callable[..., Tensor]
-_CHUNK = 1 << 22  # scores held at once: 32 MiB of float64 per intermediate
+_CHUNK = 1 << 22  # scores computed at once: 32 MiB of float64 per intermediate
 
 
 class Oracle(NamedTuple):
     """Results of the forward: ``out`` (B, H, Sq, Dv); ``lse`` and ``max_scores`` (B, H, Sq), natural log.
 
-    ``lse`` includes the sink, ``max_scores`` (the greatest visible score after the mods) does not; both are -inf in a row that sees
-    nothing, except that ``lse`` is then the sink's logit if there is a sink.
+    ``lse`` includes the sink; ``max_scores`` (the greatest visible score after the mods) does not. In a row without visible keys both are
+    -inf, except that ``lse`` is the sink's logit if there is a sink.
     """
 
     out: Tensor
@@ -39,7 +39,7 @@ class Oracle(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of ``sum(out * dout) + sum(lse * dlse)``; ``captured`` follows the float tensors that the score mod captured."""
+    """Gradients of ``sum(out * dout) + sum(lse * dlse)``; ``captured``: one per float tensor that the score mod captured, in order."""
 
     dq: Tensor
     dk: Tensor
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call: the tensors in the dtype that is computed in, and the mods."""
+    """One call: the mods, and the tensors in the dtype of the computation."""
 
     q: Tensor  # (B, Hq, Sq, D)
     k: Tensor  # (B, Hkv, Sk, D)
@@ -75,7 +75,7 @@ def attention(
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), any float dtype; Hq a multiple of Hkv. score, mask: a ``TracedMod`` (the score
     traced with ``score_dtype=torch.float64``) or a function of broadcast index tensors. sink: (Hq,) logits. Returns float64 results.
 
-    A row that sees nothing gives 0; the value at a masked position, NaN included, changes nothing.
+    A row without visible keys gives 0; the value at a masked position, NaN included, changes nothing.
 
     >>> q = torch.ones(1, 1, 2, 4)
     >>> attention(q, q, q, mask=lambda b, h, i, j: j < i).lse[0, 0].tolist()
@@ -100,8 +100,8 @@ def gradients(
 ) -> Gradients:
     """Gradients of ``attention`` in float64, for the incoming gradients ``dout`` of out and ``dlse`` of LSE.
 
-    captured: for a score mod given as a plain function, the float64 tensors that it captured and whose gradients are wanted; a
-    ``TracedMod``'s own captured float tensors are used instead (None stands where it captured integers).
+    captured: for a score mod that is a plain function, the float64 tensors that it captured and whose gradients are wanted; for a
+    ``TracedMod`` its own captured float tensors are used instead (None in the place of captured integers).
     """
     call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
     return _backward(call, dout.double(), None if dlse is None else dlse.double(), captured, _definition)
@@ -117,7 +117,7 @@ def same_dtype(
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> Oracle:
-    """The plain formula, every step rounded to q's dtype (mods and LSE at least float32): how well a careful user would do by hand."""
+    """The plain formula, every step rounded to q's dtype (mods and LSE at least float32): the accuracy of careful code written by hand."""
     with torch.no_grad():
         return _run(_Call(q, k, v, sink, score, mask, _scale(q, scale)), _by_hand)
 
@@ -135,7 +135,7 @@ def same_dtype_gradients(
     sink: Tensor | None = None,
     captured: Sequence[Tensor] = (),
 ) -> Gradients:
-    """What autograd makes of ``same_dtype``; arguments as in ``gradients``, captured tensors at least float32."""
+    """Autograd's gradients of ``same_dtype``; arguments as in ``gradients``, captured tensors at least float32."""
     call = _Call(q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach(), score, mask, _scale(q, scale))
     return _backward(call, dout, dlse, captured, _by_hand)
 
@@ -151,7 +151,7 @@ def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
     row_max = _row_max(scores)
     sink = None if call.sink is None else call.sink[h][:, None]  # (heads, 1)
     top = row_max if sink is None else torch.maximum(row_max, sink.detach())
-    top = torch.where(top == -math.inf, 0.0, top)  # a row that sees nothing
+    top = torch.where(top == -math.inf, 0.0, top)  # a row without visible keys
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1) + (0.0 if sink is None else torch.exp(sink - top))
     empty = total == 0
@@ -161,7 +161,7 @@ def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
 
 
 def _by_hand(call: _Call, b: int, h: Tensor) -> Oracle:
-    """The same formula as a user would write it in a few torch calls, with their rounding."""
+    """The same formula in a few torch calls, as a user would write it, with their rounding."""
     dtype = call.q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = call.q[b, h], *(t[b, h // (call.q.shape[1] // max(1, t.shape[1]))] for t in (call.k, call.v))
@@ -200,8 +200,8 @@ def _visible(call: _Call, b: int, h: Tensor) -> Tensor:
 
 
 def _modified(call: _Call, scores: Tensor, visible: Tensor, b: int, h: Tensor) -> Tensor:
-    """The score mod's value where visible, -inf elsewhere. The mod is evaluated at visible positions only, so that a value or derivative
-    that is infinite at a masked position cannot turn into NaN."""
+    """The score mod's value where visible, -inf elsewhere. The mod is evaluated at visible positions only: an infinite value or derivative
+    at a masked position would become NaN."""
     if call.score is None or scores.numel() == 0:
         return torch.where(visible, scores, -math.inf)
     if call.mask is None:
@@ -221,7 +221,7 @@ def _apply(mod: Mod, *args: Tensor) -> Tensor:
 
 
 def _masked_product(a: Tensor, b: Tensor, visible: Tensor, contract: str) -> Tensor:
-    """a @ b, where ``visible`` says which (q, kv) pairs exist: NaN in a pair that does not never spreads (0 * NaN is NaN)."""
+    """a @ b over the (q, kv) pairs in ``visible``: NaN at a pair that is not visible does not spread (0 * NaN is NaN)."""
     if (torch.isfinite(a).all() and torch.isfinite(b).all()) or not visible.numel():
         return a @ b
     if contract == "d":  # (heads, Sq, D) @ (heads, D, Sk)
@@ -271,7 +271,7 @@ def _backward(
         outputs, incoming = [result.out], [dout[b, h]]
         if dlse is not None:
             outputs.append(result.lse)
-            # LSE is -inf, a constant, where nothing is seen
+            # in rows without visible keys LSE is -inf, a constant
             incoming.append(torch.where(result.lse.detach() == -math.inf, 0.0, dlse[b, h].to(result.lse.dtype)))
         live = [(o, g) for o, g in zip(outputs, incoming) if o.requires_grad]
         if not live:

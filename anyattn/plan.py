@@ -1,4 +1,4 @@
-"""``Plan``: how a problem is computed; the printable decision that the planner makes and backends read."""
+"""``Plan``: how a problem is computed. The planner makes it, backends read it, ``explain`` prints it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_DOCUMENT = "documents: each is run as a sequence of its own; by block lists w
 
 
 class Backward(NamedTuple):
-    """Which backend computes the backward pass of a GPU backend's forward pass. against: why Triton cannot, for people; else empty."""
+    """The backend of the backward pass of a GPU forward pass. against: the reason against Triton, for people; empty if there is none."""
 
     backend: str
     against: str = ""
@@ -23,17 +23,17 @@ class Backward(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one call. backend: computes the forward pass; backward: the backend of the backward pass, if another.
+    """The decision for one call. backend: of the forward pass; backward: backend of the backward pass, empty if the same.
 
     tile_m, tile_n: query rows and keys of one tile (torch's backward pass keeps two tiles of scores at once and takes narrower ones).
-    pairs_at_once: (batch, head) pairs that torch's passes compute together.
+    pairs_at_once: number of (batch, head) pairs that torch's passes compute together.
 
-    num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
-    whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
-    is_reusable: the plan holds for every call of the same signature (shapes, strides, programs, masks' numbers), whatever tensors hold.
+    num_splits: number of parts of each row tile's keys (split-KV). product_dtype: the dtype of the two matrix products.
+    whole_spans: all visible scores of a row tile are computed at once, not streamed. why: one line per decision, for people.
+    is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), for any contents of its tensors.
     has_asked_tiles: kernel_options set the tiles, for both passes. is_tuned: kernel_options ask for measured tiles (Triton).
     heads_per_tile: query heads that share a row tile. num_warps, num_stages: of a Triton kernel's programs.
-    prepared: what the backend keeps for the calls that share this plan; it must depend on that signature alone.
+    prepared: the backend's cache for the calls that share this plan; its contents must depend on that signature alone.
     """
 
     backend: str

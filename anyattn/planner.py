@@ -1,4 +1,4 @@
-"""Planner: pure functions from ``Problem`` and ``Hardware`` to a ``Plan``. It chooses a backend, which then makes its own plan."""
+"""Planner: pure functions from ``Problem`` and ``Hardware`` to a ``Plan``. It chooses the backend, which then makes its own plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["appender", "available", "choose", "combiner", "for_backward"]
 
 
 def available(hardware: Hardware) -> dict[str, str | None]:
-    """For each backend None if it can run here, else why not."""
+    """For each backend None if it can run on this hardware, else the reason against it."""
     return {"torch": None, "triton": _reason_against_triton(hardware), "hopper": _reason_against_hopper(hardware)}
 
 
@@ -38,11 +38,11 @@ def _reason_against_triton(hardware: Hardware) -> str | None:
     return None
 
 
-@lru_cache(maxsize=16)  # looking for a package costs 10 us
+@lru_cache(maxsize=16)  # find_spec costs 10 us
 def _reason_against_hopper(hardware: Hardware) -> str | None:
     if hardware.device != "cuda" or hardware.capability is None:
         return f"it needs an NVIDIA GPU, and the tensors are on {hardware.device}"
-    if torch.version.hip is not None:  # some of AMD's GPUs say 9.0 too
+    if torch.version.hip is not None:  # some AMD GPUs report 9.0 too
         return f"it needs an NVIDIA GPU, and {hardware.name} is AMD's"
     if hardware.capability != (9, 0):
         return f"it needs compute capability 9.0 (H100, H200), and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
@@ -52,9 +52,9 @@ def _reason_against_hopper(hardware: Hardware) -> str | None:
 
 
 def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
-    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (``validate.flex.kernel_options``) on numbers.
+    """The plan for ``problem`` on ``hardware``. backend: run on this one or raise. options: numbers of ``validate.flex.kernel_options``.
 
-    Raises ``ValueError`` for a name that is no backend and ``BackendError`` for one that cannot run this problem.
+    Raises ``ValueError`` for an unknown backend and ``BackendError`` for a backend that cannot run this problem.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
@@ -81,7 +81,7 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
 
 
 def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """The plan that backend ``name`` makes; GPU backends are given the backend of the backward pass."""
+    """The plan that backend ``name`` makes; GPU backends receive the choice of the backward pass's backend."""
     if name == "torch":
         from anyattn.backends.torch.plan import plan_of
 
@@ -109,21 +109,21 @@ def _check_native(problem: Problem, backend: str | None, against: str | None) ->
         return
     named = f"backend={backend!r} is named; pass backend='hopper'" if backend in ("torch", "triton") else None
     reason = named or against or _reason_against_problem("hopper", problem)
-    if reason and problem.has_pairs:  # evaluated last: on a GPU it may wait
+    if reason and problem.has_pairs:  # has_pairs last: on a GPU it may synchronise
         raise BackendError(f"only the Hopper kernel can run {native}, a CuTe function: {reason}; or write it as plain Python")
 
 
 def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
-    """The plan of the backward pass after ``plan``'s forward pass. Where it is another backend's, the log-sum-exp is kept."""
+    """The plan of the backward pass after ``plan``'s forward pass. If another backend runs it, it needs the log-sum-exp."""
     if not plan.backward:
         return plan
     options = {"autotune": 1} if plan.is_tuned else None
-    # packing rows into tiles is a choice of the forward pass alone
+    # packed row tiles are a choice of the forward pass alone
     return replace(choose(problem.like(packs=None), hardware, plan.backward, options), whole_spans=False)
 
 
 def _backward_of(problem: Problem, hardware: Hardware) -> Backward:
-    """The backend of the backward pass, where it is not Hopper's: Triton if it can, else torch."""
+    """The backend of a backward pass that Hopper's kernel cannot run: Triton if it can, else torch."""
     from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
 
     against = _reason_against_triton(hardware) or reason_against_backward(problem)
@@ -138,12 +138,12 @@ def _reason_against_problem(name: str, problem: Problem) -> str | None:
 
 
 def appender(plan: Plan, hardware: Hardware) -> str | None:
-    """The backend whose kernel appends and rotates before the attention of ``plan``; None where torch operations do."""
+    """The backend whose kernel appends and rotates before the attention of ``plan``; None if torch operations do it."""
     has_kernel = plan.backend != "torch" and _reason_against_triton(hardware) is None
     return "triton" if has_kernel else None
 
 
 def combiner(hardware: Hardware, dtype: torch.dtype, needs_grad: bool) -> str:
-    """The backend that merges partial results; torch's merging has derivatives, and float64."""
+    """The backend that merges partial results; torch's version also has derivatives and takes float64."""
     has_kernel = hardware.device == "cuda" and dtype is torch.float32 and not needs_grad
     return "triton" if has_kernel and _reason_against_triton(hardware) is None else "torch"

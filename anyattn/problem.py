@@ -1,4 +1,4 @@
-"""``Problem``: the validated facts of one attention call, which everything after validation reads instead of the user's arguments."""
+"""``Problem``: the validated facts of one attention call; all code after validation reads it instead of the user's arguments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Problem(OfFields):
     """One call: ``out = softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
 
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv.
-    predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it decides inside the listed partial tiles,
+    predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it masks inside the listed partial tiles,
     is true in listed full tiles, and unlisted tiles are invisible; the other predicates hold everywhere.
     sink: (Hq,) logits that join the softmax's denominator.
-    blocks_follow: the lists follow from the first predicate, so that a backend may work from either alone.
-    sequences: None where every batch entry is all of its storage. Else the tensors are storage, whose first dimension need not be the
-    batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to no entry give 0 and -inf.
-    num_splits: the keys of each row tile are divided among so many partial results, which are combined; 0 leaves it to the plan.
-    packs: whether query heads that share K and V share row tiles where a kernel has a choice; None leaves it to the plan.
+    blocks_follow: the lists follow from the first predicate, so a backend may use either alone.
+    sequences: None where every batch entry fills its storage. Else the tensors are storage, whose first dimension need not be the batch
+    (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to no entry give 0 and -inf.
+    num_splits: number of parts of each row tile's keys (split-KV), whose results are combined; 0 lets the plan choose.
+    packs: whether query heads that share K and V share row tiles where a kernel supports both; None lets the plan choose.
     """
 
     q: Tensor
@@ -88,22 +88,22 @@ class Problem(OfFields):
         return self.k.shape[2] if self.sequences is None else self.sequences.bound_k
 
     def like(self, **changes: Any) -> Problem:
-        """``dataclasses.replace`` for changes that leave predicates and lengths as they are: cached row limits are kept."""
+        """``dataclasses.replace`` for changes that do not affect predicates and lengths: cached row limits are kept."""
         assert changes.keys() <= vars(self).keys(), changes
         return self.of_fields(vars(self) | changes)
 
     @cached_property
     def row_ranges(self) -> tuple[RowRanges | None, ...]:
-        """For each predicate its row ranges, None where it has none; reads captured tensors, as ``row_ranges.row_ranges`` does."""
-        if not self.has_pairs:  # then no mod may be evaluated: a captured table may be empty
+        """The row ranges of each predicate, None if it has none; reads captured tensors, as ``row_ranges.row_ranges`` does."""
+        if not self.has_pairs:  # no mod may be evaluated here: a captured table may be empty
             return (NO_KEYS,) * len(self.predicates)
         return tuple([row_ranges(p) for p in self.predicates])
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-        """For each predicate its ranges of visible keys per row, ``row_ranges.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
+        """Limits of the visible keys per row of each predicate, ``row_ranges.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
 
-        With ``sequences`` the rows of all are concatenated: (n, 1, H or 1, total rows).
+        With ``sequences`` the rows of all sequences are concatenated: (n, 1, H or 1, total rows).
         """
         if not self.predicates:
             return ()
@@ -120,13 +120,13 @@ class Problem(OfFields):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether there is any (query, key) at which a mod can be evaluated."""
+        """Whether there is at least one (query, key) pair at which a mod can be evaluated."""
         entries = self.sequences.has_pairs if self.sequences is not None else min(self.batch, self.seqlen_q, self.seqlen_k) > 0
         return entries and self.heads_q > 0
 
     @property
     def may_have_pairs(self) -> bool:
-        """Whether ``has_pairs`` can be true, as far as that is known without reading GPU memory."""
+        """Whether ``has_pairs`` can be true, judged without reading GPU memory."""
         sizes = (self.batch, *self.q.shape, *self.k.shape)
         return min(sizes) > 0 and min(self.bound_q, self.bound_k) > 0
 
@@ -137,7 +137,7 @@ class Problem(OfFields):
 
     @property
     def grad_inputs(self) -> tuple[Tensor | None, ...]:
-        """What may receive gradients, in the order that a backend's backward returns them: q, k, v, sink, the score mod's tensors."""
+        """The tensors that may receive gradients, in the order that a backend's backward returns them: q, k, v, sink, the score mod's."""
         return (self.q, self.k, self.v, self.sink, *(self.score.tensors if self.score else ()))
 
     @property

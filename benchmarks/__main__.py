@@ -83,7 +83,7 @@ def main(
             except Exception as error:
                 found.records[name] = refused(step, error)
             click.echo(report.describe(found.records[name]))
-        if store is not None:  # after every case, so that an interrupted run keeps what it has
+        if store is not None:  # after every case, so that an interrupted run keeps its results
             store.save(where, found)
     click.echo("\n".join(report.bar_lines(found, BARS)))
     if any(record.refused for record in found.records.values()) or any("error" in figures for figures in found.probes.values()):
@@ -91,7 +91,7 @@ def main(
 
 
 def _earlier(store: Store, commit: str) -> Found:
-    """What an earlier run of the same commit wrote, without the cases that were refused or disturbed and the probes that failed."""
+    """The results of an earlier run of the same commit, without cases that were refused or disturbed and probes that failed."""
     if store.commit() not in ("", commit):
         raise click.UsageError(f"the figures in --out are of commit {store.commit()}, this is {commit}; run without --keep")
     found = store.found()

@@ -1,4 +1,4 @@
-"""What has to be reached, as data: one row a bar, and how bars read a run's records."""
+"""Bars: the figures to reach, one row each, and their evaluation on a run's records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Bar", "Found", "bar_rows", "geometric_mean", "one", "probe", "some",
 
 @dataclass(frozen=True)
 class Found:
-    """A run: records by case name, probes by name."""
+    """The results of a run: records by case name, probes by name."""
 
     records: dict[str, Record]
     probes: dict[str, dict[str, Any]]
 
-    disturbed: set[str] = field(default_factory=set)  # cases that figures were taken from although other processes were busy
+    disturbed: set[str] = field(default_factory=set)  # cases whose figures were used although other processes were busy
 
     def record(self, case: str) -> Record:
         record = self.records[case]
@@ -39,7 +39,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Bar:
-    """measure: raises ``KeyError`` when the run did not measure it. at_least: else at most. note: what else to say of the figure."""
+    """measure: raises ``KeyError`` if the run did not measure the figure. at_least: else at most. note: text to add to the figure."""
 
     name: str
     floor: float
@@ -77,13 +77,13 @@ def _figure(value: float) -> str:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """nan of nothing."""
+    """The geometric mean; nan for no values."""
     logs = [math.log(v) for v in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def versus(found: Found, case: str, peers: Iterable[str], mine: str = OURS) -> float:
-    """How many times as fast as the fastest of ``peers`` that did the same job. ``KeyError`` if none was timed, or anyattn was not, or
+    """The speed relative to the fastest of ``peers`` that computed the same result. ``KeyError`` if none was timed, anyattn was not, or
     its result is wrong."""
     record = found.record(case)
     timed = [p for p in peers if p in record.timings and not record.differs(p)]
@@ -116,9 +116,9 @@ def some(
     mine: str = OURS,
     is_time: bool = False,
 ) -> list[Bar]:
-    """Bars on the worst case and on the geometric mean; each says of how many of its cases.
+    """Bars on the worst case and on the geometric mean; each states the number of its cases.
 
-    is_time: ``each`` is the most that the time may be, as a multiple of the fastest peer's.
+    is_time: ``each`` is the largest allowed time, relative to the fastest peer's.
     """
 
     def count(found: Found) -> str:

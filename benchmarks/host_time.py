@@ -1,8 +1,8 @@
-"""``python -m benchmarks.host_time``: microseconds of the host that a warm call takes.
+"""``python -m benchmarks.host_time``: host time of warm calls in microseconds.
 
-On a machine without the GPU the call is planned as if for a Hopper GPU, whose backend is replaced by one that returns tensors made
-beforehand: what is left is our own Python. ``--device cuda`` makes the calls for real, launches included, and does not wait for the
-kernels. Each line is the least mean of several runs, since everything that disturbs a run makes it longer.
+On a machine without a GPU the call is planned as if for a Hopper GPU, whose backend is replaced by one that returns preallocated tensors:
+the rest is our own Python. ``--device cuda`` makes real calls, launches included, and does not wait for the kernels. Each line is the
+smallest mean of several runs, since every disturbance makes a run longer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Calls on CPU tensors are planned for Hopper, whose forward pass and kernels do nothing, and neither do Triton's."""
+    """Plans calls on CPU tensors for Hopper, whose forward pass and kernels do nothing, and neither do Triton's."""
     run = importlib.import_module("anyattn.backends.hopper.api")
     backend = importlib.import_module("anyattn.backends.hopper")
     launches = importlib.import_module("anyattn.backends.hopper.backward_launches")
@@ -63,7 +63,7 @@ def stubbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in pretended:
             stack.enter_context(patch)
-        if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
+        if _HAS_TRITON:  # up to Triton's launcher, which would call a driver
             launch = importlib.import_module("anyattn.triton_tools.launch")
             handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True, lambda x, number: [x])
             entry = importlib.import_module("anyattn.backends.triton.codegen.entry")
@@ -101,7 +101,7 @@ def _fresh_closures(device: str) -> Callable[[], Any]:
 
 
 def _new_lengths(device: str) -> Callable[[], Any]:
-    """No such call is remembered: what a call costs whose mods alone are known."""
+    """A call that is new to the call cache every time: the cost if only the mods are cached."""
     lengths = iter(range(1, 10**9))
 
     def call() -> Any:
@@ -113,7 +113,7 @@ def _new_lengths(device: str) -> Callable[[], Any]:
 
 
 def _varlen(device: str, is_new: bool) -> Callable[[], Any]:
-    """Packed sequences; is_new: with another number of rows each time, as in training and serving."""
+    """Packed sequences; is_new: with another number of rows in each call, as in training and serving."""
     most, rows = 1024, 256
     q = torch.randn(most, 2, 64, dtype=torch.bfloat16, device=device)
     packed = [q[: rows + i] for i in range(most - rows)] if is_new else [q]
@@ -163,7 +163,7 @@ def _decode(device: str, **options: Any) -> Callable[[], Any]:
 
 
 def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
-    """Calls by Triton's kernels, and what of one is the backend's own."""
+    """Calls by Triton's kernels, and the backend's own part of one of them."""
     if not _HAS_TRITON:
         return {}
     run = importlib.import_module("anyattn.backends.triton.api")
@@ -196,8 +196,46 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+@contextlib.contextmanager
+def listing() -> Iterator[None]:
+    """Context for CPU tensors inside ``stubbed()``: ``create_block_mask`` takes them for a GPU's, and its kernels list nothing."""
+    compute, block_lists, prepared_lists, entry_point = (
+        importlib.import_module(f"anyattn.{name}")
+        for name in ("sparsity.compute", "sparsity.kernels.block_lists", "sparsity.kernels.prepared_lists", "block_masks")
+    )
+    handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True)
+    pretended = (
+        (compute, "runs_kernels", True),
+        (entry_point, "may_have_kernels", True),
+        (block_lists, "launch", handle),
+        (prepared_lists, "known_handle", handle),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, answer in pretended:
+            stack.enter_context(mock.patch.object(module, name, lambda *a, answer=answer: answer))
+        yield
+
+
+def _block_masks(device: str) -> dict[str, Callable[[], Any]]:
+    """``create_block_mask`` at S 8,192, as in the cases masks-host; of documents by a new closure each time."""
+    if not _HAS_TRITON:
+        return {}
+    ids = (torch.arange(8192, device=device) // 1024).to(torch.int32)
+
+    def documents(ids: Tensor) -> Callable:
+        return lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    return {
+        "block mask, causal": lambda: anyattn.create_block_mask(causal, 1, 1, 8192, 8192, device=device),
+        "block mask, documents, causal": lambda: anyattn.create_block_mask(documents(ids), 1, 1, 8192, 8192, device=device),
+    }
+
+
 def _compiled(device: str) -> dict[str, Callable[[], Any]]:
-    """Calls inside graphs of Inductor's, and of one the operator and what Inductor's code calls in its place."""
+    """Calls inside Inductor's graphs; for one of them also the operator, and the function that Inductor's code calls instead."""
     attend = importlib.import_module("anyattn.custom_ops.flex").attend
     q, k, v = _tensors(device)
     causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
@@ -219,7 +257,7 @@ def _peers(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _stages(device: str) -> dict[str, Callable[[], Any]]:
-    """Stages of a call that is not in the call cache: of a flex call with a block mask, and of a causal flash call."""
+    """Stages of calls that miss the call cache: a flex call with a block mask, and a causal flash call."""
     from anyattn.backends.hopper import api as run
     from anyattn.backends.hopper import plan as backend_plan
 
@@ -256,8 +294,10 @@ def measured(device: str) -> dict[str, float]:
     """Microseconds by name: entry points, then the stages of a call."""
     if device == "cpu":
         with stubbed():
-            return {name: microseconds(call) for name, call in _ours(device).items()}
-    return {name: microseconds(call) for name, call in {**_ours(device), **_peers(device)}.items()}
+            found = {name: microseconds(call) for name, call in _ours(device).items()}
+            with listing() if _HAS_TRITON else contextlib.nullcontext():
+                return found | {name: microseconds(call) for name, call in _block_masks(device).items()}
+    return {name: microseconds(call) for name, call in {**_ours(device), **_block_masks(device), **_peers(device)}.items()}
 
 
 def _ours(device: str) -> dict[str, Callable[[], Any]]:

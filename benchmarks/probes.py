@@ -1,6 +1,6 @@
-"""What has to be measured in a process of its own: peak memory, first calls, import time. Each probe prints one JSON object.
+"""Probes that need a separate process: peak memory, first calls, import time. Each prints one JSON object.
 
-``python -m benchmarks.probes NAME`` runs one here; ``measure(NAME)`` runs it in a fresh process.
+``python -m benchmarks.probes NAME`` runs one in this process; ``measure(NAME)`` runs it in a fresh one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MIB = 2**20
 
 
 class Peak:
-    """The highest resident set from here on, above what is resident now."""
+    """The peak resident set from here on, minus the resident set now."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):  # Linux: forget the high-water mark so far
+        with contextlib.suppress(OSError):  # Linux: resets the high-water mark
             Path("/proc/self/clear_refs").write_text("5")
         self._before = psutil.Process().memory_info().rss
 
@@ -37,7 +37,7 @@ class Peak:
 
 def _high_water_bytes() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # not getrusage here: its figure starts with that of the process that forked this one
+    if status.exists():  # not getrusage: its figure includes the peak of the forking process
         found = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
         return int(found[0][1]) * 1024
     import resource
@@ -46,7 +46,7 @@ def _high_water_bytes() -> int:
 
 
 def _memory() -> dict[str, Any]:
-    """Forward and backward of one head, 65,536 long, window 512: the peak above the inputs, outputs and gradients included."""
+    """Forward and backward pass of one head, length 65,536, window 512: the peak above the inputs, outputs and gradients included."""
     import torch
 
     import anyattn
@@ -70,7 +70,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _long_masks() -> dict[str, Any]:
-    """``create_block_mask`` at 1,048,576: seconds, and peak memory above what was there before."""
+    """``create_block_mask`` at length 1,048,576: seconds, and peak memory above that before."""
     import torch
 
     import anyattn
@@ -90,7 +90,7 @@ def _long_masks() -> dict[str, Any]:
 
 
 def _first_call() -> dict[str, Any]:
-    """The first call with each gallery variant in one process, from the plain functions on: mask, trace, plan, result."""
+    """The first call with each gallery variant in one process, from plain functions on: mask, trace, plan, result."""
     import torch
 
     import anyattn
@@ -111,7 +111,7 @@ def _first_call() -> dict[str, Any]:
 
 
 def _closure() -> dict[str, Any]:
-    """A new closure with known code, against the same closure again: extra host time, and whether anything was compiled."""
+    """A new closure over known code, against the same closure again: extra host time, and whether anything was compiled."""
     import torch
 
     import anyattn
@@ -147,7 +147,7 @@ def _closure() -> dict[str, Any]:
 
 
 def _import_time() -> dict[str, Any]:
-    """``import anyattn`` and reaching ``flex_attention``, after torch is imported."""
+    """Importing ``anyattn`` and accessing ``flex_attention``, after torch is imported."""
     import torch  # noqa: F401
 
     start = time.perf_counter()
@@ -159,7 +159,7 @@ def _import_time() -> dict[str, Any]:
 
 
 def _decode_host() -> dict[str, Any]:
-    """One decode call that appends, causal, over caches of two keys, on one thread: microseconds, hardly any of them arithmetic."""
+    """A causal decode call that appends to caches of two keys, on one thread: microseconds, nearly all of them overhead."""
     import torch
 
     import anyattn
@@ -187,8 +187,8 @@ def _decode_host() -> dict[str, Any]:
 
 
 def _decode_pages() -> dict[str, Any]:
-    """A decode call over 8,192 keys of 4 sequences in shuffled pages over the same call without pages: one thread's CPU time, least of 10,
-    which stands beside other processes too."""
+    """CPU time of a decode call over 8,192 keys of 4 sequences in shuffled pages, relative to the same call without pages: one thread, the
+    smallest of 10, which is stable beside other processes too."""
     from dataclasses import replace
 
     import torch
@@ -214,7 +214,7 @@ def _decode_pages() -> dict[str, Any]:
 
 
 def _ragged_lists() -> dict[str, Any]:
-    """Block lists of 1,000 sequences of 1 to 4,096 tokens, forward and transposed, by mask: seconds, the third time."""
+    """Block lists of 1,000 sequences of 1 to 4,096 tokens, forward and transposed, by mask: seconds of the third run."""
     import torch
 
     import anyattn
@@ -246,7 +246,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def measure(name: str, timeout_s: float = 600) -> dict[str, Any]:
-    """The probe's figures, from a fresh process, or ``{"error": why there are none}``."""
+    """The probe's figures from a fresh process, or ``{"error": reason}``."""
     return probed("benchmarks.probes", name, timeout_s)
 
 

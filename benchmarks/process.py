@@ -1,4 +1,4 @@
-"""Child processes: one that is asked in JSON lines and answers each with one (the parent's end, and the child's), and probes."""
+"""Child processes: a question-and-answer protocol in JSON lines (both ends), and probes in fresh processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any, TextIO
 
 __all__ = ["ANSWER", "CACHE_FOLDERS", "Child", "apart", "probed"]
 
-# where anyattn and its compilers keep what they compiled
+# cache folders of anyattn and its compilers
 CACHE_FOLDERS = ("ANYATTN_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-ANSWER = "@ahead "  # what the child says for itself; compilers print to the same stream
+ANSWER = "@ahead "  # prefix of the child's answers; compilers print to the same stream
 
 
 class Child:
-    """The parent's end."""
+    """The parent's end of a child process."""
 
     def __init__(self, command: list[str], log: TextIO, environment: Mapping[str, str]):
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The child's answer. Raises ``RuntimeError`` if it died or took longer, when it is killed."""
+        """The child's answer. Raises ``RuntimeError`` if the child died, or took longer and was killed."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         alarm = threading.Timer(seconds, process.kill)
@@ -45,7 +45,7 @@ class Child:
             alarm.cancel()
 
     def end(self, seconds: float = 0.0) -> None:
-        """Ends the child. seconds: how long it may take to end by itself once there is nothing more to read."""
+        """Ends the child. seconds: how long it may take to exit after its input is closed."""
         if seconds and self._process.stdin is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._process.stdin.close()
@@ -59,14 +59,14 @@ class Child:
 
 @contextmanager
 def apart() -> Iterator[TextIO]:
-    """In the child: what compilers print goes to stderr; yields where the answers go."""
+    """Context in the child: redirects the compilers' output to stderr, and yields the stream for answers."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         yield answers
 
 
 def probed(module: str, name: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The JSON object that ``python -m module name`` prints last, in a fresh process; ``{"error": why there is none}``."""
+    """The JSON object that ``python -m module name`` prints last in a fresh process, or ``{"error": reason}``."""
     command, root = [sys.executable, "-m", module, name], Path(__file__).resolve().parent.parent
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=root)

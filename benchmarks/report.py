@@ -1,4 +1,4 @@
-"""A run as JSON and as Markdown, whichever device it was on."""
+"""Report of a run as JSON and as Markdown, on any device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_json(machine: dict[str, Any], found: Found, bars: Sequence[Bar]) -> dict[
 
 
 def found_in(figures: dict[str, Any]) -> Found:
-    """The run that ``as_json`` gave ``figures`` of."""
+    """The run from the ``figures`` that ``as_json`` returned."""
     records = [Record.from_json(case) for case in figures["cases"]]
     return Found({record.case: record for record in records}, dict(figures["probes"]))
 
@@ -65,7 +65,7 @@ def _place(machine: dict[str, Any]) -> str:
 def probe_lines(name: str, figures: dict[str, Any]) -> list[str]:
     if "contestants" not in figures:
         return [f"- {name}: {_rounded(figures)}"]
-    from benchmarks.gpu.gpt import report as gpt  # the training step's tables: reading a CPU's run needs none of its modules
+    from benchmarks.gpu.gpt import report as gpt  # imported here: reading a CPU run needs none of its modules
 
     return gpt.tables(name, figures)
 
@@ -83,7 +83,7 @@ def shown_bars(found: Found, bars: Sequence[Bar]) -> list[tuple[str, str, str, s
 
 
 def bar_lines(found: Found, bars: Sequence[Bar]) -> list[str]:
-    """The bars in few characters, one a line: verdict, bar, measured, wanted. Of those that have no figure only the number."""
+    """The bars briefly, one per line: verdict, bar, measured, wanted; and the number of bars without figures."""
     rows = shown_bars(found, bars)
     measured = [row for row in rows if row[4] != "-"]
     lines = [f"{row[4].replace('*', ''):8}{row[0]}: {row[1]}, wanted {row[2].strip()}" for row in measured]
@@ -93,7 +93,7 @@ def bar_lines(found: Found, bars: Sequence[Bar]) -> list[str]:
 
 
 def describe(record: Record) -> str:
-    """One line for people who are waiting."""
+    """One progress line for a record."""
     if record.refused:
         return f"{record.case}: REFUSED, {record.refused}"
     speeds = [f"{name} {_cell(record, name)}" for name in record.timings]
@@ -105,7 +105,7 @@ def describe(record: Record) -> str:
 
 
 def _table(records: list[Record]) -> list[str]:
-    """Columns that no record has anything for are left out."""
+    """The table of records, without columns that are empty in all of them."""
     names = list(dict.fromkeys(name for r in records for name in (*r.timings, *r.unavailable) if name != OURS))
     about = {"backend": _backend, "budget": _budget, "difference": _difference}
     columns = {title: cell for title, cell in about.items() if any(cell(r) for r in records)}
@@ -149,7 +149,7 @@ def _cell(record: Record, name: str) -> str:
 
 
 def _speed(record: Record, name: str) -> str:
-    """The rate alone where a device is so fast that nobody thinks in its milliseconds."""
+    """The speed as text: the rate alone for devices so fast that milliseconds are not informative."""
     timing = record.timings[name]
     seconds, spread = timing.median, f" ±{timing.spread * 100:.0f} %"
     if "bytes" in record.extra:

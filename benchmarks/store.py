@@ -1,4 +1,4 @@
-"""The files of a run: what was measured, and what was under way, so that a process that dies takes only one contestant with it."""
+"""Files of a run: its results and the current step, so that a process that dies loses only one contestant."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["State", "Store", "is_done"]
 
 @dataclass
 class State:
-    """under_way: (case, contestant; "" while none is called). banned: case -> contestant -> why it is left out. error: if known."""
+    """under_way: (case, contestant; "" while none is called). banned: case -> contestant -> reason. error: if known."""
 
     under_way: tuple[str, str] | None = None
     banned: dict[str, dict[str, str]] = field(default_factory=dict)
     error: str = ""
 
     def ban(self, reason: str) -> bool:
-        """Bans what was under way; False if nothing was."""
+        """Bans the contestant that was running; False if none was."""
         if self.under_way is None:
             return False
         case, contestant = self.under_way
@@ -33,14 +33,14 @@ class State:
         return True
 
     def banned_in(self, case: str, names: Iterable[str]) -> dict[str, str]:
-        """Which of a case's contestants not to try, and why: those that died in it, and peers that died in two others already."""
+        """The case's contestants that are not tried, with the reasons: those that died in it, and peers that died in two others."""
         deaths = [name for banned in self.banned.values() for name in banned]
         often = {name: "its process died in two other cases" for name in names if deaths.count(name) >= 2}
         return {**often, **self.banned.get(case, {})}
 
 
 def is_done(found: Found, step: Case | str) -> bool:
-    """Whether a probe was taken, or each of a case's contestants was timed or has a reason why not."""
+    """Whether a probe was run, or each of a case's contestants was timed or has a reason against it."""
     if isinstance(step, str):
         return step in found.probes
     record = found.records.get(step.name)
@@ -48,7 +48,7 @@ def is_done(found: Found, step: Case | str) -> bool:
 
 
 class Store:
-    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say). bars: of the tables."""
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (current step), OUT.ahead.log (compilers' output). bars: those of the tables."""
 
     def __init__(self, out: Path, bars: Sequence[Bar] = ()):
         self._bars = bars
@@ -64,7 +64,7 @@ class Store:
         return report.found_in(json.loads(self._figures.read_text())) if self._figures.exists() else Found({}, {})
 
     def commit(self) -> str:
-        """That the figures are of; empty if there are none."""
+        """The commit of the figures; empty if there are none."""
         return json.loads(self._figures.read_text())["machine"]["commit"] if self._figures.exists() else ""
 
     def save(self, machine: dict[str, Any], found: Found) -> None:
@@ -83,7 +83,7 @@ class Store:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, whenever the process ends."""
+    """Writes the file atomically, whenever the process ends."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)

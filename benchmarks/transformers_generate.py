@@ -1,10 +1,10 @@
-"""``generate`` of a tiny Llama on this machine: tokens a second of ``attn_implementation="anyattn"`` over those of ``sdpa``.
+"""Benchmark of ``generate`` with a tiny Llama on this machine: tokens per second of ``attn_implementation="anyattn"`` over ``sdpa``.
 
     python -m benchmarks.transformers_generate [--rounds 7] [--new 96] [--batch 1] [--padded] [--compiled] [--clock cpu]
 
-Eight layers of width 256 with random weights and a static cache. The implementations take turns round by round, in an order that changes,
-and the ratio is taken within a round: what else the machine does meanwhile hits both. ``--clock cpu`` counts the process's own seconds
-instead, which other processes disturb less; with one thread (OMP_NUM_THREADS=1) the two agree on a quiet machine.
+Eight layers of width 256 with random weights and a static cache. The implementations take turns within rounds, in changing order, and the
+ratio is taken within a round, so that other load affects both. ``--clock cpu`` counts the process's CPU seconds instead, which other
+processes disturb less; with one thread (OMP_NUM_THREADS=1) the two agree on a quiet machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformers on a GPU: ``attn_implementation="anyattn"`` beside the others, for models of known shapes with random weights.
+"""Benchmark of Transformers on a GPU: ``attn_implementation="anyattn"`` beside others, for known model shapes with random weights.
 
     python -m benchmarks.transformers_gpu [--cases eager,paged,...] [--seconds 150] [--tiny]
 
@@ -6,8 +6,8 @@ Nothing is downloaded. Cases: generate of a Llama of 1B parameters with a dynami
 compiled (``compiled``), of a Mistral with a window (``mistral``) and of a gpt-oss with sinks and windows (``gpt-oss``), all with prompts of
 uneven lengths, padded on the left; a training step over packed documents (``training``); continuous batching (``paged``).
 
-The implementations take turns within a round, in an order that changes, and ratios are taken within rounds. The cases run in a process of
-their own, each under a limit: one that takes longer is ended with its process, and the others go on in another. ``--tiny`` is for trying
+The implementations take turns within a round, in changing order, and ratios are taken within rounds. The cases run in a separate process,
+each under a time limit: a case that exceeds it is ended with its process, and the others continue in a new one. ``--tiny`` is for trying
 the script on a CPU.
 """
 
@@ -36,14 +36,14 @@ from benchmarks.process import ANSWER, Child, apart
 __all__ = ["CASES", "main"]
 
 OURS = "anyattn"
-_START_S = 60  # what a fresh process may take for its imports and the device, beside its case's limit
+_START_S = 60  # for a fresh process's imports and device initialisation, in addition to its case's limit
 
 
 @dataclass(frozen=True)
 class Case:
     """model: the prefix of Transformers' class names. settings: of its config. window: of sliding layers. peers: other implementations.
 
-    batch, prompt, new: sequences, tokens of the longest prompt, tokens generated; of training: 1, tokens of a step, documents.
+    batch, prompt, new: sequences, tokens of the longest prompt, generated tokens; for training: 1, tokens per step, documents.
     limit: seconds.
     """
 
@@ -57,14 +57,14 @@ class Case:
     limit: float
 
     def tiny(self) -> Case:
-        """The same of a size that a CPU computes in a moment."""
+        """The same case in a size that a CPU computes in a moment."""
         small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
         small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
         if "sliding_window" in self.settings:
             small["sliding_window"] = 16
         if "layer_types" in self.settings:
             small["layer_types"] = self.settings["layer_types"][:2]
-        peers = tuple(p for p in self.peers if p != "flex_attention")  # compiled for a CPU, it has no gradients
+        peers = tuple(p for p in self.peers if p != "flex_attention")  # compiled for a CPU it has no gradients
         return replace(self, settings=self.settings | small, batch=min(self.batch, 4), prompt=48, new=min(self.new, 6), peers=peers)
 
 
@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
 
 
 def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
-    """Made where it runs, with random weights."""
+    """The model with random weights, created on the device."""
     import transformers
 
     from anyattn.integrations.transformers import register
@@ -121,7 +121,7 @@ def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _lengths(case: Case) -> list[int]:
-    """Of the prompts: from half of the longest to all of it."""
+    """The lengths of the prompts: from half of the longest to all of it."""
     return [case.prompt - case.prompt * row // (2 * case.batch) for row in range(case.batch)]
 
 
@@ -131,7 +131,7 @@ def _generating(case: Case, model: Any, device: torch.device) -> Callable[[str],
     options: dict[str, Any] = {"max_new_tokens": case.new, "do_sample": False}
     if case.kind == "static":
         options["cache_implementation"] = "static"
-        if device.type == "cpu":  # which generate does not compile for by itself
+        if device.type == "cpu":  # for which generate does not compile by itself
             from transformers import CompileConfig
 
             options["compile_config"] = CompileConfig(mode="default")
@@ -148,7 +148,7 @@ def _generating(case: Case, model: Any, device: torch.device) -> Callable[[str],
 
 
 def _training(case: Case, model: Any, device: torch.device) -> Callable[[str], float]:
-    """Forward and backward of one packed sequence of documents of uneven lengths."""
+    """Forward and backward pass of one packed sequence of documents of uneven lengths."""
     model.train()
     weights = torch.arange(1, case.new + 1)
     lengths = (case.prompt * weights // int(weights.sum())).tolist()
@@ -166,7 +166,7 @@ def _training(case: Case, model: Any, device: torch.device) -> Callable[[str], f
 
 
 def _batching(case: Case, model: Any, device: torch.device) -> Callable[[str], float]:
-    """Requests of uneven lengths, all there from the beginning."""
+    """Continuous batching of requests of uneven lengths that all arrive at the start."""
     import transformers
 
     texts = [torch.randint(2, case.settings["vocab_size"], (n,)).tolist() for n in _lengths(case)]
@@ -193,7 +193,7 @@ _KINDS = {"dynamic": _generating, "static": _generating, "training": _training, 
 
 
 def _measured(case: Case, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
-    """rates: tokens a second of each implementation, by rounds. memory: GiB of each. errors: of those that raised."""
+    """rates: tokens per second of each implementation, by round. memory: GiB of each. errors: of those that raised."""
     start = time.perf_counter()
     model = _model(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     run = _KINDS[case.kind](case, model, device)
@@ -257,7 +257,7 @@ def _serve(is_tiny: bool) -> None:
                 traceback.print_exc()
                 found = {"rates": {}, "memory": {}, "errors": {"case": f"{type(error).__name__}: {error}"[:200]}}
             torch.compiler.reset()
-            gc.collect()  # the model of a case that is over
+            gc.collect()  # frees the finished case's model
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             print(ANSWER + json.dumps(found), file=answers, flush=True)
@@ -294,7 +294,7 @@ def main(chosen: str, seconds: float, tiny: bool, serve: bool) -> None:
         raise click.BadParameter(f"no case {unknown[0]!r}; wanted some of {', '.join(CASES)}", param_hint="--cases")
     end, console = time.monotonic() + seconds, Console(width=None if sys.stdout.isatty() else 150)
     command = [sys.executable, "-m", "benchmarks.transformers_gpu", "--serve", *(["--tiny"] if tiny else [])]
-    log = sys.__stderr__ or sys.stderr  # the process's own, whatever stands for it in a test
+    log = sys.__stderr__ or sys.stderr  # the process's own stderr, even if a test replaces sys.stderr
     rows: list[tuple[str, ...]] = []
     missing: list[str] = []
     child: Child | None = None

@@ -1,4 +1,4 @@
-"""Backends: each computes a ``Problem`` by a ``Plan``; none imports another."""
+"""Backends: each computes a ``Problem`` according to a ``Plan``; backends do not import one another."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["backend_module"]
 
 @lru_cache(maxsize=8)
 def backend_module(name: str) -> Any:
-    """The module with ``forward`` and ``backward`` of the backend called ``name``, imported when first used."""
+    """The module of the backend called ``name``, with ``forward`` and ``backward``; imported when first used."""
     return importlib.import_module(f"anyattn.backends.{name}")

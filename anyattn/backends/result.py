@@ -1,4 +1,4 @@
-"""Results of a forward pass, the same for all backends."""
+"""Results of a forward pass, in one form for all backends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["Result"]
 
 
 class Result(NamedTuple):
-    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) in the statistics' dtype, which is float32 on a GPU, or None
-    where not wanted; lse in nats."""
+    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) in the statistics' dtype (float32 on a GPU), or None if not
+    wanted; lse in nats."""
 
     out: Tensor
     lse: Tensor | None

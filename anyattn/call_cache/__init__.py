@@ -1,1 +1,1 @@
-"""The call cache: a warm call becomes its ``Problem`` and ``Plan`` without being validated again."""
+"""Call cache: a warm call is turned into its ``Problem`` and ``Plan`` without being validated again."""

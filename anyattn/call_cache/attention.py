@@ -1,7 +1,7 @@
-"""Warm calls of ``flex_attention``, ``flash_attn_func`` and ``flash_attn_varlen_func``: what a first call has checked and planned holds.
+"""Warm calls of ``flex_attention``, ``flash_attn_func`` and ``flash_attn_varlen_func``: reuses the checks and the plan of an earlier call.
 
-Each function returns the problem and the plan of a call. Its slow path, checks and then the planner, is a function of its own; what it
-finds is remembered under the call's signature. A warm call skips it: its own tensors, scale and captured values are put into the problem.
+Each function returns the problem and the plan of a call. The slow path (checks, then the planner) is a separate function; its result is
+remembered under the call's signature. A warm call skips it: its own tensors, scale and captured values replace those of the problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_again", "flex_call
 
 
 class FlexCall(NamedTuple):
-    """The arguments of one ``flex_attention`` call; lse and max_scores as they are wanted, whichever way was asked."""
+    """The arguments of a ``flex_attention`` call; wants_lse and wants_max combine torch's two ways to request them."""
 
     query: Any
     key: Any
@@ -63,7 +63,7 @@ _signature_of_flash = signature(
 
 @opaque
 def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bool = False) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a ``flex_attention`` call; None where it should be its operator's (``tensors.kinds``).
+    """The problem and the plan of a ``flex_attention`` call; None if the call must run as its operator (``tensors.kinds``).
 
     options: ``kernel_options``. Raises as ``validate.flex.flex_problem`` and the planner.
     """
@@ -95,7 +95,7 @@ def flex_again(
 
 
 def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedCall | None:
-    """What is remembered of a ``flex_attention`` call."""
+    """The remembered ``flex_attention`` call with this call's signature, if there is one."""
     return known(_signature_of_flex(call, backend, options))
 
 
@@ -109,7 +109,7 @@ def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator
 
 @opaque
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``. Raises as the checks and the planner."""
+    """The problem and the plan of a ``flash_attn_func`` call; None as in ``flex_call``. Raises as the checks and the planner."""
     found = _signature_of_flash(q, k, v, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes,)
@@ -141,7 +141,7 @@ def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
 def varlen_call(
     q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
-    """``flash_call`` of a ``flash_attn_varlen_func`` call. Raises as ``validate.flash.varlen_problem`` and the planner."""
+    """``flash_call`` for ``flash_attn_varlen_func``. Raises as ``validate.flash.varlen_problem`` and the planner."""
     found = signature_of_varlen(q, k, v, places, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes, *places.tables)

@@ -1,6 +1,6 @@
-"""Remembered calls: a two-generation cache from the key of a call to its plan, and to its problem without tensors.
+"""Remembered calls: a two-generation cache from a call's key to its plan and to its problem without tensors.
 
-No tensor and no function of a user's is kept, but for CuTe functions, which are their programs, and no more than ``2 * MOST`` calls.
+It keeps at most ``2 * MOST`` calls, and no tensor or function of the user's except CuTe functions, which are their own programs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ MOST = 512
 
 
 class RememberedCall(NamedTuple):
-    """What calls of one key have in common.
+    """The properties that calls of one key share.
 
-    fields: the problem's, but for its tensors and what its mods capture.
-    has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value of batch 1 stand for every query batch
-    entry. extents, sizes, follows (``flash_attn_with_kvcache``): what ``append.check_step`` takes, if the call appends;
-    ``CacheStep``'s.
-    plans: further plans by the greatest number of keys, where the plan depends on that too.
+    fields: of the problem, without its tensors and the captured values of its mods.
+    has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value have batch 1 for every query batch
+    entry. extents, sizes, follows (``flash_attn_with_kvcache``): for ``append.check_step``, if the call appends; for ``CacheStep``.
+    plans: more plans, by the greatest number of keys, if the plan depends on it.
     """
 
     plan: Plan
@@ -46,7 +45,7 @@ class RememberedCall(NamedTuple):
     plans: dict[int, Plan] | None = None
 
     def filled(self, q: Any, k: Any, v: Any, sink: Any, scale: Any, found: Signature, arguments: tuple[Any, ...] = ()) -> dict[str, Any]:
-        """The fields of a warm call's problem; block lists and sequences are left to the entry point. arguments: as ``Recipe.made``."""
+        """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.made``."""
         fields = dict(self.fields)
         fields["q"], fields["k"], fields["v"], fields["sink"] = q, k, v, sink
         if scale is not None:
@@ -65,7 +64,7 @@ _Remembered = TypeVar("_Remembered")
 class TwoGenerationCache(Generic[_Remembered]):
     """The latest calls: a full ``young`` becomes ``old``; a hit in ``old`` is copied to ``young``.
 
-    A key that cannot be hashed holds a wrong argument, and is never there.
+    A key that cannot be hashed contains a wrong argument; it is never found and never stored.
     """
 
     def __init__(self) -> None:
@@ -98,18 +97,18 @@ _calls: TwoGenerationCache[RememberedCall] = TwoGenerationCache()
 
 
 def clear() -> None:
-    """Forgets every call; for tests and measurements, which look at what a first call does."""
+    """Forgets all calls, for tests and measurements of first calls."""
     for cache in _caches:
         cache.clear()
 
 
 def size() -> int:
-    """How many calls are remembered."""
+    """The number of remembered calls."""
     return len(_calls.young) + len(_calls.old)
 
 
 def known(found: Signature | None) -> RememberedCall | None:
-    """The remembered call of this signature."""
+    """The remembered call with this signature."""
     return None if found is None else _calls.get(found.key)
 
 
@@ -122,11 +121,11 @@ def remember(
     arguments: tuple[Any, ...] = (),
     **more: Any,
 ) -> None:
-    """Remembers a first call, unless its checks or its plan hang on what tensors hold.
+    """Remembers a first call, unless its checks or its plan depend on the contents of tensors.
 
-    again: reads the signature once more: a call whose signature changed during the checks is not remembered, for another thread may have
-    rebound what a mod captures, and the first trace of a mod may find that more of its numbers belong to the key.
-    score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as ``Recipe.of`` takes them.
+    again: computes the signature once more. A call whose signature changed during the checks is not remembered: another thread may have
+    rebound a captured variable, and the first trace of a mod may find that more of its numbers belong to the key.
+    score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as in ``Recipe.of``.
     more: fields of ``RememberedCall``.
     """
     if not plan.is_reusable and "plans" not in more:
@@ -147,14 +146,14 @@ def remember(
 
 
 def score_of_user(given: Options, problem: Problem) -> TracedMod | None:
-    """The part of the problem's score that is the user's: softcap and ALiBi come before it."""
+    """The user's part of the problem's score; softcap and ALiBi come before it."""
     if given.score_mod is None:
         return None
     return flex.traced(given.score_mod, "score", problem.q, None if given.aux_tensors is None else list(given.aux_tensors))
 
 
 def _without_tensors(problem: Problem) -> dict[str, Any]:
-    """All fields, the tensors and what the mods captured left out."""
+    """All fields, with tensors and mods removed."""
     return {
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
         "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,

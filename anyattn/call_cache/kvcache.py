@@ -1,8 +1,8 @@
-"""Warm calls of ``flash_attn_with_kvcache`` on a CPU: of calls with one signature only what the tables hold is looked at again.
+"""Warm calls of ``flash_attn_with_kvcache`` on a CPU: for a known signature only the tables' contents are checked again.
 
-cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read for every call, as Python's numbers. A table that looks wrong, or is
-not plainly right, goes through ``validate.kvcache``, which says what is wrong with it; nothing is written before. A call with mods, rotary
-tables, ALiBi or packed queries has no signature.
+cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read at every call, as Python numbers. If one is not clearly right, the
+call goes through ``validate.kvcache``, which raises the error; nothing is written before. A call with mods, rotary tables, ALiBi or packed
+queries has no signature.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from anyattn.validate.window import band
 
 __all__ = ["KnownCall", "decode_call"]
 
-_MOST_PLANS = 8  # the layers of one step ask for the same one
-_MOST_ROWS = 2048  # new rows; from here on vectors beat lists, and hardly any of the time is the host's
+_MOST_PLANS = 8  # the layers of one step share a plan
+_MOST_ROWS = 2048  # new rows: with more, vectors are faster than lists, and the host takes a small part of the time
 
 _GIVEN = fields(
     Given, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
@@ -43,7 +43,7 @@ _signature = signature("flash_attn_with_kvcache", given=_GIVEN, options=OPTIONS_
 
 
 class KnownCall(NamedTuple):
-    """A warm call, whose tables are good. new: k, v and the caches' two leading indices of every new row, or None."""
+    """A warm call whose tables have been checked. new: k, v and the two leading cache indices of every new row, or None."""
 
     problem: Problem
     k_cache: Tensor
@@ -51,7 +51,7 @@ class KnownCall(NamedTuple):
     new: tuple[Tensor, Tensor, Tensor, Tensor] | None
 
     def prepared(self, chosen: Plan) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold. chosen: as ``CacheCall`` takes it."""
+        """Appends to the caches and returns the attention over their new contents. chosen: as in ``CacheCall.prepared``."""
         if self.new is not None:
             k, v, first, second = self.new
             append.append(self.k_cache, k, first, second)
@@ -62,7 +62,7 @@ class KnownCall(NamedTuple):
 def decode_call(
     given: Given, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
-    """The call, checked, and its plan; nothing is written. None where it belongs to its operator (``tensors.kinds``).
+    """The checked call and its plan; nothing is written. None if the call must run as its operator (``tensors.kinds``).
 
     Raises as ``validate.kvcache.cache_call`` and the planner.
     """
@@ -96,7 +96,7 @@ def _plan(problem: Problem, backend: str | None, plans: dict[int, Plan] | None) 
 
 
 def _signature_of_call(given: Given, options: Options, backend: str | None) -> Signature | None:
-    """None also for a call that another backend computes."""
+    """The call's signature; None also for a call that another backend computes."""
     if backend not in (None, "torch") or not isinstance(given.q, Tensor) or given.q.device.type != "cpu":
         return None
     if (given.k is None) != (given.v is None):
@@ -108,7 +108,7 @@ def _signature_of_call(given: Given, options: Options, backend: str | None) -> S
 
 
 def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Signature) -> KnownCall | None:
-    """None where what the tables hold is not plainly right."""
+    """The call with its tables checked; None if their contents are not clearly right."""
     q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
     new = 0 if given.k is None else given.k.shape[1]
     found = _numbers(given, new)
@@ -134,9 +134,9 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Sig
 
 
 def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
-    """What the tables of a call say, and the storage row of each entry's first new row.
+    """The contents of a call's tables, and the storage row of each entry's first new row.
 
-    None where a number is out of range, or a cache row is appended to twice.
+    None if a number is out of range, or two entries append to one cache row.
     """
     (batch, queries), table, (storage, rows_each) = given.q.shape[:2], given.page_table, given.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
@@ -152,7 +152,7 @@ def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None
         return None
     none = [0] * batch
     entries = list(zip(used, none if pads is None else pads, strict=True))
-    places = {entry: _places(*entry, queries, new) for entry in set(entries)}  # most are alike
+    places = {entry: _places(*entry, queries, new) for entry in set(entries)}  # most entries are equal
     seqlens_k, k_start, q_first, starts = map(list, zip(*[places[entry] for entry in entries], strict=True))
     host = OnHost(
         seqlens_q=[queries] * batch,
@@ -170,13 +170,14 @@ def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:
-    """Of one entry: its keys, where they begin in its storage, the place of its first query among them, and its first new row."""
+    """For one entry: number of keys, their first storage row, position of the first query among
+    them, and storage row of the first new row."""
     info = SeqlenInfoQKNewK.create(0, queries, None, new, seqused_k=(used,), leftpad_k=(padding,))
     return info.seqlen_k, info.offset_k, info.seqlen_k - info.seqlen_q, info.leftpad_k + info.seqlen_k_og
 
 
 def _row_places(rows: list[int], starts: list[int], new: int) -> tuple[Tensor, Tensor]:
-    """Of every new row the cache's row and the place in it, int64."""
+    """For every new row the cache row and the position in it, int64."""
     if new == 1:
         return _vector(rows), _vector(starts)
     first = [row for row in rows for _ in range(new)]
@@ -184,7 +185,7 @@ def _row_places(rows: list[int], starts: list[int], new: int) -> tuple[Tensor, T
 
 
 def _page_places(table: Tensor, starts: list[int], new: int, page_size: int) -> tuple[Tensor, Tensor] | None:
-    """Of every new row its page and the place in it, int64; None where two entries would be appended to in one page."""
+    """For every new row its page and the position in it, int64; None if two entries append to one page."""
     width, rows = table.shape[1], starts if new == 1 else [s + j for s in starts for j in range(new)]
     places = [i // new * width + row // page_size for i, row in enumerate(rows)]
     pages = table.take(_vector(places))

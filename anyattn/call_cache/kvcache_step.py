@@ -1,7 +1,7 @@
-"""Warm calls of ``flash_attn_with_kvcache`` whose tables the host does not read, on a GPU: the signature decides all that is done.
+"""Warm calls of ``flash_attn_with_kvcache`` on a GPU, whose tables the host does not read: the signature determines all host work.
 
-A cache that is read alone may grow from call to call, as Transformers' dynamic caches do. It is planned for the capacity ``room_for`` its
-rows, and calls whose checks hold for that capacity too share a signature.
+A cache that is only read may grow from call to call, as Transformers' dynamic caches do. It is planned for the capacity ``room_for`` its
+rows; calls whose checks also hold for that capacity share a signature.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _of_room = signature(
 
 
 def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
-    """The call, checked, and its plan; nothing is written. None where an operator takes the call."""
+    """The checked call and its plan; nothing is written. None if the call must run as its operator."""
     may_grow = given.k is None and given.page_table is None
     signed: dict[Callable, Signature | None] = {}
     for made in (_of_room, _of_call) if may_grow else (_of_call,):
@@ -63,7 +63,7 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
 
 
 def _with_room(call: CacheCall, options: Options) -> Problem | None:
-    """The call's problem as that of a cache with ``room_for`` its rows; None where its mods are not the same there."""
+    """The call's problem with a cache of ``room_for`` its rows; None if its mods would differ there."""
     step, problem = call.step, call.problem
     sequences = StoredCache(step.tables, step.sizes._replace(capacity=room_for(step.sizes.capacity)), problem.q.device)
     found = flash.problem_of(step.q, step.k_cache, step.v_cache, sequences, options._replace(reads_captured=False), 0)
@@ -78,12 +78,12 @@ def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
 
 
 def named_tensors(given: Given, options: Options) -> dict[str, Any]:
-    """The tensors of a call by name, and whatever else stands where a tensor may."""
+    """The tensor arguments of a call by name, including wrong values passed for them."""
     return {**given._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
 def extents_of(given: Given) -> tuple[int, ...]:
-    """Of a call that appends, what ``append.check_step`` has to know of it."""
+    """The extents that ``append.check_step`` needs; empty if the call does not append."""
     return () if given.k is None else append.reaches(given.q, given.k, given.v, given.k_cache, given.v_cache)
 
 

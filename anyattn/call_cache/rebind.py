@@ -1,4 +1,4 @@
-"""Rebinding a warm call's mods: their programs are known, their captured numbers and tensors are this call's."""
+"""Rebinding of a warm call's mods: combines their known programs with this call's captured numbers and tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Recipe", "checks_hold"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a mod of a warm call: the program, and where in the call its run-time values are.
+    """How to make a mod of a warm call: the program, and the places of its run-time values in the call.
 
-    A mod is the user's, or one of the library's own (softcap, ALiBi, the band of causal and window_size), after which the user's may come.
+    A mod is the user's, or one of the library's own (softcap, ALiBi, the band of causal and window_size), possibly followed by the user's.
 
-    reading: of which of the call's ``Signature.readings`` it takes scalars and tensors, at these slots.
-    own_scalars: the numbers of the library's own mods, which the key settles; they come first. own_tensors: places of their tensors among
-    the call's arguments, which come first too. fixed: the mod itself, if it has no run-time values at all.
+    reading: the number of the ``Signature.readings`` entry that provides scalars and tensors, at these slots.
+    own_scalars: the numbers of the library's own mods, which the key determines; they come first. own_tensors: places of their tensors in
+    the call's arguments; they come first too. fixed: the mod itself, if it has no run-time values.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Recipe:
 
     @classmethod
     def of(cls, mod: TracedMod, user: TracedMod | None, reading: int, arguments: tuple[Any, ...]) -> Recipe:
-        """user: the part of ``mod`` that is the user's, its end or all of it. arguments: tensors that the library's own part may read."""
+        """user: the user's part of ``mod``, its end or all of it. arguments: tensors that the library's own part may read."""
         scalars: tuple[int, ...] = ()
         tensors: tuple[int, ...] = ()
         if user is not None:
@@ -52,9 +52,16 @@ class Recipe:
         return cls(mod.kind, mod.expr, mod.name, reading, scalars, tensors, own_scalars, tuple(places), fixed)
 
     def made(self, found: Signature, arguments: tuple[Any, ...]) -> TracedMod:
-        """The mod of a call with this signature and these ``arguments``, as ``of`` takes them."""
+        """The mod for a call with this signature and these ``arguments`` (as in ``of``)."""
         if self.fixed is not None:
             return self.fixed
+        scalars, tensors = self.captured(found, arguments)
+        return TracedMod.of_fields(
+            {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
+        )
+
+    def captured(self, found: Signature, arguments: tuple[Any, ...] = ()) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+        """The run-time values of ``made``: its scalars and its tensors."""
         scalars: tuple[int | float, ...] = self.own_scalars
         tensors: tuple[Tensor, ...] = tuple([arguments[i] for i in self.own_tensors]) if self.own_tensors else ()
         if self.scalars:
@@ -63,20 +70,18 @@ class Recipe:
         if self.tensors:
             captured = (*found.readings[self.reading].tensors, *found.aux)
             tensors += tuple([captured[t] for t in self.tensors])
-        return TracedMod.of_fields(
-            {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
-        )
+        return scalars, tensors
 
 
 def _place(tensor: Tensor, arguments: tuple[Any, ...]) -> int:
     for i, x in enumerate(arguments):
         if x is tensor:
             return i
-    raise NotCacheable  # computed from the arguments
+    raise NotCacheable  # a tensor computed from the arguments
 
 
 def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
-    """Whether the checks of the user's mods hold for all calls of one key; numbers on which they hang become part of the key."""
+    """Whether the checks of the user's mods hold for all calls of one key; numbers that they depend on become part of the key."""
     for mod in mods:
         if mod.source is None:
             return False
@@ -89,12 +94,12 @@ def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
 
 
 def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
-    """Whether the checks of one mod hang on its numbers; None where they hang on what tensors hold."""
+    """Whether the checks of a mod depend on its numbers; None if they depend on the contents of tensors."""
     s, entries = problem.sequences, (problem.batch, problem.heads_q)
     if s is not None:
         if not s.is_unread:
             return None
-        # contents are not read here: an index that they decide is clamped, and one of positions is checked by sizes, else by the lengths
+        # no contents are read: an index that depends on them is clamped, one computed from positions is checked against sizes or lengths
         first, end = s.position_bounds
         if unsettled(mod, *entries, end, problem.bound_k, first).by_positions:
             return None

@@ -1,11 +1,11 @@
-"""Signatures: the key of a warm call, made of its arguments by the kinds that its entry point declares for them.
+"""Signatures: keys of warm calls, built from the arguments by the kinds that an entry point declares for them.
 
-``signature`` takes the declaration and returns the function that makes the key. A kind is the Python expression for what an argument adds
-to the key: everything that the checks and the plan look at. Numbers and tensors that mods capture are read for every call; the key holds
-only those on which the checks or the plan depend.
+``signature`` takes the declaration and returns the function that builds the key. A kind is the Python expression for an argument's part of
+the key: every property that checks and plan depend on. Numbers and tensors that mods capture are read at every call; the key contains only
+those on which the checks or the plan depend.
 
-A call has no signature, and is not remembered, where something listens to torch's operations (function transforms, dispatch modes,
-tracing), where a tensor is of a subclass, where a mod can be understood only by tracing it, and where an argument is not of its kind.
+A call has no signature, and is not remembered, if torch's operations are intercepted (function transforms, dispatch modes, tracing), if a
+tensor has a subclass, if a mod can only be understood by tracing it, and if an argument is not of its kind.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class NotCacheable(Exception):
 
 
 class Signature:
-    """The key of a call, and what was read to make it.
+    """The key of a call, and the values read while building it.
 
-    readings: of the mods, in the order of the arguments. aux: the tensors passed along for them. blocks: the block lists, if they were
-    read before. sizes: of sequences, which may be no part of the key.
+    readings: of the mods, in the order of the arguments. aux: aux_tensors. blocks: the block lists, if they have been read. sizes: of the
+    sequences, which need not be part of the key.
     """
 
     key: tuple
@@ -61,54 +61,58 @@ class Signature:
     sizes: Any = None
 
 
-PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything by an operation
-CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError)  # what reading a wrong argument can raise
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may redefine any operation
+CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError)  # the exceptions that reading a wrong argument may raise
 
-# looked up once: every call asks all of them
+# looked up once: every call uses all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
 _included_keys, _excluded_keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 # ---- kinds
 
 
 def _tensor(size: str, *more: str, strides: str = "{x}.stride()") -> str:
-    """is_neg: the sign may be one that memory does not have."""
+    """The expression of a tensor kind. is_neg: torch may store a sign outside of memory (negative bit)."""
     properties = ", ".join((size, strides, "{x}.dtype", "{x}.device", "{x}.is_neg()", *more))
     return f"(None if {{x}} is None else ({properties}) if type({{x}}) in PLAIN else _refuse())"
 
 
 class Kind:
-    """What an argument x adds to the key: an expression."""
+    """The part of the key of an argument x, as an expression."""
 
     ALIGNMENT = "{x}.data_ptr() & 15"
-    STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch's operations read, outside autograd
-    ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # and kernels
-    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # and gradients flow to
-    OPERANDS = "_operands({x})"  # the names of three tensors, all of this entry point's, each as TENSOR
-    # the number of packed rows is not in the key; whether there are several is, because the stride of a single row is not used
+    STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch operations read, outside autograd
+    ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # that kernels read too
+    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # that also receives gradients
+    OPERANDS = "_operands({x})"  # x: the names of three arguments, each of the kind TENSOR
+    # the number of packed rows is not in the key, only whether there are several, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
-    # room for a number of rows instead of the number, and of strides what plans look at
+    # the capacity planned for the rows instead of their number, and only the properties of strides that plans use
     GROWING = _tensor("_room({x})", ALIGNMENT, strides="_parts_of_strides({x})")
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
-    LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor
+    LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number whose value is read at every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
+    INTS = "({x} if type({x}) is int else _ints({x}))"  # an int, or a tuple or list of ints
     INT_OR_NONE = "({x} if {x} is None or type({x}) is int else _refuse())"
-    VALUE = "{x}, type({x})"  # Python takes 1, 1.0 and True for the same
+    VALUE = "{x}, type({x})"  # the type too: 1, 1.0 and True are equal
     VALUES = "(*{x}, *map(type, {x}), type({x}))"
     NAMED_VALUES = "(None if {x} is None else tuple([(n, type(v), v) for n, v in {x}.items()]))"
-    FLAG = "(True if {x} else False)"  # whatever Python takes for true
-    SCALE = "(None if {x} is None else _usable_number({x}))"  # its value is read for every call
+    DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
+    FLAG = "(True if {x} else False)"  # the truth value of any object
+    SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, found))"
+    LISTED_MASK = "_mod({x}, False, found)"  # a mask whose numbers are read at every call, to make its lists
     MASK_MOD = "(None if {x} is None else _mod({x}, True, found))"
     BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, found))"  # listed: another argument, see ``FlexCall``
     ABSENT = "(None if {x} is None else _refuse())"
-    ELSEWHERE = ""  # read with another argument, or without a bearing on what is remembered
+    ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 
 
 def fields(of: Any, **kinds: str) -> dict[str, str]:
-    """The kind of each field of a NamedTuple class; all must be there, so that no argument is left out of a key."""
+    """The kind of each field of a NamedTuple class; all fields are required, so that no argument is missing from a key."""
     assert tuple(kinds) == of._fields, f"{of.__name__}: kinds of {tuple(kinds)} for the fields {of._fields}"
     return kinds
 
@@ -121,9 +125,9 @@ OPTIONS = fields(
 
 
 def signature(entry_point: str, **arguments: str | dict[str, str]) -> Callable[..., Signature | None]:
-    """The function of these arguments, by position, that makes the signature of a call; it returns None for a call that has none.
+    """A function of these arguments, by position, that returns the signature of a call, or None if it has none.
 
-    arguments: the kind of each, or of a NamedTuple the kinds of its ``fields``.
+    arguments: the kind of each argument, or for a NamedTuple the kinds of its ``fields``.
 
     >>> made = signature("example", x=Kind.TENSOR, causal=Kind.VALUE, scale=Kind.SCALE)
     >>> made(torch.zeros(2, 3), True, 0.1).key == made(torch.ones(2, 3), True, 0.2).key
@@ -158,11 +162,11 @@ def signature_of_call({", ".join(arguments)}):
 
 
 def is_listened_to() -> bool:
-    """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
+    """Whether torch's operations are intercepted; then every call runs all of them, as a first call does."""
     return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
 
-# ---- what the expressions of the kinds call
+# ---- functions used in the expressions of kinds
 
 
 def _refuse() -> NoReturn:
@@ -171,14 +175,23 @@ def _refuse() -> NoReturn:
 
 def _room(cache: Tensor) -> tuple:
     entries, rows, heads, width = cache.shape
-    return entries, rows and room_for(rows), heads, width  # of no rows there is nothing to multiply
+    return entries, rows and room_for(rows), heads, width  # 0 rows stay 0: such a call computes nothing
 
 
 def _parts_of_strides(cache: Tensor) -> tuple:
-    """The last one, and whether steps along the others keep 16 bytes aligned."""
+    """The last stride, and for each other one its bytes modulo 16, which tell whether steps keep 16-byte alignment."""
     *strides, last = cache.stride()
     size = cache.element_size()
     return last, *[s * size & 15 for s in strides]
+
+
+def _ints(given: Any) -> tuple[int, ...]:
+    if type(given) not in (tuple, list):
+        raise NotCacheable
+    for n in given:
+        if type(n) is not int:
+            raise NotCacheable
+    return tuple(given)
 
 
 def _usable_number(x: Any) -> bool:
@@ -198,10 +211,10 @@ tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format
 
 
 class _Operands:
-    """What the key of a call holds of query, key and value: one object for all of the same properties, as long as any key holds it.
+    """The part of a call's key that stands for query, key and value: one object for all calls with the same properties of the three.
 
-    alignment: the part of ``Kind.TENSOR`` that ``comparison`` leaves out. comparisons: with these tensors, by the dispatch keys that the
-    thread adds and leaves out: inference mode has others.
+    alignment: the part of ``Kind.TENSOR`` that ``comparison`` does not compare. comparisons: with such tensors, by the dispatch keys that
+    the thread includes and excludes, which differ in inference mode.
     """
 
     __slots__ = ("__weakref__", "alignment", "comparisons")
@@ -212,11 +225,16 @@ class _Operands:
 
 
 _operands_by_properties: WeakValueDictionary[tuple, _Operands] = WeakValueDictionary()
-_latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()  # two: a model's attention may be to itself and to others
+# of the latest two signatures: a model may alternate between self-attention and cross-attention
+_latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
-    """All properties at once where they are those of one of the latest two; else one by one, which takes three times as long."""
+    """The object that stands for the properties of q, k and v.
+
+    If they are those of one of the latest two calls, one comparison in C++ finds it; reading the properties takes three times as long.
+    Raises as reading the key does, for tensors that ``comparison`` does not accept too.
+    """
     global _latest_operands
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
         raise NotCacheable
@@ -226,7 +244,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
             return latest
     properties = (tensor_key(q), tensor_key(k), tensor_key(v))
     found = _operands_by_properties.get(properties)
-    if found is None:  # the first call, and perhaps the only one
+    if found is None:  # the first call with these properties; perhaps there is no second one
         return _operands_by_properties.setdefault(properties, _Operands(places))
     if q is not k and k is not v and v is not q:
         of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
@@ -236,7 +254,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
 
 
 def identical(tensors: Any) -> tuple[int, ...]:
-    """Which of the tensors are the same one."""
+    """For each tensor the place of the first tensor that is the same object; () for at most one tensor."""
     return tuple([next(j for j, u in enumerate(tensors) if u is t) for t in tensors]) if len(tensors) > 1 else ()
 
 
@@ -248,18 +266,27 @@ def _mod(mod: Any, is_mask: bool, found: Signature) -> tuple:
 
 def _reading(mod: Any) -> Reading:
     if type(mod) is TracedMod:
-        if mod.source is None:
-            raise NotCacheable
-        return Reading(mod.source.pattern, list(mod.scalars), list(mod.tensors))
+        return _traced_reading(mod)
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise NotCacheable
     return reading
 
 
+def _traced_reading(mod: TracedMod) -> Reading:
+    """The reading of a mod that is traced already. Its values are in the order of its program, which has to be that of its pattern."""
+    if mod.source is None:
+        raise NotCacheable
+    pattern, scalars, tensors = mod.source
+    are_all = len(mod.scalars) > pattern.fixed[-1] if pattern.fixed else True
+    if not are_all or scalars != tuple(range(len(mod.scalars))) or tensors != tuple(range(len(mod.tensors))):
+        raise NotCacheable
+    return Reading(pattern, list(mod.scalars), list(mod.tensors))
+
+
 def _mod_key(reading: Reading, is_mask: bool) -> tuple:
-    """A mask's numbers decide which keys are seen, so they belong to the key; of a score mod's those that its pattern names. Whether one is
-    far away does too: not every backend has room for it."""
+    """The key of a mod: for a mask all its numbers, since they decide which keys are visible; for other mods the numbers that their pattern
+    names, and whether any number is far away, which not every backend supports."""
     pattern, numbers, tensors = reading
     if is_mask:
         settled: tuple = tuple(numbers)
@@ -275,7 +302,7 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
 
 
 def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> tuple:
-    """listed: the mask of a block mask that is given as lists alone."""
+    """The key of a block mask. listed: the mask of a block mask that is given as lists alone."""
     kept = flex.kept_lists(block_mask)
     if kept is None:
         key = flex.lists_facts(block_mask)

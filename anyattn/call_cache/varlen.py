@@ -1,4 +1,4 @@
-"""Signatures of ``flash_attn_varlen_func``, whose length tables the host does not read: most lengths are no part of the key."""
+"""Signatures of ``flash_attn_varlen_func`` calls whose length tables the host does not read: the key contains few of the lengths."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from anyattn.validate.window import sides_in_sight
 
 __all__ = ["Places", "key_of_places", "signature_of_varlen"]
 
-_FEW = 64  # queries, up to which a plan looks at how many there are
+_FEW = 64  # queries: up to this number a plan depends on their exact number
 _INTEGERS = (torch.int32, torch.int64)
 _GREATEST = (int, type(None))
 
 
 class Places(NamedTuple):
-    """What says where a call's sequences are.
+    """The arguments that locate a call's sequences.
 
     tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and page_table. most: max_seqlen_q and max_seqlen_k.
     """
@@ -38,7 +38,7 @@ _signature = signature(
 
 
 def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> Signature | None:
-    """None also for a call whose tables are read."""
+    """The call's signature; None also for a call whose tables are read."""
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
         return None
     try:
@@ -52,7 +52,7 @@ def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, 
 
 
 def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Options) -> tuple[tuple, StoredSizes] | None:
-    """(what is the same for all calls of one key, this call's sizes); None where the tables are read, or something is amiss."""
+    """(part of the key, this call's sizes); None if the tables are read, or an argument is wrong."""
     (cu_q, cu_k, used_q, used_k, pages), (most_q, most_k) = places.tables, places.most
     if not sequences.skips_device_reads(q.device, places.validate):
         return None
@@ -67,7 +67,7 @@ def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Option
         if t is None:
             kinds.append(None)
             continue
-        # a subclass may mean anything by an operation
+        # a subclass may redefine any operation
         if type(t) is not Tensor or t.dtype not in _INTEGERS or t.device != q.device or t.ndim != (2 if i == 4 else 1):
             return None
         kinds.append((t.dtype, t.stride()))
@@ -87,9 +87,9 @@ def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Option
     identical = (cu_q is cu_k, used_q is used_k, len({id(t) for t in present}))
     in_sight = sides_in_sight(given.causal, given.window_size, bound_q, bound_k)
     slopes = given.alibi_slopes
-    # where mods read tables of their own, the checks hang on how far positions go
+    # where mods read tensors, the checks depend on the greatest positions
     reads = given.score_mod is not None or given.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
-    # tiles for few queries are made to measure, whose heads may share them, and the number of splits is chosen from all sizes
+    # the tile height depends on the number of queries if they are few, packing on the queries per entry, and split-KV on all sizes
     stored = rows_q if cu_q is not None else rows_q * counts[0]
     planned = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
     return (tuple(kinds), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes

@@ -11,7 +11,7 @@ from anyattn import __version__
 
 __all__ = ["cli", "main"]
 
-BAD_ARGUMENTS, INTERRUPTED = 2, 130  # the shell's own conventions
+BAD_ARGUMENTS, INTERRUPTED = 2, 130  # exit statuses by the shell's conventions
 _COMMANDS = {
     "demo": ("anyattn.cli.demo", "Run the gallery of variants forward and backward, and draw it."),
     "show": ("anyattn.cli.show", "Draw a mask's tiles: full, partial, empty."),

@@ -1,4 +1,4 @@
-"""Bar charts of speeds as PNG or SVG: groups of bars, one colour for each contestant. For ``anyattn bench`` and the docs."""
+"""Bar charts of speeds as PNG or SVG, in groups of bars with one colour per contestant: for ``anyattn bench`` and the docs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OVER_LINES = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}
 
 @dataclass(frozen=True)
 class Group:
-    """Bars under one name. values: contestant -> what it reached; one that is missing has no bar. note: smaller, after the name."""
+    """Bars under one name. values: contestant -> its value; a missing contestant has no bar. note: smaller text after the name."""
 
     name: str
     values: dict[str, float]
@@ -30,7 +30,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Panel:
-    """unit: of the values. line: a value marked across the panel, such as 1 for "as fast"; digits: of the numbers at the bars."""
+    """A chart with its own axis. unit: of the values. line: a value marked across the panel, such as 1 for "as
+    fast". digits: of bar labels."""
 
     title: str
     groups: Sequence[Group]

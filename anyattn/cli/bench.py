@@ -1,4 +1,4 @@
-"""``anyattn bench``: a mod of the user's at a shape of the user's, judged and timed beside the peers that are installed."""
+"""``anyattn bench``: attention with the user's mods at the user's shape, judged and timed beside the installed peers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["PEER_NAMES", "command"]
 PEER_NAMES = ("sdpa", "sdpa-mask", "sdpa-bias", "flex", "eager", "flash-attn", "fa3", "fa3-pages", "fa4", "cudnn", "fa2")
 _PASSES = ("forward", "backward")
 _DTYPES = ("float32", "bfloat16", "float16")
-_SAMPLES = {"cpu": 0.02, "cuda": 1e-3}  # seconds of work that one sample is made of
+_SAMPLES = {"cpu": 0.02, "cuda": 1e-3}  # seconds of work per sample
 _LEAST_ROUNDS = 3
 _MOST_BYTES = 2**36  # of q, k, v, the output and their gradients
 
@@ -128,7 +128,7 @@ def _check_shapes(shapes: list[Shape], dtype: str) -> None:
 
 
 def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
-    """The mods that ``names`` stand for at one shape, with FlashAttention's options for them where it has some."""
+    """The mods named by ``names`` at one shape, with FlashAttention's equivalent options if there are any."""
     setting = gallery.Setting(shape.seqlen_k, shape.heads_q, device)
     mods = gallery.Mods()
     for name in names:
@@ -143,7 +143,7 @@ def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
             limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
         try:
             native = native_options(mods, shape.seqlen_k, device)
-        except RuntimeError as error:  # torch's, of tensors on two devices
+        except RuntimeError as error:  # torch's error for tensors on two devices
             way_out = f"what a mod captures must be on {device}: make it there, or name another --device"
             raise click.BadParameter(f"{_title(names)}: {error}; {way_out}") from error
     return Variant(lambda _: mods, native)
@@ -151,7 +151,7 @@ def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
 
 def _timed(cases: list[Case], variants: dict[Shape, Variant], limit: Limits, console: Console) -> list[Record]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    each = 1 + len(cases[0].contestants) * (2 + limit.rounds)  # prepared, tried, and every round
+    each = 1 + len(cases[0].contestants) * (2 + limit.rounds)  # per contestant: preparation, trial and every round
     records = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("bench", total=each * len(cases))
@@ -169,12 +169,12 @@ def _timed(cases: list[Case], variants: dict[Shape, Variant], limit: Limits, con
 def _record(case: Case, variant: Variant, limit: Limits, watch: Any) -> Record:
     try:
         return runner.run_case(case, limit, watch=watch, variant=variant)
-    except Exception as error:  # the other cases are still wanted
+    except Exception as error:  # the other cases still run
         return runner.refused(case, error)
 
 
 def _check_places(outs: tuple[Path, ...], figures: Path | None) -> None:
-    """Raises before anything is timed, not after."""
+    """Raises for unusable output paths before anything is timed."""
     given = [("--out", out) for out in outs] + [("--json", figures)] * (figures is not None and str(figures) != "-")
     for option, path in given:
         above = next(folder for folder in path.absolute().parents if folder.exists())  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What ``anyattn bench`` shows: a table of contestants, what was not timed and why, and a bar chart."""
+"""Report of ``anyattn bench``: a table of contestants, those not timed with the reasons, and a bar chart."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pass_of(case: Case) -> str:
 
 
 def is_right(record: Record) -> bool:
-    """Whether anyattn was timed and is within its error budget, where that could be judged."""
+    """Whether anyattn was timed and is within its error budget, if it was judged."""
     return record.refused is None and OURS in record.timings and record.budget.get(OURS, 0.0) <= 1
 
 
 def best_peer(record: Record) -> str | None:
-    """The fastest contestant, besides anyattn, that did the same job; None if there is none."""
+    """The fastest contestant besides anyattn that computed the same result; None if there is none."""
     medians = {name: t.median for name, t in record.timings.items() if name != OURS and _is_fair(record, name)}
     return min(medians, key=lambda name: medians[name]) if medians else None
 
@@ -41,7 +41,7 @@ def _is_fair(record: Record, name: str) -> bool:
 
 
 def lines(records: list[Record], cases: list[Case], where: dict[str, Any]) -> Iterator[RenderableType]:
-    """Heading, table, summary, what is missing, and a legend."""
+    """Heading, table, summary, contestants that were not timed, and a legend."""
     case, unit = cases[0], _unit(records)
     yield f"[bold]{escape(case.variant)}[/]  {_sizes(case)} {case.dtype}, {_machine(where)}"
     yield _table(records, cases, unit)
@@ -130,7 +130,7 @@ def _summary(record: Record, case: Case) -> str:
 
 
 def _missing(records: Iterable[Record]) -> Iterator[str]:
-    """Contestants that were not timed, those of one reason together."""
+    """Contestants that were not timed, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for record in records:
         for name, why in record.unavailable.items():
@@ -143,7 +143,7 @@ def _missing(records: Iterable[Record]) -> Iterator[str]:
 
 
 def plot(records: list[Record], cases: list[Case], where: dict[str, Any]) -> Figure:
-    """Rates of all contestants, by pass and length."""
+    """Chart of all contestants' rates by pass and length."""
     scale, unit = _unit(records)
     names = dict.fromkeys(name for record in records for name in record.timings)
     panels = []

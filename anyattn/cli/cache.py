@@ -1,4 +1,4 @@
-"""``anyattn cache``: the compiled kernels and the measured tiles that are kept on disk."""
+"""``anyattn cache``: lists or removes the compiled kernels and measured tiles in the disk cache."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def clear() -> None:
 
 
 def _cache() -> DiskCache:
-    """The user's cache, be it turned off or not."""
+    """The user's cache, even if it is turned off."""
     folder = disk_cache.default_folder()
     reason = disk_cache.why_not(folder)
     if reason is not None:

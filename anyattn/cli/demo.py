@@ -1,4 +1,4 @@
-"""``anyattn demo``: the gallery forward and backward, judged, timed beside plain torch, and drawn."""
+"""``anyattn demo``: runs the gallery forward and backward, judges it, times it beside plain torch, and draws it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["command"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _STEPS = ("tiles", "run", "judge", "time")
-# Drawn shorter than run, so that single elements can be seen.
+# Drawn at a shorter length than computed, so that single elements are visible.
 _DRAWN_SEQLEN, _DRAWN_TILE = 512, 64
 
 
@@ -46,7 +46,7 @@ class _Size:
 
 @dataclass(frozen=True)
 class _Row:
-    """What the table says of one variant. budget: greatest share of out, dq, dk, dv. seconds: forward and backward together."""
+    """One variant's row of the table. budget: largest share of out, dq, dk, dv. seconds: forward and backward together."""
 
     title: str
     counts: tuple[int, int, int]  # empty, partial, full
@@ -106,7 +106,7 @@ def _measured(variant: gallery.Variant, size: _Size, step: Callable[[str], None]
     shape = (1, size.heads, size.seqlen, size.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator).to(size.dtype) for _ in range(4))
     qkv = tuple(t.requires_grad_() for t in (q, k, v))
-    # A block mask is what a training loop makes once and uses at every step.
+    # made once, as in a training loop that uses the block mask at every step
     blocks = None
     if mods.mask is not None:
         blocks = anyattn.create_block_mask(mods.mask, None, None, size.seqlen, size.seqlen, "cpu", size.block)
@@ -164,12 +164,12 @@ def _megabytes(size: int | None) -> str:
 
 
 def _draw(variants: list[gallery.Variant], folder: Path) -> str:
-    """Draws the masks of the variants, each once, and says where; without matplotlib says how to get it."""
+    """Draws each distinct mask of the variants and returns where; without matplotlib, how to install it."""
     setting = gallery.Setting(_DRAWN_SEQLEN, 1)
     shown = {}
     for variant in variants:
         mods = variant.mods(setting)
-        # ALiBi, softcap and the per-head bias are causal too: one picture of a causal mask is enough
+        # ALiBi, softcap and the per-head bias are causal too: one picture of a causal mask suffices
         if mods.mask is not None and (mods.score is None or variant.name == "own"):
             shown[variant.name] = tiles.panel(variant.title, mods.mask, (_DRAWN_SEQLEN,) * 2, (_DRAWN_TILE,) * 2)
     if not shown:

@@ -1,4 +1,4 @@
-"""``anyattn doctor``: versions, backends and why one is unavailable, and a few results checked against float64."""
+"""``anyattn doctor``: versions, backends with the reasons against unavailable ones, and a few results checked against float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anyattn.cli.judge import shares
 __all__ = ["command"]
 
 _PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "matplotlib")
-# A mask by ranges, captured ids, a score mod with a table, and a custom mod: one per path through the library.
+# A mask by ranges, captured ids, a score mod with a table, and a custom mod: one per code path.
 _CHECKED = ("causal", "document", "t5_bias", "own")
 
 

@@ -31,7 +31,7 @@ def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backen
     depends on, the row ranges of a mask, its key, what it captured, the plan and the reasons.
     """
     mods = named_mods(mod, gallery.Setting(seqlen, heads))
-    # nothing is computed, so one number stands for all
+    # nothing is computed, so an expanded scalar stands for all tensors
     q = torch.zeros(1, dtype=getattr(torch, dtype)).expand(1, heads, seqlen, head_dim)
     try:
         with errors_of(mod):
@@ -39,7 +39,7 @@ def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backen
     except BackendError as error:
         if backend != "triton" or importlib.util.find_spec("triton") is None:
             raise click.BadParameter(f"{mod}: {error}") from error
-        # what would be written for a GPU can be read without one
+        # the code that would be generated for a GPU can be read without one
         problem = flex.flex_problem(q, q, q, mods.score, None, mods.mask, None, None, False, None, False, False, False)
         text = f"{error}\n\nwhat it would write for this call:\n\n{triton_source(problem)}"
     click.echo(text)

@@ -16,9 +16,9 @@ __all__ = ["decode_share", "shares"]
 
 
 def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, float]:
-    """The share of its budget that the last head's out, dq, dk and dv each use; at most 1 is right.
+    """The share of its budget that each of the last head's out, dq, dk and dv uses; at most 1 passes.
 
-    One head, since float64 attention from the definition is slow and dense; equally many query and key heads.
+    Only one head, since dense float64 attention from the definition is slow. Query and key heads must be equally many.
     """
     head = qkv[0].shape[1] - 1
     part = [t.detach()[:, head:] for t in (*qkv, dout)]
@@ -40,7 +40,7 @@ def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradi
 
 
 def decode_share(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, out: Tensor) -> float:
-    """The share of its budget that a decoder's step uses: q and out (B, 1, H, D) see the first ``lengths + 1`` keys of their entry."""
+    """The share of its budget that a decoding step uses: q and out (B, 1, H, D) see the first ``lengths + 1`` keys of their entry."""
     part = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     given: dict[str, Any] = {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= lengths[b]}
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Size limits of the command line: pictures, explanations and demos that would fill the memory or take hours are refused."""
+"""Size limits of the command line: refuses pictures, explanations and demos that would fill the memory or take hours."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SEQLEN = click.IntRange(1, 2**22)
 BLOCK = SEQLEN
 HEADS = click.IntRange(1, 2**12)
 HEAD_DIM = click.IntRange(1, 2**12)
-_TILES = 2**24  # some hundred MiB of lists
-_PAIRS = 2**32  # of a mask that may have to be asked for each of them: minutes
+_TILES = 2**24  # their lists take some hundred MiB
+_PAIRS = 2**32  # evaluating a mask at so many takes minutes
 _BYTES = 2**34
 
 
 def check_tiles(seqlen: tuple[int, int], block: int) -> None:
-    """Refuses a grid of more tiles than can be listed."""
+    """Refuses a grid with more tiles than can be listed."""
     rows, columns = (ceil_div(n, block) for n in seqlen)
     if rows * columns > _TILES:
         raise click.BadParameter(
@@ -32,7 +32,7 @@ def check_tiles(seqlen: tuple[int, int], block: int) -> None:
 
 
 def least_block(seqlen: tuple[int, int]) -> int:
-    """The smallest power of two whose tiles are few enough."""
+    """The smallest power of two that gives few enough tiles."""
     block = 1
     while ceil_div(seqlen[0], block) * ceil_div(seqlen[1], block) > _TILES:
         block *= 2
@@ -40,7 +40,7 @@ def least_block(seqlen: tuple[int, int]) -> int:
 
 
 def check_mask(mask: Callable, seqlen: tuple[int, int]) -> None:
-    """Refuses to evaluate every pair of a long sequence, as a mask without row ranges may need."""
+    """Refuses a mask without row ranges over long sequences, because it may have to be evaluated at every pair."""
     if seqlen[0] * seqlen[1] > _PAIRS and row_ranges(trace(mask, "mask")) is None:
         raise click.BadParameter(
             f"{seqlen[0]} queries x {seqlen[1]} keys of a mask that is no ranges of keys per row may all have to be looked at; "
@@ -49,7 +49,7 @@ def check_mask(mask: Callable, seqlen: tuple[int, int]) -> None:
 
 
 def check_memory(seqlen: int, heads: int, head_dim: int) -> None:
-    """Refuses a demo whose dense bias (heads, seqlen, seqlen) or whose tensors would not fit: the peers of the demo make them."""
+    """Refuses a demo whose dense bias (heads, seqlen, seqlen) or other tensors would not fit: the demo's peers allocate them."""
     needed = 4 * heads * seqlen * max(seqlen, 8 * head_dim)
     if needed > _BYTES:
         raise click.BadParameter(

@@ -1,4 +1,4 @@
-"""Loading of mods named on the command line: a name of the gallery, a call of the library of masks, or ``file.py:function``."""
+"""Loading of mods named on the command line: gallery names, calls of library masks and scores, or ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["errors_of", "load", "named_mods"]
 
 @contextlib.contextmanager
 def errors_of(text: str) -> Iterator[None]:
-    """Converts errors in the mod that ``text`` names to ``click.BadParameter``, with the user's own source line where there is one."""
+    """Converts errors in the mod named by ``text`` to ``click.BadParameter``, with the user's source line if there is one."""
     try:
         yield
     except (click.ClickException, BackendError):
@@ -43,7 +43,7 @@ def _told(error: Exception, where: tuple[str, str]) -> str:
 
 
 def named_mods(text: str, setting: gallery.Setting) -> gallery.Mods:
-    """The mods that ``text`` names. Raises ``click.BadParameter`` saying what is wrong and what could be typed instead."""
+    """The mods named by ``text``. Raises ``click.BadParameter`` with the error and the valid alternatives."""
     if text in gallery.VARIANTS:
         return gallery.VARIANTS[text].mods(setting)
     wrapped = load(text)
@@ -65,7 +65,7 @@ def _from_file(path: Path, name: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"anyattn_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
-    # dataclasses and pickle look a class's module up by name while it is being made
+    # dataclasses and pickle look up a class's module by name while the class is created
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
@@ -86,7 +86,7 @@ def _from_library(text: str) -> Any:
     wanted = f"wanted one of {', '.join(gallery.VARIANTS)}; a call like 'causal() & sliding_window(256, 0)'; or file.py:function"
     try:
         return _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, LookupError, RecursionError, MemoryError) as error:  # the last two: nested beyond what Python parses
+    except (SyntaxError, LookupError, RecursionError, MemoryError) as error:  # the last two: deeper nesting than Python parses
         detail = f" ({error.args[0]})" if isinstance(error, LookupError) else ""
         raise click.BadParameter(f"{text!r} is no mask{detail}; {wanted}") from error
     except (TypeError, ValueError) as error:
@@ -94,7 +94,7 @@ def _from_library(text: str) -> Any:
 
 
 def _value(node: ast.expr) -> Any:
-    """Evaluates calls of the library, ``&``, ``|`` and ``~`` over them, and literals: nothing else, so no code can be typed in."""
+    """Evaluates calls of the library, ``&``, ``|`` and ``~`` over them, and literals; nothing else, so arbitrary code is rejected."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         left, right = _value(node.left), _value(node.right)
         return left & right if isinstance(node.op, ast.BitAnd) else left | right

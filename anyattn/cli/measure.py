@@ -14,9 +14,9 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def extra_memory(call: Callable[[], Any]) -> int | None:
-    """Bytes that the process grew by at the most during ``call``; None where the system does not say (other than Linux)."""
+    """The largest growth of the process in bytes during ``call``; None if the system does not report it (other than Linux)."""
     try:
-        # Freed memory that malloc kept would hide new allocations: give it back first, then reset the kernel's high-water mark.
+        # Freed memory that malloc keeps would hide new allocations: return it first, then reset the kernel's high-water mark.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         _CLEAR.write_text("5")

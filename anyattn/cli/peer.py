@@ -1,4 +1,4 @@
-"""The demo's peer: the same attention as a person would write it in plain torch."""
+"""The demo's peer: the same attention written in plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["peer"]
 
 
 def peer(variant: Variant, mods: Mods, heads: int, seqlen: int) -> tuple[str, Callable[..., Tensor]]:
-    """A name, and a function (q, k, v) -> out. Dense masks and biases are made here, outside the time that is taken."""
+    """A name, and a function (q, k, v) -> out. Dense masks and biases are made here, outside the timed function."""
     if variant.name == "causal":
         return "SDPA, is_causal", lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
     where = dense.places(1, heads, seqlen, seqlen, "cpu")

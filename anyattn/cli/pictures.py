@@ -1,12 +1,12 @@
 """Pictures of masks and score mods as PNG or SVG: tiles that a kernel skips, masks or computes without a mask.
 
 A mask is drawn tile by tile: **full** (no mask is evaluated), **partial** (the mask is evaluated in it) and **empty**
-(never loaded). Where the sequences are short enough the single elements inside partial tiles are drawn too. A score mod
-is drawn as what it adds to a score of zero, or, where it does not depend on the position, as a curve over the score.
+(never loaded). For short sequences the single elements inside partial tiles are drawn too. A score mod is drawn as the
+value that it adds to a score of zero, or, if it does not depend on the position, as a curve over the score.
 
 Needs matplotlib (``pip install 'anyattn[viz]'``), imported when the first picture is made. The background is opaque and
-the text dark, so that a picture reads the same on a dark page as on a light one; the two tile colours differ in
-lightness as well as in hue, for colour-blind eyes and for paper.
+the text dark, so a picture is legible on dark and on light pages; the two tile colours differ in lightness as well as in
+hue, for colour-blind readers and for print.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 PALETTE = {"full": "#1f5fa8", "partial": "#f2a43a", "hidden": "#fbe3bd", "empty": "#e6e9ed"}
 INK, QUIET, PAPER = "#1d2430", "#5d6878", "#ffffff"
 CURVES = ("#1f5fa8", "#f2a43a", "#2f9e77", "#b3477d", "#7a5cc2", "#5d6878")
-# Above this many elements a side a pixel of the picture holds several, and single elements tell nothing.
+# With more elements per side a pixel would cover several of them.
 _MAX_ELEMENTS = 1024
-# White lines between more tiles than this would cover the tiles.
+# With more tiles than this, white lines between them would cover them.
 _MAX_RULED_TILES = 64
 
 
@@ -74,13 +74,13 @@ class TilePanel:
             raise ValueError(f"visible has shape {self.visible.shape}, wanted seqlen={self.seqlen}")
 
     def count(self, kind: int) -> int:
-        """How many tiles are of this class."""
+        """The number of tiles of this class."""
         return int((self.classes == kind).sum())
 
 
 @dataclass(frozen=True)
 class HeatPanel:
-    """What a score mod adds to a score of zero, ``(seqlen_q, seqlen_k)`` of float; NaN where a mask hides the place."""
+    """The values that a score mod adds to a score of zero, ``(seqlen_q, seqlen_k)`` of float; NaN where a mask hides the pair."""
 
     title: str
     values: np.ndarray
@@ -89,7 +89,7 @@ class HeatPanel:
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """What a score mod makes of a score: ``curves`` maps a label to values over ``scores``."""
+    """A score mod as a function of the score: ``curves`` maps a label to values over ``scores``."""
 
     title: str
     scores: np.ndarray
@@ -101,7 +101,7 @@ Panel = TilePanel | HeatPanel | CurvePanel
 
 
 def _pixels(panel: TilePanel) -> np.ndarray:
-    """Colour numbers at element resolution, or one per tile where elements are too many: 0 to 3, as in _LEGEND."""
+    """Colour numbers per element, or per tile if there are too many elements: 0 to 3, as in _LEGEND."""
     kinds = np.where(panel.classes == FULL, 3, np.where(panel.classes == PARTIAL, 2, 0)).astype(np.uint8)
     if max(panel.seqlen) > _MAX_ELEMENTS or panel.visible is None:
         return kinds
@@ -126,7 +126,7 @@ def _draw_tiles(axes: Axes, panel: TilePanel) -> None:
     rows, columns = panel.seqlen
     grid_m, grid_n = panel.classes.shape
     pixels = _pixels(panel)
-    # The last tile may be ragged; one pixel per tile is stretched to the padded length and then cut by the limits.
+    # The last tile may be shorter; with one pixel per tile the picture extends to the padded length, and the limits cut it.
     is_fine = pixels.shape == panel.seqlen
     extent = (0, columns, rows, 0) if is_fine else (0, grid_n * panel.tile[1], grid_m * panel.tile[0], 0)
     axes.imshow(pixels, cmap=colours, vmin=0, vmax=3, extent=extent, interpolation="nearest", aspect="auto")
@@ -180,7 +180,7 @@ def _label(axes: Axes, title: str, note: str) -> None:
 
 
 def _place_axis(axes: Axes, rows: int, columns: int) -> None:
-    """Query positions down, key positions across, as a score matrix is written."""
+    """Draws query positions downwards and key positions across, like a score matrix."""
     axes.set_box_aspect(1 if rows == columns else min(max(rows / columns, 0.4), 2.5))
     axes.set_xticks([0, columns // 2, columns])
     axes.set_yticks([0, rows // 2, rows])
@@ -192,9 +192,9 @@ def _place_axis(axes: Axes, rows: int, columns: int) -> None:
 
 
 def blank_figure(**options: Any) -> Figure:
-    """An empty figure of matplotlib's. Raises ``ImportError`` that says what to install."""
+    """An empty matplotlib figure. Raises ``ImportError`` with the package to install."""
     try:
-        # Not pyplot: it would pick a window system and keep every figure alive.
+        # Not pyplot: it would choose a window system and keep every figure alive.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'anyattn[viz]'") from error
@@ -221,7 +221,7 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     columns = min(columns, len(panels))
     rows = ceil_div(len(panels), columns)
     has_tiles = any(isinstance(panel, TilePanel) for panel in panels)
-    # Inches, so that text keeps its size however many panels there are.
+    # Inches, so that the text size does not depend on the number of panels.
     legend = _legend(panels, columns) if has_tiles else []
     head, foot, side = 0.55 if heading else 0.1, 0.14 + 0.18 * max(len(legend), 2) if has_tiles else 0.1, 3.3
     height = rows * side + head + foot
@@ -249,10 +249,10 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
 
 
 def settle(fig: Figure) -> None:
-    """Lay the panels out now, and round where they lie.
+    """Lays out the panels now, and rounds their positions.
 
-    The layout's solver visits its variables in the order of their addresses, so that its last bits change from figure
-    to figure; an SVG's clip ids are hashes of those very bits.
+    The layout solver visits its variables in the order of their addresses, so its last bits differ between figures; an SVG's
+    clip ids are hashes of those bits.
     """
     from matplotlib.transforms import Bbox
 
@@ -263,7 +263,7 @@ def settle(fig: Figure) -> None:
 
 
 def _legend(panels: Sequence[Panel], columns: int) -> list[list[tuple[str, str]]]:
-    """The legend's entries by its lines, as many to a line as there is room for under so many panels."""
+    """The legend's entries by line, with as many per line as fit under the panels."""
     has_elements = any(isinstance(p, TilePanel) and p.visible is not None for p in panels)
     entries = [entry for entry in _LEGEND if has_elements or entry[0] != "hidden"]
     per_line = len(entries) if columns >= 3 else columns
@@ -279,7 +279,7 @@ def _draw_legend(fig: Figure, lines: list[list[tuple[str, str]]]) -> None:
 
 
 def save(fig: Figure, *paths: str | Path) -> None:
-    """Write a figure to each path; the suffix, ``.png`` or ``.svg``, chooses the format. Folders are made.
+    """Writes a figure to each path; the suffix, ``.png`` or ``.svg``, selects the format. Folders are created.
 
     Raises:
         ValueError: another suffix.
@@ -290,6 +290,6 @@ def save(fig: Figure, *paths: str | Path) -> None:
         if path.suffix.lower() not in (".png", ".svg"):
             raise ValueError(f"cannot write {path}: the name must end in .png or .svg")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No date and no random ids inside: the same panels give the same file.
+        # No date and no random ids: equal panels give equal files.
         with rc_context({"svg.hashsalt": "anyattn"}):
             fig.savefig(path, dpi=160, facecolor=fig.get_facecolor(), metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

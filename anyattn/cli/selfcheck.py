@@ -1,4 +1,4 @@
-"""Self-check: calls on every device by every available backend, judged against float64: forward, backward and a decoding step."""
+"""Self-check: forward, backward and decoding calls by every available backend on every device, judged against float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from anyattn.triton_tools import launch_log
 __all__ = ["Outcome", "Place", "outcomes", "places"]
 
 _SEQLEN, _HEADS, _HEAD_DIM = 192, 2, 64
-_CACHED = (5, 100)  # keys in the cache before a step, for each batch entry
+_CACHED = (5, 100)  # keys in the cache before a step, per batch entry
 _CAPACITY = 128
 _DECODERS = ("torch", "triton")  # backends with kernels for a cache
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device that is checked. backends: None for each that can run there, else why not."""
+    """A device to check. backends: name -> None if the backend can run there, else the reason against it."""
 
     device: torch.device
     name: str
@@ -41,7 +41,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One call. share: of its error budget, at most 1 if right. kernels: those that ran, in order. error: what was raised, or None."""
+    """The result of one call. share: of its error budget, at most 1 passes. kernels: those that ran, in order.
+    error: that was raised, or None."""
 
     place: Place
     backend: str
@@ -64,13 +65,13 @@ class Outcome:
 
 
 def places() -> list[Place]:
-    """The CPU and each GPU of this machine."""
+    """The CPU and every GPU of this machine."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [Place.of(torch.device("cpu"), hardware.of("cpu")), *(Place.of(gpu, hardware.of("cuda", gpu.index)) for gpu in gpus)]
 
 
 def outcomes(place: Place) -> Iterator[Outcome]:
-    """The calls on one device, as they are done; an error ends its own call only."""
+    """The results of the calls on one device, one by one; an error ends only its own call."""
     for backend in (name for name, reason in place.backends.items() if reason is None):
         yield _outcome(place, backend, "forward and backward", _training)
         if backend in _DECODERS:
@@ -83,7 +84,7 @@ def _outcome(place: Place, backend: str, call: str, run: Callable[[Place, str], 
     try:
         with on_device, launch_log.noting() as kernels:
             share = run(place, backend)
-    except Exception as error:  # a broken driver, compiler or package raises any exception, and doctor reports it
+    except Exception as error:  # a broken driver, compiler or package may raise any exception; doctor reports it
         return Outcome(place, backend, call, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
     return Outcome(place, backend, call, tuple(kernels), share, time.perf_counter() - started)
 
@@ -106,11 +107,11 @@ def _decoding(place: Place, backend: str) -> float:
     rows = torch.arange(len(_CACHED))
     k_cache[rows, lengths.long()], v_cache[rows, lengths.long()] = k[:, 0], v[:, 0]
     if not (torch.equal(given[1].cpu(), k_cache) and torch.equal(given[2].cpu(), v_cache)):
-        return float("inf")  # what was appended, or what was there
+        return float("inf")  # the appended or the earlier cache entries are wrong
     return decode_share(q, k_cache, v_cache, lengths, out.cpu())
 
 
 def _random(place: Place, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """On the CPU, where they are judged."""
+    """Random tensors on the CPU, where results are judged."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(place.dtype) for shape in shapes]

@@ -1,4 +1,4 @@
-"""``anyattn show``: a mask's tiles in the terminal, and as a picture on request."""
+"""``anyattn show``: a mask's tiles in the terminal, and optionally as a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def command(mask: str, seqlen: int, seqlen_k: int | None, block: int, batch: int
         limits.check_mask(found, lengths)
         shown = tiles.panel(mask, found, lengths, (block, block), batch, head)
     console = Console()
-    # two characters to a tile; in a pipe rich reports 80 columns
+    # two characters per tile; in a pipe rich reports 80 columns
     grid, factor = tiles.coarser(shown.classes, max(console.height - 6, 32), max(console.width // 2, 8))
     rows, columns = shown.classes.shape
     merged = f", drawn {factor} x {factor} to a square" if factor > 1 else ""

@@ -15,13 +15,13 @@ from anyattn.sparsity.compute import compute_block_sparsity
 
 __all__ = ["coarser", "drawing", "legend", "panel"]
 
-_ELEMENTS = 1024  # longest sequence whose single elements are worth drawing
-# Two characters are about square; the characters differ too, for terminals and eyes without colour.
+_ELEMENTS = 1024  # longest sequence whose single elements are drawn
+# Two characters are about square; the characters differ too, for terminals without colour and colour-blind readers.
 _MARKS = {FULL: ("██", PALETTE["full"]), PARTIAL: ("▒▒", PALETTE["partial"]), EMPTY: ("··", "grey50")}
 
 
 def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, int], batch: int = 0, head: int = 0) -> TilePanel:
-    """The tiles of ``mask`` over ``seqlen`` (queries, keys) in tiles of ``tile``, and its elements where they can be seen."""
+    """The tiles of ``mask`` over ``seqlen`` (queries, keys) in tiles of ``tile``, and its elements if they would be visible."""
 
     def of_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask(b + batch, h + head, q_idx, kv_idx)
@@ -37,12 +37,12 @@ def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, 
 
 
 def coarser(classes: np.ndarray, most_rows: int, most_columns: int) -> tuple[np.ndarray, int]:
-    """The grid with squares of tiles merged until it fits, and how many a side: mixed squares are partial."""
+    """(grid, factor): the grid with factor x factor squares of tiles merged until it fits; mixed squares are partial."""
     factor = max(1, ceil_div(classes.shape[0], most_rows), ceil_div(classes.shape[1], most_columns))
     if factor == 1:
         return classes, 1
     rows, columns = (ceil_div(size, factor) for size in classes.shape)
-    # edge padding repeats the last tiles, which changes no square's being all full or all empty
+    # edge padding repeats the last tiles: it does not change whether a square is all full or all empty
     padding = [(0, rows * factor - classes.shape[0]), (0, columns * factor - classes.shape[1])]
     squares = np.pad(classes, padding, mode="edge").reshape(rows, factor, columns, factor)
     low, high = squares.min((1, 3)), squares.max((1, 3))
@@ -50,7 +50,7 @@ def coarser(classes: np.ndarray, most_rows: int, most_columns: int) -> tuple[np.
 
 
 def drawing(classes: np.ndarray) -> Text:
-    """The grid in colour, a row of tiles to a line."""
+    """The grid in colour, one line per row of tiles."""
     text = Text(no_wrap=True)
     for row in classes.tolist():
         for kind in row:
@@ -61,7 +61,7 @@ def drawing(classes: np.ndarray) -> Text:
 
 
 def legend(shown: TilePanel) -> Text:
-    """What the marks mean, with the count of each."""
+    """The meaning and the count of each mark."""
     text = Text()
     for kind, name in ((FULL, "full"), (PARTIAL, "partial"), (EMPTY, "empty")):
         mark, colour = _MARKS[kind]

@@ -1,4 +1,4 @@
-"""``anyattn warmup``: compiles the common kernels into the disk cache before a program needs them, several at a time."""
+"""``anyattn warmup``: compiles common kernels into the disk cache in advance, several at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASKS = ("full", "causal", "window")
 _DTYPES = ("bfloat16", "float16")
 _LAYOUTS = ("whole", "packed", "grouped")
 _WORDS = {"whole": "", "packed": ", packed", "grouped": ", grouped"}
-_GROUPS = (4, 8)  # heads that share row tiles: of ratios up to 4, and of more
+_GROUPS = (4, 8)  # heads that share row tiles: for ratios up to 4, and for larger ones
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Variant:
     head_dim: int
     dtype: str
     layout: str
-    has_lse: bool  # as training asks for it
+    has_lse: bool  # as in training
 
     def __str__(self) -> str:
         return f"{self.mask} D {self.head_dim} {self.dtype}{_WORDS[self.layout]}{', lse' if self.has_lse else ''}"
@@ -57,7 +57,7 @@ def command(
     every = itertools.product(masks or _MASKS, dims, dict.fromkeys(dtypes), layouts or _LAYOUTS, (False, True))
     variants = [_Variant(*v) for v in every]
     console, started, failed = Console(), time.perf_counter(), 0
-    # a forked child of a process whose torch has threads may hang
+    # with fork, a child of a process whose torch runs threads may hang
     context = multiprocessing.get_context("spawn")
     workers = min(len(variants), jobs or len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -77,7 +77,7 @@ def command(
 
 
 def _check(arch: str | None) -> None:
-    """Raises with the reason where kernels cannot be compiled or kept."""
+    """Raises with the reason if kernels cannot be compiled or cached."""
     import importlib.util
 
     import torch
@@ -97,7 +97,7 @@ def _check(arch: str | None) -> None:
 
 
 def _compile(variant: _Variant) -> float:
-    """Seconds that it took, in a process of its own."""
+    """Compiles a variant's kernels in a separate process; returns the seconds taken."""
     import torch
 
     from anyattn import planner
@@ -115,7 +115,7 @@ def _compile(variant: _Variant) -> float:
 
 
 def _whole_problems(variant: _Variant) -> list[Any]:
-    """Calls on whole batches by both entry points, whose windows differ in form; tensors are on the CPU, since nothing runs."""
+    """Calls on whole batches by both entry points, whose windows have different forms; tensors are on the CPU, since nothing runs."""
     import torch
 
     from anyattn import masks
@@ -136,7 +136,7 @@ def _whole_problems(variant: _Variant) -> list[Any]:
 
 
 def _packed_problems(variant: _Variant) -> list[Any]:
-    """Calls on packed sequences of a GPU, whose tables the host does not read: queries and keys with one cu_seqlens, and with two."""
+    """Calls on packed sequences whose tables stay on the GPU: with one cu_seqlens for queries and keys, and with two."""
     import torch
 
     from anyattn.sequences.unread_varlen import LengthTables

@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def entry_point(function: _Function) -> _Function:
-    """Decorator of a public function that Dynamo captures whole: where a call cannot be captured, Dynamo passes over its frame."""
+    """Decorates a public function that Dynamo captures whole; where a call cannot be captured, Dynamo skips the function's frame."""
     assert isinstance(function, FunctionType)
     ENTRY_POINTS.append(function)
     return function

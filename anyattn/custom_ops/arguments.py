@@ -1,4 +1,4 @@
-"""Arguments of the operators: declared once, as NamedTuples, from which schema, records and the places of tensors follow."""
+"""Argument declarations of the operators, as NamedTuples: schema, records and positions of tensors are derived from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Arguments", "Mask", "Masks", "Results", "Score"]
 
 
 class Score(NamedTuple):
-    """A score mod as an operator has it: its program's text, the captured numbers as integers (floats by their bits), captured tensors."""
+    """A score mod as operator arguments: program text, captured numbers as integers (floats by their bits), captured tensors."""
 
     score_program: str
     score_numbers: list[int]
@@ -21,7 +21,7 @@ class Score(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A mask as ``Score``."""
+    """A mask, in the form of ``Score``."""
 
     mask_program: str
     mask_numbers: list[int]
@@ -29,7 +29,7 @@ class Mask(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Masks as ``Score``; the programs are one text (``codec.joined``), since an operator takes no list of strings."""
+    """Masks, in the form of ``Score``; the programs are one text (``codec.joined``), since an operator takes no list of strings."""
 
     mask_programs: str
     mask_numbers: list[int]
@@ -37,7 +37,7 @@ class Masks(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a backward operator takes beside the forward operator's arguments. wants: which gradients, in the order of ``Arguments``."""
+    """A backward operator's arguments besides the forward operator's. wants: which gradients, in the order of ``Arguments``."""
 
     out: Tensor
     lse: Tensor
@@ -47,9 +47,9 @@ class Results(NamedTuple):
 
 
 class Arguments:
-    """What an operator takes: the fields of ``records``, in order; a field whose type is a NamedTuple stands for that one's fields.
+    """The arguments of an operator: the fields of ``records``, in order; a field of a NamedTuple type is replaced by that type's fields.
 
-    left_out: fields that the operator does not take, and what a record has there.
+    left_out: fields that the operator does not take, with their values in a record.
 
     >>> class Rows(NamedTuple):
     ...     q: Tensor
@@ -77,7 +77,7 @@ class Arguments:
         self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
 
     def _check_of_tensors(self) -> Callable[..., bool]:
-        """Whether all tensors of a call are memory of the CPU or of a GPU: neither of a subclass nor negated on reading."""
+        """Generates the check that all tensors of a call are plain CPU or GPU memory: of no subclass and without the negative bit."""
         checks = [f"({self.names[self._tensors[0]]}.is_cuda or {self.names[self._tensors[0]]}.is_cpu)"]
         for i, kind in enumerate(self._kinds):
             plain = "type({0}) in plain and not {0}.is_neg()"
@@ -87,13 +87,14 @@ class Arguments:
                 checks.append(f"({self.names[i]} is None or {plain.format(self.names[i])})")
             elif kind == list[Tensor]:
                 checks.append(f"plain.issuperset(map(type, {self.names[i]}))")
-        if "dout" in self.names:  # autograd may hand over zeros that are no memory
+        if "dout" in self.names:  # autograd may pass zeros without memory
             checks.append("not dout._is_zerotensor()")
         scope = {"plain": frozenset((Tensor, torch.nn.Parameter))}
         return eval(f"lambda {', '.join(self.names)}: {' and '.join(checks)}", scope)  # type: ignore[no-any-return]
 
     def schema(self, implementation: Callable, changed: Sequence[str] = ()) -> str:
-        """The operator's schema behind its name; what it returns is what ``implementation`` says. changed: the tensors it writes to."""
+        """The operator's schema after its name; the results are those annotated in
+        ``implementation``. changed: the tensors it writes to."""
 
         def prototype(*_: Any) -> None: ...
 
@@ -103,18 +104,18 @@ class Arguments:
         return torch.library.infer_schema(prototype, mutates_args=changed)
 
     def records(self, given: tuple) -> list[Any]:
-        """The records of an operator's arguments."""
+        """The records of a call's flat arguments."""
         return self._records(*given)
 
     def flat(self, *records: tuple) -> tuple:
-        """An operator's arguments of records."""
+        """The flat arguments of a call, from records."""
         found: list[Any] = []
         for record in records:
             _flatten(record, self._left_out, found)
         return tuple(found)
 
     def of(self, names: Sequence[str], given: tuple) -> list[Tensor | None]:
-        """The tensors of some of the arguments, those of lists one by one."""
+        """The tensors of the named arguments, with lists of tensors flattened."""
         found: list[Tensor | None] = []
         for name in names:
             value = given[self.names.index(name)]
@@ -122,7 +123,7 @@ class Arguments:
         return found
 
     def split(self, given: tuple) -> tuple[tuple, list[Tensor | None]]:
-        """(arguments without tensors, the tensors): in the first, None stands for a tensor and its length for a list of them."""
+        """(arguments without tensors, the tensors): in the first, None replaces a tensor and its length replaces a list of tensors."""
         others = list(given)
         tensors: list[Tensor | None] = [given[i] for i in self._tensors]
         for i in self._tensors:
@@ -133,7 +134,7 @@ class Arguments:
         return tuple(others), tensors
 
     def joined(self, others: tuple, tensors: Iterable[Any]) -> tuple:
-        """The way back of ``split``; tensors: those, or something for each of them."""
+        """The inverse of ``split``. tensors: one item for each tensor."""
         given, rest = list(others), iter(tensors)
         for i in self._tensors:
             given[i] = next(rest)
@@ -156,7 +157,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _constructed(record: type, left_out: dict[str, Any], scope: dict[str, Any]) -> str:
-    """The expression that makes a record of the names of its fields; what else it needs is put into ``scope``."""
+    """The expression that constructs a record from variables named like its fields; names that it uses are added to ``scope``."""
     hints = get_type_hints(record)
     scope[record.__name__] = record
     values = [

@@ -1,4 +1,4 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see the making of block masks and of block lists."""
+"""Operators that ``torch.compile`` and ``torch.export`` record where a program makes block masks or block lists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _fake(given: BlockLists, wants_columns: bool) -> list[Tensor]:
 
 
 def _problem(given: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.device, bool]:
-    """The first arguments of either ``lists_of_mask``."""
+    """The common first arguments of both functions called ``lists_of_mask``."""
     like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = given
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
     return mask, (q_len, kv_len), (block_m, block_n), (batch, heads), like.device, separate_full
@@ -58,7 +58,7 @@ def _problem(given: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.d
 @operator(BlockLists, fake=partial(_fake, wants_columns=True))
 def block_lists(given: BlockLists) -> list[Tensor]:
     """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
-    # .data: whether a list is exact is told by how often it was written to since it was made
+    # .data resets the version counter: a list is exact only while it counts no write
     return [t.data for t in lists_of_mask(*_problem(given), stacks=True)]
 
 
@@ -72,7 +72,7 @@ def lists_with_mods(
     separate_full: bool,
     mask: TracedMod,
 ) -> list[Tensor]:
-    """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call."""
+    """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call does."""
     lengths, sizes = _lengths(Q_LEN=q_len, KV_LEN=kv_len), _counts(B=batch, H=heads)
     like = torch.empty(0, device=device_of(device, mask))
     (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
@@ -100,7 +100,7 @@ def tile_lists(given: BlockLists) -> list[Tensor]:
 
 def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: bool, mask: TracedMod) -> list[Tensor]:
     """The lists of ``compute_block_sparsity``, made by the operator: four, or two without full tiles. sizes: batch_size, num_heads,
-    seqlen_q, seqlen_k. Raises as the eager call."""
+    seqlen_q, seqlen_k. Raises as the eager call does."""
     batch, heads, seqlen_q, seqlen_k = sizes
     tile_m, tile_n = _tile(tile)
     lengths, counts = _lengths(seqlen_q=seqlen_q, seqlen_k=seqlen_k), _counts(batch_size=batch, num_heads=heads)
@@ -157,13 +157,13 @@ def varlen_tile_lists(given: VarlenTileLists) -> list[Tensor]:
     tables, options = given[4:8], (given.like.device, given.separate_full, given.layout)
     made = varlen_lists_of_mask(mask, (given.tile_m, given.tile_n), given.heads, tables, *options)
     lists = (made.mask_block_cnt, made.mask_block_idx, made.full_block_cnt, made.full_block_idx, made.cu_block_cnt, made.cu_block_idx)
-    return [t for t in lists if t is not None] + [made.seqlens_q.clone(), made.seqlens_k.clone()]  # may be the arguments themselves
+    return [t for t in lists if t is not None] + [made.seqlens_q.clone(), made.seqlens_k.clone()]  # may be arguments
 
 
 def varlen_lists_with_mods(
     tables: tuple, heads: int | None, tile: tuple, device: Any, separate_full: bool, layout: str, mask: TracedMod
 ) -> list[Tensor]:
-    """The lists and the tables of ``compute_varlen_block_sparsity``, made by the operator. Raises as the eager call."""
+    """The lists and the tables of ``compute_varlen_block_sparsity``, made by the operator. Raises as the eager call does."""
     tile_m, tile_n = _tile(tile)
     varlen_checks.check_layout(layout)
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True))

@@ -1,4 +1,4 @@
-"""Block lists of FlashAttention's entry points as an operator's operands, and the lists that an operator makes of them."""
+"""Block lists of FlashAttention's entry points as operands of an operator, and their conversion back to lists."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _UNKNOWN = [-1, -1]
 
 
 class BlockSparse(NamedTuple):
-    """Block lists as an operator has them.
+    """Block lists as operator arguments.
 
-    block_lists: counts and indices of partial tiles, then of full ones where they are listed, then the four tables of varlen lists.
-    block_lengths: of dense lists the lengths that they were built for, -1 where they know none.
+    block_lists: counts and indices of partial tiles, then of full tiles if they are listed, then the four tables of varlen lists.
+    block_lengths: for dense lists the lengths that they were built for, -1 if they have none.
     """
 
     block_lists: list[Tensor]
@@ -34,7 +34,7 @@ class BlockSparse(NamedTuple):
 
 
 def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | VarlenBlockSparseTensors]:
-    """The operands, and the lists, of ``validate.block_sparse.parts_of_blocks``; tensors may be fake, lengths may be symbols."""
+    """The operands, and the lists, from ``validate.block_sparse.parts_of_blocks``; tensors may be fake, lengths may be symbolic."""
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
     if tables:
@@ -44,18 +44,18 @@ def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | 
     return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), made
 
 
-# ---- in an operator
+# ---- inside an operator
 
-# An entry keeps the memory that it views allocated, so that no other tensor gets the same address. It lives as long as the tensor of counts
-# that came last: a backward pass gets another one of the same memory, with the same count of writes.
+# Cache of lists, by the memory of their tensors. An entry's views keep that memory allocated, so no other tensor gets the same address. An
+# entry lives as long as the counts tensor passed last: a backward pass gets another tensor of the same memory and version.
 _by_place: WeakValueDictionary[tuple, Any] = WeakValueDictionary()
 _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 
 def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
-    """The lists of an operator's call: the same object for the same tensors, since what backends make of lists is kept with it.
+    """The lists of an operator's call: the same object for the same tensors, since backends cache data with the lists object.
 
-    Raises as the lists' class; lists on a GPU were checked when they were made, and their contents are not read.
+    Raises as the constructor of the lists does; lists on a GPU were checked when they were made, and their contents are not read.
     """
     tensors, tile, lengths = operands
     places = places_of(tensors)
@@ -64,7 +64,7 @@ def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBloc
     key = (*tile, *lengths, *places)
     found = _by_place.get(key)
     if found is None:
-        # views: an entry must not keep alive what it is kept by
+        # views, so that the entry does not keep alive the tensor whose lifetime it has
         found = _by_place[key] = _made(operands._replace(block_lists=[t.detach() for t in tensors]))
     _by_counts[tensors[0]] = found
     return found
@@ -81,5 +81,5 @@ def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensor
     if tensors[0].is_cpu:
         fields: dict[str, Any] = dict(zip((*_LISTS, *_TABLES), (*lists, *tables), strict=True))
         return VarlenBlockSparseTensors(**fields, tile=tile)
-    tiles = RaggedTiles(tables[2], tables[3], tile)  # not checked, which would wait for the device
+    tiles = RaggedTiles(tables[2], tables[3], tile)  # unchecked: a check would synchronise
     return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile", "tiles"), (*lists, *tables, tile, tiles))

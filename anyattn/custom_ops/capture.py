@@ -1,10 +1,10 @@
 """Capture of calls with mods by ``torch.compile``: a higher-order operator that takes a call's tensors and its mods as functions or graphs.
 
-Dynamo turns each mod into a graph, and what it closes over into operands of that graph (``dynamo.py``). The operator's body is plain
+Dynamo turns each mod into a graph, and the mod's captured values into operands of that graph (``dynamo.py``). The operator's body is plain
 Python: wherever it runs (fake tensor propagation, AOTAutograd, export, the eager backend), it traces the graphs into the IR and calls the
-operators of ``flex.py`` and ``flash.py``. Those remain below Dynamo's graph, and have the autograd formulas.
+operators of ``flex.py`` and ``flash.py``. Only those are left below Dynamo's graph; they have the autograd formulas.
 
-Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods arrive as the user's functions and are traced as in eager calls.
+Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods are passed as the user's functions and traced as in eager calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["NO_MODS", "CallWithMods", "bound", "call_with_mods"]
 
-# Where each entry point's call with traced mods is: module and function.
+# Module and function of each entry point's call with traced mods.
 _ENTRIES = {
     "flex": ("anyattn.custom_ops.flex", "flex_with_mods"),
     "flash": ("anyattn.custom_ops.flash", "flash_with_mods"),
@@ -38,14 +38,14 @@ NO_MODS: tuple = ()
 
 
 class CallWithMods(HigherOrderOperator):
-    """``call_with_mods(entry, like, operands, kinds, mods)``: what the function of ``entry`` returns for (*operands, *traced mods).
+    """``call_with_mods(entry, like, operands, kinds, mods)``: calls the function of ``entry`` with (*operands, *traced mods).
 
-    like: a tensor on the call's device; scores are float64 where it is, else float32. kinds: per mod its kind (``"mask"``, ``"score"``)
-    and its name in messages. mods: functions, or from Dynamo graphs; None for none. captured: per graph what it takes behind score and
-    indices; empty for functions.
+    like: a tensor on the call's device; scores are float64 if it is, else float32. kinds: per mod its kind (``"mask"``, ``"score"``) and
+    its name in messages. mods: functions, or graphs from Dynamo; None for no mod. captured: per graph its inputs after score and indices;
+    empty for functions.
     """
 
-    refusal: Exception | None = None  # what the body raised last, for Dynamo to raise in its way
+    refusal: Exception | None = None  # the last exception of the body; Dynamo raises it in its own way
 
     def __init__(self) -> None:
         super().__init__("anyattn_call_with_mods")
@@ -55,7 +55,7 @@ class CallWithMods(HigherOrderOperator):
     ) -> Any:
         try:
             return _run(entry, like, operands, kinds, mods, captured)
-        except (ValueError, TypeError, BackendError) as error:  # ModError is one of these
+        except (ValueError, TypeError, BackendError) as error:  # ModError is a ValueError
             self.refusal = error
             raise
 
@@ -87,14 +87,14 @@ call_with_mods = CallWithMods()
 
 
 def bound(fn: Any, kind: str, aux_tensors: Any) -> Callable | None:
-    """``fn`` with aux_tensors as its last argument where it takes them; written for Dynamo to trace."""
+    """``fn`` with aux_tensors bound as its last argument if it takes them; written in the subset of Python that Dynamo traces."""
     if fn is None or aux_tensors is None or not _takes_aux(fn, kind):
         return fn
     return lambda *args: fn(*args, aux_tensors)
 
 
 def _takes_aux(fn: Any, kind: str) -> bool:
-    inner = getattr(fn, "fn", fn)  # a wrapped mod's function
+    inner = getattr(fn, "fn", fn)  # the function of a wrapped mod
     inner = getattr(inner, "__func__", inner)
     code = getattr(inner, "__code__", None)
     if code is None:

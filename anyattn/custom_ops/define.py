@@ -1,7 +1,7 @@
-"""Defines operators: what ``torch.library.custom_op`` does, without the work that it repeats at every call.
+"""Definition of operators: as ``torch.library.custom_op``, but without the work that it repeats at every call.
 
-Its checks of results (whether they share memory with arguments or with one another; tested here instead) and its second way through the
-dispatcher take longer than a warm call of attention does.
+Its checks of results (whether they share memory with arguments or with each other, which is tested here instead) and its second pass
+through the dispatcher take longer than a warm attention call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anyattn.tensors.dynamo import opaque
 __all__ = ["operator"]
 
 _library = torch.library.Library("anyattn", "FRAGMENT")
-# counting writes is what ADInplaceOrView is for
+# the ADInplaceOrView key counts writes
 _BELOW_COUNTING, _BelowCounting = torch._C._after_ADInplaceOrView_keyset, torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore
 _count_write = torch.autograd.graph.increment_version
 
@@ -28,11 +28,11 @@ _count_write = torch.autograd.graph.increment_version
 def operator(
     *records: type, fake: Callable[..., Any], left_out: dict[str, Any] | None = None, changed: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates the implementation of ``anyattn::NAME``, on every device, NAME being the function's; the operator takes its place.
+    """Decorates the implementation of ``anyattn::NAME`` for every device, where NAME is the function's name; returns the operator.
 
-    records, left_out: its arguments, see ``Arguments``; the implementation and the fake one take the records. changed: the tensors among
-    them that it writes to. Its results are new memory. It has no derivative unless ``gradients.differentiable`` gives it one. Its attribute
-    ``direct`` is what Inductor's code calls in its place, see ``direct.py``.
+    records, left_out: of its ``Arguments``; the implementation and the fake implementation take the records. changed: the tensors among
+    them that it writes to. Its results are new memory. It has no derivative unless ``gradients.differentiable`` adds one. Its attribute
+    ``direct`` is the function that Inductor's code calls instead, see ``direct.py``.
     """
     arguments = Arguments(*records, left_out=left_out)
 

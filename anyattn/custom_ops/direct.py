@@ -1,9 +1,9 @@
-"""Direct calls of the operators in Inductor's Python code: past torch's dispatcher, which takes longer than a warm call of attention does.
+"""Direct calls of the operators in Inductor's Python code, without torch's dispatcher, which takes longer than a warm attention call.
 
-Inductor writes ``torch.ops.anyattn.attend.default(...)`` into the code that it makes of a graph, and a call of that converts each
-argument to C++ and back. Its table of custom code for operators takes another line for it: ``direct`` of the operator, a Python function.
-Where a call needs the dispatcher (modes, transforms, subclasses, autograd, profilers), that function calls the operator. The table is
-semi-private: without it, and in C++ code (AOTInductor), the operator is called as ever.
+Inductor writes ``torch.ops.anyattn.attend.default(...)`` into the code that it generates for a graph; that call converts each argument to
+C++ and back. Inductor's table of custom code for operators is given another line: a call of ``direct``, a Python function. Where a call
+needs the dispatcher (modes, transforms, subclasses, autograd, profilers), that function calls the operator. The table is semi-private:
+without it, and in C++ code (AOTInductor), the operator is called as usual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anyattn.custom_ops.arguments import Arguments
 __all__ = ["direct", "install", "needs_dispatcher"]
 
 _Below = torch._C._AutoDispatchBelowAutograd  # type: ignore[attr-defined]
-# looked up once: every call asks all of them
+# looked up once: every call uses all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
 _is_traced, _is_profiled = torch._C._is_tracing, torch._C._autograd._profiler_enabled  # type: ignore
 _has_function_mode, _is_grad_enabled = torch._C._is_torch_function_mode_enabled, torch._C.is_grad_enabled  # type: ignore
@@ -29,9 +29,9 @@ _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
 
 def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that gives the operator's results without the dispatcher, where that would come to ``run`` at once.
+    """A function that calls ``run`` directly where the dispatcher would do nothing but call it, and else the operator.
 
-    Its attribute ``may_pass`` says of a call's arguments whether it would, unless ``needs_dispatcher``.
+    Its attribute ``may_pass`` is the condition on a call's arguments; ``needs_dispatcher`` is the condition on modes.
     """
     are_plain = arguments.are_plain
 
@@ -49,7 +49,7 @@ def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Call
 
 
 def needs_dispatcher() -> bool:
-    """Whether something sees torch's operators before they run."""
+    """Whether a mode, transform or profiler intercepts torch's operators."""
     return bool(
         _are_transforms_active()
         or _count_modes()
@@ -61,7 +61,7 @@ def needs_dispatcher() -> bool:
 
 
 def install(operator: Any, module: str) -> bool:
-    """Has Inductor write direct calls of the operator of this module; False where this torch has no table of custom code."""
+    """Makes Inductor write direct calls of this module's operator; False if this torch has no table of custom code."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._inductor.codegen import custom_extern_kernel_codegen as table
 
@@ -72,16 +72,16 @@ def install(operator: Any, module: str) -> bool:
 
 
 def _write(module: str, node: Any, writeline: Callable[[Any], None]) -> None:
-    """Inductor's line of a ``FallbackKernel``, with another callee, which is imported where the code begins."""
+    """Writes Inductor's line for a ``FallbackKernel``, with another callee, which is imported at the top of the code."""
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine
     from torch._inductor.virtualized import V
 
     wrapper: Any = V.graph.wrapper_code
-    whole = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper  # of a subgraph, whose own imports are not written
+    whole = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper  # imports of a subgraph are not written
     operator = node.op_overload._opname
     name = f"anyattn_{operator}"
     whole.add_import_once(f"from {module} import {operator} as {name}")
-    # code from Inductor's cache may be run by an anyattn whose operators are without direct calls
+    # code from Inductor's cache may run in a version of anyattn without direct calls
     whole.add_import_once(f'{name} = getattr({name}, "direct", {name})')
     node.python_kernel_name = name
     writeline(ExternKernelAllocLine(wrapper, node))

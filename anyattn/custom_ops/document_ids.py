@@ -1,4 +1,4 @@
-"""The operator through which ``torch.compile`` and ``torch.export`` see ``masks.document_from_cu_seqlens``."""
+"""Operator that ``torch.compile`` and ``torch.export`` record for ``masks.document_from_cu_seqlens``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DocumentIds(NamedTuple):
 
 
 def _fake(given: DocumentIds) -> Tensor:
-    # not ctx.new_dynamic_size, which asks for torch._dynamo.config.capture_dynamic_output_shape_ops
+    # not ctx.new_dynamic_size, which requires torch._dynamo.config.capture_dynamic_output_shape_ops
     length = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     torch._check(length >= 0)
     return given.cu_seqlens.new_empty(length, dtype=torch.int32)

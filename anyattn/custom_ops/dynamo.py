@@ -1,8 +1,8 @@
-"""Dynamo's tracing of ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
+"""Dynamo's tracing of ``call_with_mods``: every mod becomes a subgraph, and its captured values become operands of the subgraph.
 
-Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` adds ours to
-torch's own, and warns where this torch differs. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
-table) breaks the graph once, at the call; the entry points then run as in eager mode, opaque to Dynamo, after one warning.
+Dynamo has a table from names of higher-order operators to the classes that trace them. It is semi-private: ``install`` adds ours, and warns
+if this torch has no such table. A call that cannot be captured (a mod that Dynamo cannot trace, a torch without the table) breaks the graph
+once; after one warning the entry points run as in eager mode, opaque to Dynamo.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _warned: set[str] = set()
 
 
 class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
-    """``call_with_mods`` while Dynamo traces a call of it."""
+    """A call of ``call_with_mods`` that Dynamo traces."""
 
     _HOP_NAME = "anyattn.call_with_mods"
 
@@ -55,7 +55,7 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     _warn(name, reason)
                     run_uncompiled()
                     raise
-                except ObservedException as error:  # Dynamo knows fewer types than Python: the mod itself may raise nothing
+                except ObservedException as error:  # Dynamo supports fewer types than Python: the mod itself may not raise
                     broken = Unsupported(f"it raises {type(error).__name__.removeprefix('Observed')} where it is captured: {error}")
                     _warn(name, broken)
                     run_uncompiled()
@@ -71,22 +71,22 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise
-        tx.output.remove_node(proxy.node)  # a program that catches the exception continues this graph
+        tx.output.remove_node(proxy.node)  # a program that catches the exception continues with this graph
         call_with_mods.refusal = refusal
         _refuse(tx, refusal, is_replaced)
 
 
 def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
-    """Raises ``error`` in the program that is traced; where the program does not catch it, the eager call raises it."""
+    """Raises ``error`` in the traced program; if the program does not catch it, the graph breaks and the eager call raises it."""
     if not is_replaced:
         run_uncompiled()
-    # Dynamo makes exceptions of Python's own kinds alone
+    # Dynamo can only raise Python's own exception types
     kind = next((k for k in (ValueError, TypeError) if isinstance(error, k)), RuntimeError)
     raise_observed_exception(kind, tx, args=[VariableTracker.build(tx, str(error))])
 
 
 def _is_replaced(tx: Any) -> bool:
-    """Whether Dynamo traces a call of torch's function that anyattn replaces, which catches what is raised."""
+    """Whether Dynamo traces a call of torch's replaced function, which catches exceptions."""
     replaced_call = sys.modules.get("anyattn.integrations.torch_flex_call")
     while tx is not None and replaced_call is not None:
         if tx.f_code is replaced_call.flex_attention.__code__:
@@ -96,7 +96,7 @@ def _is_replaced(tx: Any) -> bool:
 
 
 def _warn(name: str, reason: Unsupported) -> None:
-    """Says once for each reason that a call runs uncompiled, and the cure."""
+    """Warns, once per reason, that a call runs uncompiled, and how to change that."""
     first = str(reason).strip().splitlines()[0]
     if (key := f"{name}: {first}") in _warned:
         return
@@ -110,9 +110,10 @@ def _warn(name: str, reason: Unsupported) -> None:
 
 
 def run_uncompiled(is_wanted: bool = True) -> None:
-    """Makes Dynamo pass over the entry points' own frames, and all that they call: what it has broken off at then runs as in eager mode.
+    """Makes Dynamo skip the entry points' frames and everything that they call: after a graph break such a call runs as in eager mode.
 
-    Calls inside other functions' frames are traced as before; an entry point that is itself given to ``torch.compile`` runs uncompiled too.
+    Calls that are inlined into other functions' frames are traced as before; an entry point that is itself passed to ``torch.compile`` runs
+    uncompiled too.
     """
     for fn in ENTRY_POINTS:
         if is_wanted:
@@ -122,7 +123,7 @@ def run_uncompiled(is_wanted: bool = True) -> None:
 
 
 def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) -> tuple[Any, tuple]:
-    """The attribute of Dynamo's graph that holds the mod as a graph, and the proxies of what it closes over."""
+    """The attribute of Dynamo's graph that holds the mod as a graph, and the proxies of the mod's captured values."""
     build = VariableTracker.build
 
     def scalar(dtype: torch.dtype, requires_grad: bool = False) -> Any:
@@ -131,14 +132,14 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
 
     with higher_order_ops.discard_graph_changes(tx):
         arguments = [scalar(torch.int64) for _ in range(4)]
-        if kind == "score":  # as mods see it in eager mode, whatever the query's dtype
+        if kind == "score":  # the dtype of scores in eager mode, which does not depend on a 16-bit query
             dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
             arguments.insert(0, scalar(dtype, like.requires_grad))
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     drawn = len(getattr(tx.output, "random_calls", ()))
-    with TransformGetItemToIndex():  # table[q_idx] reads an entry, it does not ask for q_idx's value
-        # "flatten_manual" would trace torch's pytree too, and guard all that it is made of at every call
+    with TransformGetItemToIndex():  # table[q_idx] is a load; without this Dynamo would need the value of q_idx
+        # "flatten_manual" would also trace torch's pytree, and guard all of its parts at every call
         _, graph, lifted = higher_order_ops.speculate_subgraph(
             tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="manual"
         )
@@ -154,16 +155,16 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
 
 
 def _invert(self: BuiltinVariable, tx: Any, operand: VariableTracker) -> VariableTracker | None:
-    """``operator.invert`` of a ``Mask``; None leaves any other operand to Dynamo."""
+    """``operator.invert`` of a ``Mask``; returns None for any other operand, which Dynamo then handles."""
     if isinstance(operand, UserDefinedObjectVariable) and issubclass(operand.python_type(), Mask):
         return operand.call_method(tx, "__invert__", [], {})
     return None
 
 
 def install() -> bool:
-    """Enters the operator into Dynamo's table; False where this torch has no such table.
+    """Adds the operator to Dynamo's table; returns False if this torch has no such table.
 
-    Dynamo calls ``__and__`` and ``__or__`` of a user's class, but up to torch 2.13 not ``__invert__``: ``~mask`` is entered here too.
+    Up to torch 2.13, Dynamo calls ``__and__`` and ``__or__`` of a user's class but not ``__invert__``, so ``~mask`` is registered here too.
     """
     if not hasattr(BuiltinVariable, "call_invert"):
         BuiltinVariable.call_invert = _invert  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
-"""Eager calls that go through the custom operators: of fake and meta tensors, of tensors of ``torch.func.grad`` and ``vjp``, of subclasses
-that dispatch, and under graph capture. ``tensors.kinds`` decides which calls those are.
+"""Eager calls that run as custom operators; ``tensors.kinds`` decides which calls these are.
+
+They have fake or meta tensors, tensors of ``torch.func.grad`` and ``vjp`` or of subclasses that dispatch, or are under graph capture.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
     _check_options(q, sequences.batch_of(q, cu_q, cu_k, k, pages), options, tables)
     if options.block_sparse_tensors is not None and kinds.are_fake((q, k, v)) and not kinds.is_recorded():
         _check_blocks(q, k, options.block_sparse_tensors, is_varlen=any(t is not None for t in places.tables))
-        options = options._replace(block_sparse_tensors=None)  # they may have memory, and change no result's shape
+        options = options._replace(block_sparse_tensors=None)  # may have memory, and do not affect result shapes
     with _among((q, k, v)):
         return entry_points.flash(q, k, v, places, options, backend)
 
@@ -72,7 +73,7 @@ def _check_blocks(q: Tensor, k: Tensor, blocks: Any, is_varlen: bool) -> None:
 
 
 def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
-    """Where what is made for the call is fake if its tensors are."""
+    """Context in which new tensors are fake if the call's tensors are."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode(tensors) if kinds.are_fake(tensors) else None
@@ -80,7 +81,7 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
 
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
-    """The checks of FlashAttention's entry points on arguments besides q, k and v that read no values."""
+    """The checks of FlashAttention's arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, kvcache.heads_first(q))
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)

@@ -1,9 +1,9 @@
-"""Entry points inside ``torch.compile`` and ``torch.export``: arguments in, one ``call_with_mods`` out.
+"""Entry points inside ``torch.compile`` and ``torch.export``: convert their arguments into one ``call_with_mods``.
 
-Dynamo traces this module's functions: no arithmetic, no checks (those are in the operator's body), nothing that Dynamo does not know.
-Whatever is read here beside the arguments (functions, classes, a module's tuples) Dynamo compares again before every call of the compiled
-graph, some tenths of a microsecond each: so arguments come as plain tuples in the order of ``FlexCall``, ``Places``, ``Options`` and
-``Given``, and constants are written where they are used.
+Dynamo traces this module's functions, so they do no arithmetic and no checks (those are in the operator's body) and use only constructs
+that Dynamo supports. Dynamo guards everything that is read here besides the arguments (functions, classes, a module's tuples) before every
+call of the compiled graph, for some tenths of a microsecond each: so arguments are plain tuples in the order of ``FlexCall``, ``Places``,
+``Options`` and ``Given``, and constants are written inline.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decode(given: tuple, options: tuple, backend: str | None) -> tuple[Tensor, T
 
 
 def _mods_apart(options: tuple) -> tuple[tuple, Any, tuple]:
-    """``Options`` as operands, block_sparse_tensors, and the mods; these travel beside the operands, and the mods hold aux_tensors."""
+    """``Options`` as operands, block_sparse_tensors, and the mods, which are passed separately and have aux_tensors bound."""
     scale, causal, window, softcap, slopes, sink, score_mod, mask_mod, blocks, aux_tensors, *others = options
     without = (scale, causal, window, softcap, slopes, sink, None, None, None, None, *others)
     return without, blocks, (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
@@ -74,7 +74,7 @@ def _mods_apart(options: tuple) -> tuple[tuple, Any, tuple]:
 def block_lists(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any, separate_full: bool
 ) -> tuple[list[Tensor | None], tuple]:
-    """The eight lists of ``create_block_mask``, None for full blocks where they are not listed separately, and the block size as a pair."""
+    """The eight lists of ``create_block_mask``, None for full blocks that are not listed separately, and the block size as a pair."""
     like = torch.empty(0, device=device)
     operands = (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, bool(separate_full))
     found = call_with_mods("block_mask", like, operands, (("mask", "mask_mod"),), (mask_mod,))

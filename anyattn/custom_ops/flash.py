@@ -1,6 +1,7 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see FlashAttention's entry points; ``flex.py`` says how mods travel.
+"""Operators that ``torch.compile`` and ``torch.export`` record for FlashAttention's entry points.
 
-The operators take what the entry points take, and check and plan as an eager call does, when the graph runs.
+``flex.py`` describes how mods are passed. The operators take the entry points' arguments; when the graph runs, they check and plan as an
+eager call does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
 
 
 class Shared(NamedTuple):
-    """The arguments that all operators of this module take. window_size: -1 is no limit."""
+    """The arguments that all operators of this module have. window_size: -1 is no limit."""
 
     alibi_slopes: Tensor | None
     sink: Tensor | None
@@ -64,7 +65,7 @@ class Flash(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Where the sequences of packed, padded or paged rows are."""
+    """The tables that locate the sequences of packed, padded or paged rows."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -105,7 +106,7 @@ def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = N
 
 
 def _call(given: Flash, lists: BlockSparse | None = None) -> tuple[Problem, Plan]:
-    """The problem and the plan of an operator's call, from the call cache where it knows the call."""
+    """The problem and the plan of an operator's call, from the call cache if the call is warm."""
     q, k, v, tables = given[:4]
     blocks = None if lists is None else blocks_of_operands(lists)
     options, backend = _options(given.shared, given.deterministic, q.is_cuda, blocks), given.backend or None
@@ -121,7 +122,7 @@ def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, T
 
 
 def _as_given(x: Tensor, is_packed: bool) -> Tensor:
-    """The way back from ``heads_first``."""
+    """The inverse of ``heads_first``."""
     return x.transpose(1, 2).select(0, 0) if is_packed else x.transpose(1, 2)
 
 
@@ -142,13 +143,13 @@ def flash(given: Flash) -> tuple[Tensor, Tensor]:
 
 @operator(Flash, BlockSparse, fake=lambda given, _: _fake(given.q, given.v))
 def flash_block_sparse(given: Flash, lists: BlockSparse) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with block lists; an operator of its own, so that exported programs without lists hold what they held."""
+    """(out, lse) of a call with block lists; a separate operator, so that exported programs without lists keep their format."""
     kinds.refuse_forward_mode()
     return _results(*_call(given, lists), given.q.ndim == 3)
 
 
 def _sources(given: Flash) -> list[Tensor | None]:
-    """The tensors whose gradients there may be, in the order in which ``flash_backward`` returns those."""
+    """The tensors that may have gradients, in the order in which ``flash_backward`` returns those."""
     return [*given[:3], given.shared.alibi_slopes, given.shared.sink, *given.shared.score.score_tensors]
 
 
@@ -161,13 +162,13 @@ def _fake_backward(given: Flash, results: Results) -> list[Tensor]:
 
 @operator(Flash, Results, fake=_fake_backward)
 def flash_backward(given: Flash, results: Results) -> list[Tensor]:
-    """Gradients of q, k, v, alibi_slopes, sink and each score tensor; empty where ``wants`` says that none is."""
+    """Gradients of q, k, v, alibi_slopes, sink and each score tensor; empty where ``wants`` is False."""
     return _gradients(given, None, results)
 
 
 @operator(Flash, BlockSparse, Results, fake=lambda given, _, results: _fake_backward(given, results))
 def flash_block_sparse_backward(given: Flash, lists: BlockSparse, results: Results) -> list[Tensor]:
-    """As ``flash_backward``."""
+    """``flash_backward`` of a call with block lists."""
     return _gradients(given, lists, results)
 
 
@@ -177,9 +178,9 @@ def _gradients(given: Flash, lists: BlockSparse | None, results: Results) -> lis
     slopes = None if shared.alibi_slopes is None else shared.alibi_slopes.detach().requires_grad_(wants[3])
     shared = shared._replace(alibi_slopes=slopes, score=shared.score._replace(score_tensors=captured))
     problem, chosen = _call(given._replace(shared=shared), lists)
-    asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # a graph's own tensors, as they come, require none
+    asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # the graph's tensors themselves do not require grad
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
-    if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
+    if chosen.whole_spans:  # such a plan saves no log-sum-exp; this operator did
         chosen = replace(chosen, whole_spans=False)
     rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
     douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
@@ -205,7 +206,7 @@ def decode(given: Decode) -> tuple[Tensor, Tensor]:
     return _results(call.prepared(chosen), chosen, given.q.ndim == 3)
 
 
-# ---- calls with traced mods
+# ---- calls that pass traced mods
 
 
 def flash_with_mods(
@@ -219,8 +220,8 @@ def flash_with_mods(
     score: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods. places, options: ``Places`` and
-    ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
+    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator call with traced mods. places, options: ``Places``
+    and ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = _shared(q, given, score, mask)
@@ -239,14 +240,14 @@ def flash_with_mods(
 
 
 def _number(longest: Any) -> Any:
-    """max_seqlen changes no result; where it is a tensor, nobody reads it."""
+    """max_seqlen as a number; None for a tensor, which is not read: max_seqlen changes no result."""
     return None if isinstance(longest, Tensor) else longest
 
 
 def decode_with_mods(
     given: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods."""
+    """``flash_attn_with_kvcache`` as one operator call with traced mods. given, options: ``Given`` and ``Options`` without mods."""
     asked = Given(*given)
     q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
     asked = asked._replace(q=q, k=k, v=v)
@@ -266,7 +267,7 @@ def _shared(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMo
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
-    nothing = q.new_empty(0)  # one for all lists: a compiled graph makes it at every call
+    nothing = q.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     return Shared(
         options.alibi_slopes, options.sink, Score(*operands_of(nothing, score)), Mask(*operands_of(nothing, mask)), scale,
         float(options.softcap), bool(options.causal), window, options.num_splits, options.pack_gqa,

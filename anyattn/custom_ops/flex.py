@@ -1,8 +1,8 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see attention.
+"""Operators that ``torch.compile`` and ``torch.export`` record for attention.
 
 A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/ir/codec.py``), the captured
 numbers as integers (floats by their bits) and a list of captured tensors. The operators check, plan and run like an eager call, warm calls
-from the call cache included; eager calls do not pass through here, which saves the dispatcher's overhead. An operator takes no list of
+from the call cache included; eager calls do not use the operators, which saves the dispatcher's overhead. An operator takes no list of
 strings: mask programs are one text (``codec.joined``).
 """
 
@@ -47,9 +47,9 @@ _FAR = (
 
 
 def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
-    """The programs, the captured numbers and the captured tensors of traced mods; what is None is left out.
+    """The programs, the captured numbers and the captured tensors of traced mods; None is left out.
 
-    like: any tensor of the call, or what ``never_empty`` would make of one. No list is empty, see there.
+    like: any tensor of the call, or the tensor that ``never_empty`` would make from one. No list is empty, see ``never_empty``.
     """
     given = [m for m in mods if m is not None]
     numbers = [*bits_of_numbers([x for m in given for x in m.scalars])]
@@ -58,9 +58,9 @@ def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], 
 
 
 def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
-    """A list for an operator. AOTInductor hands over None for an empty one, so in an exported graph a tensor without entries stands in it.
+    """A list for an operator. AOTInductor passes None for an empty list, so in an exported graph a tensor without entries is put into it.
 
-    The operators know from their other arguments how many entries are meant, and take empty lists too.
+    The operators know from their other arguments how many entries are real, and take empty lists too.
     """
     if tensors or not torch.compiler.is_exporting():
         return tensors
@@ -68,7 +68,7 @@ def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
 
 
 def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list[Tensor]) -> list[TracedMod]:
-    """The way back of ``operands_of``."""
+    """The inverse of ``operands_of``."""
     return [
         mod if start == stop else TracedMod.of_fields({**vars(mod), "tensors": tuple(tensors[start:stop])})
         for mod, start, stop in mods_and_places(kind, programs, numbers)
@@ -76,13 +76,13 @@ def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list
 
 
 def mods_and_places(kind: str, programs: str, numbers: list[int]) -> list[tuple[TracedMod, int, int]]:
-    """Each mod without its tensors, and where those are in the list of all."""
+    """Each mod without its tensors, and their range in the list of all tensors."""
     return _read_programs(kind, programs, tuple(numbers)) if programs else []
 
 
 @lru_cache(maxsize=1024)
 def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[tuple[TracedMod, int, int]]:
-    """Each program as a mod without its tensors, and where those are in the list of all."""
+    """Each program as a mod without tensors, and the range of its tensors in the list of all."""
     found, first = [], 0
     for program in codec.separated(programs):
         expr, kinds, pattern, count = _read_program(program)
@@ -97,7 +97,7 @@ def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[t
 
 @lru_cache(maxsize=1024)
 def _read_program(program: str) -> tuple[Any, tuple[type, ...], Pattern, int]:
-    """A program's expression, the types of its numbers, the pattern that stands for it in the call cache, and its number of tensors."""
+    """A program's expression, the types of its numbers, its pattern in the call cache, and its number of tensors."""
     expr = codec.decode(program)
     kinds = {node.attr: node.dtype for node in expr.nodes if node.op == "scalar"}
     ordered = tuple(kinds[i] for i in range(len(kinds)))
@@ -120,8 +120,8 @@ def _options(text: str) -> dict[str, Any] | None:
 class Attend(NamedTuple):
     """The arguments of ``anyattn::attend``. options: ``options_text``. backend: empty for none.
 
-    masks: of a block mask first, if block_size says that there is one. block_lists: its two or four lists. is_exact: whether they are known
-    to follow from its mask, as long as nobody writes to them.
+    masks: the block mask's first, if block_size says that there is one. block_lists: its two or four lists. is_exact: whether they follow
+    from its mask, which holds only while they are not written to.
     """
 
     q: Tensor
@@ -141,7 +141,7 @@ class Attend(NamedTuple):
 
 
 def _call(given: Attend) -> tuple[Problem, Plan]:
-    """The problem and the plan of an operator's call, from the caches where they know the call."""
+    """The problem and the plan of an operator's call, from the caches if the call is warm."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, is_exact, scale, wants_max, deterministic, options, backend = given
     blocks = lists = None
     if any(block_size):
@@ -195,15 +195,15 @@ def _fake_backward(given: Attend, results: Results) -> list[Tensor]:
 
 @operator(Attend, Results, fake=_fake_backward, left_out={"wants_max": False})
 def attend_backward(given: Attend, results: Results) -> list[Tensor]:
-    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` says that none is."""
+    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False."""
     wants = results.wants
     sources = (*given[:4], *given.score.score_tensors)
-    # a graph's own tensors, as they come, require none
+    # the graph's tensors themselves do not require grad
     asked: list[Any] = [autograd.wanting(t, w) for t, w in zip(sources, wants, strict=True)]
     q, k, v, sink, *captured = asked
     problem, chosen = _call(given._replace(q=q, k=k, v=v, sink=sink, score=given.score._replace(score_tensors=captured)))
     grads = [*autograd.backward(problem, chosen, *results[:4])]
-    grads += [None] * (len(wants) - len(grads))  # of what stands in an empty list
+    grads += [None] * (len(wants) - len(grads))  # for the placeholders in empty lists
     return returned(grads, wants, sources, q)
 
 
@@ -220,10 +220,10 @@ def flex_with_mods(
     listed: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator, of traced mods. call: a ``FlexCall`` without them. listing: a block mask's lengths, block size,
-    and whether it is exact; None for lists that the graph itself makes.
+    """``flex_attention`` as one operator call with traced mods. call: a ``FlexCall`` without them. listing: a block mask's lengths, block
+    size, and whether it is exact; None for lists that the graph computes itself.
 
-    Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
+    Raises as the eager call for wrong shapes, dtypes and devices; contents of tensors are checked when the operator runs.
     """
     asked = attention.FlexCall(*call)
     query, key, value = autocast.arguments(asked.query, asked.key, asked.value)
@@ -242,7 +242,7 @@ def flex_with_mods(
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         flex.check_lists(lengths, counts, query, key)
         block_lists = own_lists(block_lists)
-    nothing = query.new_empty(0)  # one for all lists: a compiled graph makes it at every call
+    nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     given = Attend(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask)),
         never_empty(block_lists, nothing), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),

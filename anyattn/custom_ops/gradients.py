@@ -1,7 +1,7 @@
-"""Gradients of the operators: autograd's kernel of each, and ``torch.func.grad`` and ``vjp`` of them.
+"""Gradients of the operators: the autograd kernel of each, and their ``torch.func.grad`` and ``vjp``.
 
-A call in which no gradient, mode or transform takes part runs at once, from the dispatcher's first step. Else one ``autograd.Function``,
-of the kind that ``torch.func`` wants, takes every tensor of the arguments, also those in lists, as an argument of its own.
+A call without gradients, modes and transforms runs directly from the dispatcher's first step. Otherwise one ``autograd.Function``, in the
+form that ``torch.func`` requires, takes every tensor of the arguments, including those in lists, as an argument of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_grad_enabled, _any_requires_grad = torch._C.is_grad_enabled, torch._C._any_r
 
 
 class _Rule(NamedTuple):
-    """How an operator is differentiated, see ``differentiable``; backward is None for one that has no derivative."""
+    """An operator's derivative, see ``differentiable``; backward is None for an operator without one."""
 
     operator: Any
     arguments: Arguments
@@ -38,15 +38,17 @@ _rules: dict[Any, _Rule] = {}
 
 
 def differentiable(operator: Any, backward: Any, of: tuple[str, ...], constant: tuple[int, ...] = ()) -> None:
-    """Gives an operator of (out, lse, ...) its derivative: the operator ``backward``, which takes its arguments' record and ``Results``.
+    """Gives an operator of (out, lse, ...) its derivative: the operator ``backward``,
+    which takes the record of its arguments and ``Results``.
 
-    of: the arguments whose gradients ``backward`` returns, in order, those of a list one by one. constant: results without a gradient.
+    of: the arguments whose gradients ``backward`` returns, in order, with lists flattened. constant: results without a gradient.
     """
     _rules[operator] = _rules[operator]._replace(backward=backward, of=of, constant=constant)
 
 
 def called(operator: Any, *records: Any) -> Any:
-    """The operator's results for arguments in records, also inside function transforms; raises for tensors that those hide from it."""
+    """The operator's results for arguments in records, also inside function transforms;
+    raises for tensors that a transform hides from it."""
     rule = _rules[operator]
     given = rule.arguments.flat(*records)
     active = kinds.transforms()
@@ -60,8 +62,8 @@ def called(operator: Any, *records: Any) -> Any:
 
 
 def returned(found: Sequence[Tensor | None], wants: Sequence[bool], sources: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
-    """What a backward operator returns: a gradient for each of ``sources`` that wants one, zeros where a mod lets none through (``detach``,
-    ``floor``); else an empty tensor, which is not ``like``'s memory."""
+    """The results of a backward operator: a gradient for each of ``sources`` that wants one, zeros if a mod lets no gradient through
+    (``detach``, ``floor``); otherwise an empty tensor, which does not share ``like``'s memory."""
     return [
         like.new_empty(0) if t is None or not w else t.new_zeros(t.shape) if g is None else g
         for g, w, t in zip(found, wants, sources, strict=True)
@@ -69,9 +71,9 @@ def returned(found: Sequence[Tensor | None], wants: Sequence[bool], sources: Seq
 
 
 def without_gradients(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd's kernel of an operator, until ``differentiable`` one without derivative. run: its implementation."""
+    """The autograd kernel of an operator, without derivative until ``differentiable`` adds one. run: its implementation."""
     _rules[operator] = _Rule(operator, arguments)
-    plain: dict[int, bool] = {}  # by the keys of a call's tensors and modes: whether its tensors are memory and nothing listens
+    plain: dict[int, bool] = {}  # by dispatch key set: whether all tensors are plain memory and no mode intercepts
 
     def kernel(keyset: Any, *given: Any) -> Any:
         if _is_grad_enabled() and _any_requires_grad(*given):
@@ -108,7 +110,7 @@ def _refuse(operator: Any) -> NoReturn:
 
 
 class _Differentiated(torch.autograd.Function):
-    """An operator's call. others, tensors: its arguments, see ``Arguments.split``."""
+    """An operator's call. others, tensors: its arguments, as from ``Arguments.split``."""
 
     @staticmethod
     def forward(call: Callable[..., Any], rule: _Rule, others: tuple, *tensors: Tensor | None) -> tuple:  # type: ignore[override]
@@ -131,7 +133,7 @@ class _Differentiated(torch.autograd.Function):
         rule: _Rule = ctx.rule
         if rule.backward is None:
             _refuse(rule.operator)
-        saved = ctx.saved_tensors  # once: hooks unpack them at every access, and those of checkpoints refuse a second one
+        saved = ctx.saved_tensors  # read once: saved-tensor hooks unpack at every access, and checkpoints refuse a second one
         (out, lse, *_), tensors = saved[: ctx.count], saved[ctx.count :]
         dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
         given = rule.arguments.joined(ctx.others, tensors)

@@ -1,4 +1,4 @@
-"""Block lists as an operator's operands: what stands for the block mask that they are of, kept as long as the same lists come again."""
+"""Block lists as an operator's operands: a stand-in for their block mask, cached while the same lists are passed again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "pl
 
 
 class ListOperands:
-    """Stands for the block mask whose lists an operator was given. Its tensors are views: it must not keep alive what it is kept by.
+    """Replaces the block mask whose lists were passed to an operator. Its tensors are views: it must not keep alive the tensors whose
+    lifetime its cache entry has.
 
-    may_share: whether kernels may read the views as they are. The lists of an exact mask are ordered, and no operator reads what was made
-    of them once they are written to.
+    may_share: whether kernels may read the views directly. The lists of an exact mask are ordered, and data derived from them is not used
+    after a write to them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], facts: tuple):
@@ -29,13 +30,13 @@ class ListOperands:
         self.may_share = self.is_exact
 
 
-# An entry keeps the memory that it views allocated, so that no other tensor gets the same address. It lives as long as a tensor of counts
-# that it came with: a backward pass gets another one of the same memory, with the same count of writes.
+# An entry's views keep the memory allocated, so no other tensor gets the same address. It lives as long as a counts tensor that was passed
+# with it: a backward pass gets another tensor of the same memory and version.
 _by_place: WeakValueDictionary[tuple, ListOperands] = WeakValueDictionary()
 
 
 def stand_in(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> ListOperands:
-    """The same one for the same lists: what is found out of a block mask is kept with it. sizes: block size and lengths."""
+    """The same object for the same lists, since data derived from a block mask is cached with it. sizes: block size and lengths."""
     places = places_of(tensors)
     if places is None:
         return ListOperands(tensors, (*sizes, False))
@@ -48,7 +49,7 @@ def stand_in(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> ListOpe
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple | None:
-    """Where tensors are in memory, how they lie there, and how often they were written to, which inference tensors do not count: None."""
+    """Address, layout and version of each tensor; None if there is an inference tensor, which has no version."""
     places: list[Any] = []
     for t in tensors:
         if t.is_inference():
@@ -57,14 +58,14 @@ def places_of(tensors: Sequence[Tensor]) -> tuple | None:
     return tuple(places)
 
 
-# ---- the same tensors once more
+# ---- lists that are passed again
 
 
 class Known:
-    """Lists that came before as the same tensors, and were not written to.
+    """Lists that were passed before as the same tensor objects, and have not been written to since.
 
-    sizes, is_exact: as ``stand_in`` was asked. states: of each tensor how often it was written to, and where its memory is. facts: stands
-    for ``flex.lists_facts``.
+    sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: identifies the result of
+    ``flex.lists_facts``.
     """
 
     __slots__ = ("_blocks", "facts", "is_exact", "sizes", "stands_for", "states", "tensors")
@@ -75,17 +76,17 @@ class Known:
         self._blocks: Any = None
 
     def read_blocks(self) -> Any:
-        """The lists as kernels read them, which are read once."""
+        """The lists in the form that kernels read, converted once."""
         if self._blocks is None:
             self._blocks = flex.read_lists(self.stands_for)
         return self._blocks
 
 
-_by_object: dict[int, Known] = {}  # by the id of the counts, which is removed with them
+_by_object: dict[int, Known] = {}  # by the id of the counts tensor; removed when that tensor is freed
 
 
 def known(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | None:
-    """What is known of these very tensors, unchanged; None unless ``stand_in`` was asked for them."""
+    """The ``Known`` of these tensor objects, unchanged; None unless ``stand_in`` was called with them."""
     found = _by_object.get(id(tensors[0]))
     if found is None or found.is_exact is not is_exact or found.sizes != sizes or len(found.tensors) != len(tensors):
         return None
@@ -96,7 +97,7 @@ def known(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | No
 
 
 def known_by_now(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | None:
-    """``known``, of lists that come for the first time too; None for inference tensors alone."""
+    """``known``, after calling ``stand_in`` if needed; None for inference tensors only."""
     found = known(tensors, sizes, is_exact)
     if found is None:
         stand_in(tensors, sizes, is_exact)
@@ -105,7 +106,7 @@ def known_by_now(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Kno
 
 
 def are_counted_unwritten(tensors: Sequence[Tensor]) -> bool:
-    """``are_unwritten`` of lists that are no inference tensors."""
+    """``are_unwritten`` for lists without inference tensors."""
     for t in tensors:  # noqa: SIM110 - a generator takes longer
         if t._version:
             return False
@@ -113,7 +114,7 @@ def are_counted_unwritten(tensors: Sequence[Tensor]) -> bool:
 
 
 def _states(tensors: Sequence[Tensor]) -> tuple:
-    """In one tuple, since every call makes and compares it."""
+    """Versions, addresses and layouts of the lists, in one tuple, since every call builds and compares it."""
     if len(tensors) == 2:
         a, b = tensors
         return a._version, b._version, a.data_ptr(), b.data_ptr(), a.shape, b.shape, a.stride(), b.stride()

@@ -1,8 +1,8 @@
-"""Block lists that a graph computes itself, in memory that no kernel of its compiler writes to.
+"""Copies of block lists that a graph computes itself, in memory that the compiler's kernels do not write to.
 
-What is made of lists is kept with their tensors, as long as torch counts no write to these (``list_operands``, ``block_sparse_operands``).
-A compiler's kernels write without a count, and Inductor gives one tensor's memory, and the same Python object, to a later one of the same
-size. So the attention operators take a copy of such lists, which an operator makes: its results are new memory.
+Data derived from lists is cached with their tensors as long as torch counts no write to them (``list_operands``,
+``block_sparse_operands``). A compiler's kernels write without counting, and Inductor reuses a tensor's memory, and its Python object, for a
+later tensor of the same size. So the attention operators are given a copy of such lists, made by an operator: its results are new memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class OwnList(NamedTuple):
 
 @operator(OwnList, fake=lambda given: torch.empty(given.one.shape, dtype=given.one.dtype, device=given.one.device))
 def own_list(given: OwnList) -> Tensor:
-    """A contiguous copy."""
+    """A contiguous copy of the list."""
     return given.one.clone(memory_format=torch.contiguous_format)
 
 
 def own_lists(lists: list[Tensor]) -> list[Tensor]:
-    """The lists; while calls are written into a graph, copies of those that the graph computes, one for each of them in a graph."""
+    """The lists; during graph capture, lists that the graph computes are replaced by copies, one per list and graph."""
     mode = get_proxy_mode()
     return lists if mode is None else [_own(one, mode.tracer) for one in lists]
 
@@ -44,10 +44,10 @@ def own_lists(lists: list[Tensor]) -> list[Tensor]:
 def _own(one: Tensor, tracer: Any) -> Tensor:
     inner = one
     if isinstance(one, FunctionalTensor):
-        torch._sync(one)  # writes that are not in the graph yet
+        torch._sync(one)  # adds pending writes to the graph
         inner = torch._from_functional_tensor(one.elem)
     found: Any = get_proxy_slot(inner, tracer, None)
-    if found is None or _is_safe(found.proxy.node):  # what has no node is a constant
+    if found is None or _is_safe(found.proxy.node):  # without a node it is a constant
         return one
     copies = vars(tracer).setdefault("_anyattn_own_lists", {})
     if found.proxy.node not in copies:
@@ -56,7 +56,7 @@ def _own(one: Tensor, tracer: Any) -> Tensor:
 
 
 def _is_safe(node: Any) -> bool:
-    """Whether this is an input of the graph, a constant, or what one of anyattn's operators has made."""
+    """Whether the node is a graph input, a constant, or a result of one of anyattn's operators."""
     if node.op in ("placeholder", "get_attr"):
         return True
     while node.target in _VIEWS:

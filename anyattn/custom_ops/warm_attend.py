@@ -1,11 +1,11 @@
-"""Warm calls of ``anyattn::attend`` and its backward pass: the call cache's answer, found by the operators' own arguments.
+"""Warm calls of ``anyattn::attend`` and its backward pass: finds the call cache's entry by the operators' own arguments.
 
-The key holds what ``call_cache.signature`` reads of the ``FlexCall`` that the arguments stand for, but the programs' texts in place of
-mods; so a second call neither decodes mods nor reads a block mask. It holds all captured numbers: a call with other ones is found in the
-call cache.
+The key contains what ``call_cache.signature`` reads of the corresponding ``FlexCall``, but the programs' texts instead of mods; so a second
+call neither decodes mods nor reads a block mask. It contains all captured numbers:
+a call with other numbers is looked up in the call cache.
 
 A direct call is first compared with the latest one of the same constants (``Repeated``), which takes one comparison of all tensors instead
-of a key made of their properties.
+of a key built from their properties.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Reader", "direct", "found", "key_of", "remember"]
 
 
 class Reader(NamedTuple):
-    """Where one of the mods has its run-time values: its numbers, and which of the score's or of the masks' tensors it captures."""
+    """The source of a mod's run-time values: its numbers, and its range in the score's or the masks' captured tensors."""
 
     is_score: bool
     numbers: list[int | float]
@@ -48,19 +48,19 @@ class Reader(NamedTuple):
 
 
 class WarmCall(NamedTuple):
-    """remembered: the call cache's. readers: of its mods, none if those have no run-time values."""
+    """remembered: the call cache's entry. readers: of its mods; none if the mods have no run-time values."""
 
     remembered: calls.RememberedCall
     readers: tuple[Reader, ...]
 
 
 class Repeated(NamedTuple):
-    """A call that may skip the dispatcher, and what tells that another one of the same constants is of the same key.
+    """A call that may skip the dispatcher, and the tests by which a later call with the same constants has the same key.
 
-    nothing: the empty tensor that is returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and
-    whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
-    ``_captured`` of those but q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
-    facts: ``Known``'s. launch: a backend's ``repeater``. fields: the problem's. Both are None where mods capture tensors or k and v are
+    nothing: the empty tensor that is returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and the test
+    that other tensors have the same types, dtypes, devices, shapes, strides, dispatch keys and requires_grad. captured: ``_captured`` of
+    the tensors besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists. sizes, facts: of
+    ``Known``. launch: a backend's ``repeater``. fields: of the problem. launch and fields are None if mods capture tensors or k and v are
     expanded.
     """
 
@@ -80,7 +80,7 @@ class Repeated(NamedTuple):
 
 _warm: calls.TwoGenerationCache[WarmCall] = calls.TwoGenerationCache()
 _direct: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()
-_latest: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()  # by what of a call is no tensor
+_latest: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()  # by all arguments that are not tensors
 
 
 def _mods_key(programs: str, numbers: list[int], tensors: list[Tensor]) -> tuple:
@@ -118,7 +118,7 @@ _key: Callable[..., tuple] = eval(f"lambda {_NAMES}, lists: {_KEY}", _scope)
 
 
 def key_of(given: Any, lists: Known | None) -> tuple | None:
-    """The key of an operator's call, given as ``Attend``; None for one that is not remembered. lists: its block lists, if it has any."""
+    """The key of an operator's call, given as ``Attend``; None if it is not remembered. lists: its block lists, if it has any."""
     if not _is_usable(given.scale) or is_listened_to():
         return None
     try:
@@ -132,7 +132,7 @@ def _is_usable(scale: Any) -> bool:
 
 
 def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a warm call; None for one that is not."""
+    """The problem and the plan of a warm call; None if the call is not warm."""
     warm = _warm.get(key)
     if warm is None:
         return None
@@ -158,7 +158,7 @@ def _signature(readers: tuple[Reader, ...], score: list[Tensor], mask: list[Tens
 
 
 def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader, ...]) -> None:
-    """Remembers a call that the call cache knows. readers: of its mods, in the order of ``FlexCall``."""
+    """Remembers a call that is in the call cache. readers: of its mods, in the order of ``FlexCall``."""
     is_fixed = all(m is None or m.fixed is not None for m in (remembered.score, *remembered.masks))
     _warm.put(key, WarmCall(remembered, () if is_fixed else readers))
 
@@ -171,7 +171,7 @@ _TENSORS = "(q, k, v, *(() if sink is None else (sink,)), *score_tensors, *mask_
 
 
 def direct(operator: Any) -> Callable[..., Any]:
-    """The direct call of ``anyattn::attend`` (``direct.py``), with a short way for what came here before."""
+    """The direct call of ``anyattn::attend`` (``direct.py``), with a fast path for repeated calls."""
     source = f"""
 def call({_NAMES}):
     if not (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE) or needs_dispatcher():
@@ -227,15 +227,15 @@ def call({_NAMES}):
 
 
 def _captured(sink: Tensor | None, *of_mods: list[Tensor]) -> tuple:
-    """What the comparison of tensors leaves out of those that kernels read besides q, k and v: alignment, and which are the same one."""
+    """The properties of a call's other tensors that ``are_alike`` does not compare: alignment, and which of them are the same object."""
     aligned = [t.data_ptr() & 15 for tensors in of_mods for t in tensors]
     return sink is not None and sink.data_ptr() & 15, *aligned, *map(identical, of_mods)
 
 
 def _first_call(first: Callable[..., Any], given: tuple, key: tuple, lists: Known | None, constants: tuple, tensors: tuple) -> Any:
-    """A call that is remembered if the next one may pass by the dispatcher, and if the call cache knows it."""
+    """Runs a call, and remembers it if the next one may skip the dispatcher and the call cache has its entry."""
     results = first(*given)
-    # the key holds whether tensors are negated, and which require gradients, as far as it matters
+    # the key contains the negative bits, and requires_grad as far as it matters
     if (warm := _warm.get(key)) is not None and first.may_pass(*given):  # type: ignore[attr-defined]
         again = _repeated(warm, given, lists, tensors, results[1].new_empty(0))
         _direct.put(key, again)
@@ -250,7 +250,7 @@ def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple,
     problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
     captured = None if sink is None and not score_tensors and not mask_tensors else _captured(sink, score_tensors, mask_tensors)
     fields = repeater = None
-    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the numbers that mods capture are among the constants
+    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the mods' numbers are among the constants
         fields = remembered.filled(None, None, None, None, None, _signature(readers, score_tensors, mask_tensors))
         repeater = getattr(backend, "repeater", None)
     reads_lists = remembered.has_lists and (fields is None or backend.reads_lists(problem, plan))

@@ -1,1 +1,1 @@
-"""Documents as sequences: a call whose mask separates documents runs each document as a sequence of its own."""
+"""Document masks run as varlen batches: each document of a dense call becomes a sequence of its own."""

@@ -1,6 +1,6 @@
-"""Launches of the document kernels: finds the documents of a dense batch and the order of their row tiles without waiting for the device.
+"""Launches of the document kernels: finds the documents of a dense batch and the order of their row tiles without synchronising.
 
-``documents.sequences`` computes the same by two dozen torch operations."""
+``documents.sequences`` computes the same with two dozen torch operations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["documents_found", "documents_ordered"]
 
-_BLOCK = 2048  # positions at once
-_PAIRS = 64  # ids that are compared with as many others at once
+_BLOCK = 2048  # positions per iteration
+_PAIRS = 64  # ids compared with as many others at once
 _CHUNK = 1024
-_TILES, _ENTRIES = 64, 64  # row tiles of a program, and documents that it reads at once
+_TILES, _ENTRIES = 64, 64  # row tiles per program, and documents per iteration
 
 
 def documents_found(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:
-    """``documents.sequences.document_sequences`` on a CUDA device, by one kernel and a fill."""
+    """``documents.sequences.document_sequences`` on a CUDA device, as one kernel and a fill."""
     ids = ids if ids.ndim == 2 else ids[None]
     given, length = ids.shape
     starts, lengths = torch.empty((2, rows * places), dtype=torch.int64, device=ids.device).unbind(0)
@@ -35,7 +35,7 @@ def documents_found(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequen
 
 
 def documents_ordered(s: DocumentSequences, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
-    """``documents.sequences.documents_in_order`` on a CUDA device, by one kernel."""
+    """``documents.sequences.documents_in_order`` on a CUDA device, as one kernel."""
     most, batch = s.most_tiles(tile_m), s.batch
     order = torch.empty((most + 1, 3), dtype=torch.int32, device=s.device)
     entries = torch.empty((batch, 9), dtype=torch.int32, device=s.device)

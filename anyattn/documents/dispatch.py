@@ -1,8 +1,8 @@
 """Dispatch of calls with a document mask: launches over documents as sequences, and launches over block lists.
 
-A number on the device says which of the two applies (``DocumentTables.holds``). Until it has arrived on the host both are launched, and
-each kernel reads the number and does nothing where the other launch applies. Both write to the same tensors. A backend decides which calls
-its kernels run so, and launches.
+A number on the device decides which of the two is valid (``DocumentTables.holds``). Until the host knows it both are launched; each kernel
+reads the number and returns at once if the other launch is the valid one. Both write to the same tensors. A backend decides which calls its
+kernels can run in this way, and launches them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Dispatch", "dispatched", "over_unknown_documents"]
 
 
 class Dispatch(NamedTuple):
-    """Which launches a call with a document mask makes: at least one.
+    """The launches of a call with a document mask, at least one.
 
-    problem: the call. form: of its mask. tables: its documents. answer: ``DocumentTables.answer``, asked once. by_sequences: one over the
-    documents as sequences. by_lists: one over the call's block lists.
+    problem: the call. form: of its mask. tables: its documents. answer: the result of ``DocumentTables.answer``. by_sequences: launch over
+    the documents as sequences. by_lists: launch over the call's block lists.
     """
 
     problem: Problem
@@ -34,20 +34,20 @@ class Dispatch(NamedTuple):
     by_lists: bool
 
     def over_sequences(self) -> Problem:
-        """The call over its documents, with results in the same places."""
+        """The varlen call over the documents, with the same result tensors."""
         return over_sequences(self.problem, self.form, self.tables.sequences)
 
     @property
     def guard(self) -> Tensor | None:
-        """int32 (1,) on the device: the launch over lists does nothing where it is 1. None where that launch alone is made."""
+        """int32 (1,) on the device: the launch over lists returns at once if it is 1. None if only that launch is made."""
         return self.tables.holds if self.by_sequences else None
 
 
 def over_unknown_documents(problem: Problem) -> tuple[DocumentForm, Problem] | None:
-    """The form by which a call can be run, and the call over documents that are not known yet; None where it is run as it is.
+    """The form of a call's document mask, and the call over documents that are not known yet; None if documents cannot be run as sequences.
 
-    A backend asks of the second whether its kernels run it; the answer is the same for all calls of one signature. Reads no tensor.
-    Without block lists there is nothing to cache the tables with, and finding the documents for every call costs what it saves.
+    A backend checks whether its kernels can run the second; the result is the same for all calls of one signature. Reads no tensor. Without
+    block lists there is no object to cache the tables with, and finding the documents at every call costs what it saves.
     """
     if problem.blocks is None or (form := form_of(problem)) is None:
         return None
@@ -55,10 +55,10 @@ def over_unknown_documents(problem: Problem) -> tuple[DocumentForm, Problem] | N
 
 
 def dispatched(problem: Problem, form: DocumentForm, *, needs_cache: bool, needs_both: bool = False) -> Dispatch | None:
-    """The launches of a call; never waits for the device. form: ``over_unknown_documents`` of it, or of one of the same signature.
+    """The launches of a call; does not synchronise. form: from ``over_unknown_documents`` of this call or of one with the same signature.
 
-    needs_cache: give None, for the call as it is, where the tables can be neither cached nor made anew by a CUDA graph's replays.
-    needs_both: make both launches whatever is known, as when kernels are compiled ahead of time.
+    needs_cache: return None, so that the call runs unchanged, if the tables can neither be cached nor be recomputed by a CUDA graph's
+    replays. needs_both: make both launches even if the answer is known, as when kernels are compiled ahead of time.
     """
     if needs_cache and not tables_are_cached(problem, form):
         return None

@@ -1,4 +1,4 @@
-"""Triton kernels of documents: find runs of equal ids and whether each id is one run; order the runs' row tiles."""
+"""Triton kernels for documents: find runs of equal ids and whether each id has one run; sort the runs' row tiles."""
 
 import triton
 import triton.language as tl
@@ -16,10 +16,10 @@ def find_documents(
     ids, starts, lengths, holds, state, ids_row: tl.int64, ids_at: tl.int64, given: tl.int32, length: tl.int32, rows: tl.int32,
     places: tl.int32, BLOCK: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the runs of one row of ids; the last program to end combines the results. Grid: ``given``, 1 or ``rows``.
+    """Each program finds the runs of one row of ids; the last program to finish combines the results. Grid: ``given``, 1 or ``rows``.
 
-    starts, lengths: int64 (rows, places). holds: int32 (1,). state: zeros, int32 (2 + given,): rows whose ids are not documents, programs
-    that have ended, and the runs of each row.
+    starts, lengths: int64 (rows, places). holds: int32 (1,). state: zeros, int32 (2 + given,): number of rows whose ids are not documents,
+    number of finished programs, and the runs of each row.
     """
     row = tl.program_id(0)
     mine, table = ids + row.to(tl.int64) * ids_row, starts + row * places
@@ -34,7 +34,7 @@ def find_documents(
         tl.store(table + place, at.to(tl.int64), mask=begins & (place < places))
         runs += tl.sum(begins.to(tl.int32), 0)
         first += BLOCK
-    tl.debug_barrier()  # other threads' starts are read from here on
+    tl.debug_barrier()  # starts that other threads have stored are read below
     known = tl.minimum(runs, places)
     again = _repeated(mine, ids_at, table, known, PAIRS)
     tl.store(state + 2 + row, known)
@@ -49,7 +49,7 @@ def find_documents(
             i = first + tl.arange(0, CHUNK)
             is_inside = i < rows * places
             source, place = tl.where(given > 1, i // places, 0), i % places
-            # written by another program: not from this multiprocessor's L1 cache
+            # another program wrote it: .cg bypasses this multiprocessor's L1 cache
             count = tl.load(state + 2 + source, mask=is_inside, other=0, cache_modifier=".cg")
             begin = starts + source * places + place
             start = tl.load(begin, mask=is_inside & (place < count), other=length, cache_modifier=".cg")
@@ -61,7 +61,7 @@ def find_documents(
 
 @triton.jit
 def _repeated(mine, ids_at, table, known, PAIRS: tl.constexpr):
-    """How many pairs of the ``known`` first runs have the same id."""
+    """The number of pairs of runs, among the first ``known``, with the same id."""
     found, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     while first < known:
         i = first + tl.arange(0, PAIRS)
@@ -82,9 +82,9 @@ def order_documents(
     order, entries, starts, lengths, batch: tl.int32, places: tl.int32, most: tl.int32, tile_m: tl.int32,
     ENDS_WITH_ROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the positions of some row tiles in the order, by counting those before them. Grid: enough for ``most + 1`` tiles.
+    """Each program finds the ranks of some row tiles by counting the tiles that come before them. Grid: enough for ``most + 1`` tiles.
 
-    order: int32 (most + 1, 3). entries: int32 (batch, 9), no more than ``most`` rows. starts, lengths: int64 (batch,).
+    order: int32 (most + 1, 3). entries: int32 (batch, 9), with batch <= most. starts, lengths: int64 (batch,).
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
     entry, base, total = numbered(number, batch, lengths, lengths, 0, tile_m, False, True, TILES, ENTRIES)
@@ -107,7 +107,7 @@ def order_documents(
     start = tl.load(starts + number, mask=is_inside, other=0).to(tl.int32)
     length = tl.load(lengths + number, mask=is_inside, other=0).to(tl.int32)
     to = entries + number * 9
-    for i in tl.static_range(2):  # of queries, of keys
+    for i in tl.static_range(2):  # queries, keys
         tl.store(to + 3 * i, number // places, mask=is_inside)
         tl.store(to + 3 * i + 1, start, mask=is_inside)
         tl.store(to + 3 * i + 2, length, mask=is_inside)
@@ -119,7 +119,7 @@ def order_documents(
 def _before(
     lengths, batch, tile_m, entry, m_block, cost, ENDS_WITH_ROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """How many row tiles cost more than each of these, or as much with a lower number."""
+    """For each tile the number of row tiles with a greater cost, or with the same cost and a lower number."""
     found, first = tl.zeros((TILES,), tl.int32), tl.full((), 0, tl.int32)
     c = cost[:, None]
     while first < batch:
@@ -127,7 +127,7 @@ def _before(
         n = tl.load(lengths + at, mask=at < batch, other=0).to(tl.int32)
         n, tiles = n[None, :], ((n + tile_m - 1) // tile_m)[None, :]
         if ENDS_WITH_ROW:
-            # a document's last tile costs its length, and tile m before it (m + 1) * tile_m
+            # a document's last tile costs its length, an earlier tile m costs (m + 1) * tile_m
             whole = c // tile_m
             more = tl.maximum(tiles - 1 - whole, 0) + (n > c).to(tl.int32)
             same = (((c % tile_m == 0) & (whole < tiles)) | (n == c)).to(tl.int32)

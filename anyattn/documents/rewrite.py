@@ -1,7 +1,8 @@
 """Rewriting of calls with a document mask: each document becomes a sequence of a varlen call with the same results.
 
-With block lists a document mask is evaluated in every tile that a document's edge crosses, and row tiles are not aligned with documents; as
-sequences, tiles begin where documents do. Whether every document is one run of positions is found on the device: ``documents.dispatch``.
+With block lists a document mask is evaluated in every tile that a document's edge crosses, because row tiles are not aligned with
+documents; with sequences, tiles begin where documents begin. The device finds out whether
+every document is one run: ``documents.dispatch``.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.compose import anded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
-from anyattn.sparsity.compute import has_triton
+from anyattn.sparsity.compute import runs_kernels
 
 __all__ = ["DocumentTables", "form_of", "over_sequences", "tables_are_cached", "tables_of"]
 
 
 class DocumentTables:
-    """Where the documents of some ids are.
+    """The documents given by some ids.
 
-    sequences: the documents; all empty where ``holds`` is 0. holds: int32 (1,) on the device, 1 where every document is one run of
-    positions and fits the tables, so that the sequences are equivalent to the mask; else 0. prepared: what backends keep with the
-    tables. count: how many documents there are, 0 where ``holds`` is 0; None while ``answer`` is None.
+    sequences: the documents; all empty if ``holds`` is 0. holds: int32 (1,) on the device, 1 if every document is one run of positions and
+    the tables have room for it, so that the sequences are equivalent to the mask; else 0. prepared: a cache of the backends that lives as
+    long as the tables. count: the number of documents, 0 if ``holds`` is 0; None while ``answer`` is None.
     """
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
         ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
-        self._has_kernels = ids.device.type == "cuda" and has_triton()
+        self._has_kernels = runs_kernels(ids.device)
         if self._has_kernels:
             from anyattn.documents.device import documents_found
 
@@ -51,8 +52,8 @@ class DocumentTables:
             self._told.copy_(lengths, non_blocking=True)
 
     def answer(self) -> bool | None:
-        """Whether ``holds`` is 1; None while the host does not know it yet. Never waits for the device."""
-        told = self._told  # host memory that the device writes to; another thread may release it
+        """Whether ``holds`` is 1; None while the host does not know it yet. Does not synchronise."""
+        told = self._told  # pinned host memory that the device copies to; another thread may release it
         if self.count is None and told is not None:
             lengths = told.tolist()
             if _UNTOLD not in lengths:
@@ -60,7 +61,7 @@ class DocumentTables:
         return None if self.count is None else self.count > 0
 
     def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
-        """``documents.sequences.documents_in_order``, kept for the next call."""
+        """``documents.sequences.documents_in_order``, cached."""
         key = ("in order", tile_m, ends_with_row)
         known: tuple[Tensor, Tensor] | None = self.prepared.get(key)
         if known is None:
@@ -78,9 +79,9 @@ _UNTOLD = -1
 
 
 def form_of(problem: Problem) -> DocumentForm | None:
-    """The document mask that a problem's predicates make together, None where the call must be run as it is. Reads no tensor.
+    """The document mask that a problem's predicates form together; None if the call cannot be rewritten. Reads no tensor.
 
-    The same for all calls with the same programs, sizes and numbers of the masks.
+    The result is the same for all calls with equal programs, sizes and numbers of the masks.
     """
     q, k = problem.q, problem.k
     if problem.sequences is not None or not problem.predicates or (problem.blocks is not None and not problem.blocks_follow):
@@ -111,7 +112,7 @@ def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequ
     rest = rest_of(_joint(problem), form)
     changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
     fields = vars(problem) | changes
-    for name in ("row_ranges", "row_limits"):  # of the dense call
+    for name in ("row_ranges", "row_limits"):  # cached for the dense call
         fields.pop(name, None)
     return Problem.of_fields(fields)
 
@@ -123,23 +124,23 @@ def _joint(problem: Problem) -> TracedMod:
 
 
 def tables_are_cached(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``tables_of`` caches the tables of such calls, or a CUDA graph is being captured, whose replays make them anew without the
-    host; else each call makes its own."""
+    """Whether ``tables_of`` caches the tables of such calls, or a CUDA graph is being captured, whose replays recompute them on the device.
+    Otherwise each call computes its own."""
     ids = _joint(problem).tensors[form.ids]
     return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
 
 
-# Keys: block lists, while they live; rows and length; the stream that computes the tables, since no other stream waits for it. Values: the
-# ids, their write counter, and their tables. Not by ids alone: torch does not count every write (graph replays, other libraries' kernels),
-# and whoever writes so and then makes a new block mask may expect new tables.
+# Cache of the document tables. Keys: block lists, held weakly; then rows, length, and the stream that computes the tables, since no other
+# stream waits for it. Values: the ids, their version counter, and their tables. The ids alone are not a key: torch does not count every
+# write (graph replays, kernels of other libraries), and a new block mask after such a write must get new tables.
 _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
 
 
 def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
-    """Where the documents of a call are. form: ``form_of(problem)``.
+    """The documents of a call. form: ``form_of(problem)``.
 
-    The tables are cached with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without
-    lists, and while a CUDA graph is captured, they are made anew.
+    The tables are cached with the call's block lists, for the same ids tensor and version counter. Without lists, and while a CUDA graph is
+    captured, they are computed anew.
     """
     ids = _joint(problem).tensors[form.ids]
     rows, _, length, _ = problem.q.shape
@@ -156,7 +157,7 @@ def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
 
 
 def _are_followed(ids: Tensor) -> bool:
-    """Whether writes to the ids are noticed: torch counts none to inference tensors, nor those of a graph's replay."""
+    """Whether ids' version counter records writes: it does not for inference tensors, nor for writes by a graph's replay."""
     return not (ids.is_inference() or _is_capturing(ids))
 
 

@@ -1,4 +1,4 @@
-"""Documents of a dense batch as sequences: finds where runs of equal ids begin and end, without reading the ids on the host."""
+"""Documents of a dense batch as sequences: finds the runs of equal ids on the device, without reading the ids on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from anyattn.sequences.varlen_tables import entries_table
 
 __all__ = ["NO_DOCUMENTS", "DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
 
-_MEAN = 128  # at most one document per so many positions on average: with more, row tiles of most kernels would be half empty
+_MEAN = 128  # positions per document on average, at least: with more documents most kernels' row tiles would be half empty
 _FEWEST = 8
 
 
 class DocumentSizes(NamedTuple):
-    """rows: batch entries of the dense call. length: positions of each. places: room for documents in each; unused ones are empty."""
+    """rows: batch entries of the dense call. length: positions per entry. places: room for documents per entry; unused places are empty."""
 
     rows: int
     length: int
@@ -37,7 +37,7 @@ class DocumentSizes(NamedTuple):
 
 
 def places_of(length: int) -> int:
-    """The most documents of a batch entry of so many positions."""
+    """The number of places for documents in a batch entry of ``length`` positions."""
     return max(_FEWEST, ceil_div(length, _MEAN))
 
 
@@ -48,7 +48,7 @@ class DocumentSequences(UnreadSequences):
     """
 
     def __init__(self, starts: Tensor, lengths: Tensor, sizes: DocumentSizes):
-        # the dataclass is frozen, and some of its vectors are properties here
+        # the dataclass is frozen, and some of its fields are properties here
         own = {"q_start": starts, "k_start": starts, "seqlens_q": lengths, "seqlens_k": lengths, "sizes": sizes, "device": starts.device}
         vars(self).update(own)
 
@@ -67,11 +67,11 @@ class DocumentSequences(UnreadSequences):
         return 0, self.sizes.length
 
     def most_tiles(self, tile_m: int) -> int:
-        """An upper bound of the number of row tiles of so many rows, whatever the documents."""
+        """An upper bound on the number of row tiles of ``tile_m`` rows, for any documents."""
         return self.sizes.rows * (self.sizes.length // tile_m + self.sizes.places)
 
     def kept(self) -> Sequences:
-        return self  # its vectors are never written to
+        return self  # its vectors are never modified
 
     def turned(self) -> Sequences:
         return self
@@ -89,15 +89,15 @@ class DocumentSequences(UnreadSequences):
         return torch.zeros_like(self._number)
 
 
-# for callers that depend on the kind of sequences alone
+# for callers that use only the type of the sequences
 NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
 
 
 def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:
-    """The documents of a batch of ``rows`` entries, and int32 (1,): 1 where every document is one run and there is room for each.
+    """The documents of a batch of ``rows`` entries, and int32 (1,): 1 if every document is one run and there is a place for each.
 
-    ids: integers (length,), of every entry, or (rows, length); length is at least 1. Where the second result is 0, all document lengths are
-    0. Never waits for the device.
+    ids: integers, (length,) for all entries or (rows, length); length >= 1. If the second result is 0, all document lengths are 0. Does not
+    synchronise.
 
     >>> s, holds = document_sequences(torch.tensor([7, 7, 3]), 1, 4)
     >>> s.q_start.tolist(), s.seqlens_q.tolist(), holds.tolist()
@@ -109,10 +109,10 @@ def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSeq
     given, length = ids.shape
     begins = torch.ones(ids.shape, dtype=torch.int32, device=ids.device)
     torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-    run = begins.cumsum(1)  # of each position, from 1
-    edges = torch.searchsorted(run, torch.arange(1, places + 2, device=ids.device).repeat(given, 1))  # length behind the last run
-    # Every document is one run if there are as many runs as different ids. An unused place repeats the last run's id. With more runs than
-    # places, there are more runs than ids compared here.
+    run = begins.cumsum(1)  # number of each position's run, from 1
+    edges = torch.searchsorted(run, torch.arange(1, places + 2, device=ids.device).repeat(given, 1))  # length after the last run
+    # Every document is one run if there are as many runs as different ids. Unused places repeat the last run's id. If there are more runs
+    # than places, the run count exceeds the number of ids compared here.
     first = ids.gather(1, edges[:, :-1].clamp(max=length - 1)).sort(1).values
     different = (first[:, 1:] != first[:, :-1]).sum(1)
     holds = (different == run[:, -1] - 1).all()

@@ -1,1 +1,1 @@
-"""Integrations: attention of other libraries' functions, computed by anyattn."""
+"""Integrations: replacements of other libraries' attention functions by anyattn."""

@@ -1,10 +1,10 @@
 """``replace_flex_attention``: programs that call ``torch.nn.attention.flex_attention.flex_attention`` run on anyattn without an edit.
 
-Programs hold torch's function in many ways: imported by name, compiled when a module was imported, kept in a singleton. So the function
-stays the object that it is and gets the code of ``_dispatch``, which every holder of it then runs, compiled ones too: Dynamo guards on a
-function's code. Undoing puts torch's code back.
+Programs hold torch's function in many ways: imported by name, compiled when a module was imported, stored in a singleton. So the function
+object stays the same, and its code is replaced by that of ``_dispatch``: all references run the new code, compiled callers too, because
+Dynamo guards on a function's code. Undoing restores torch's code.
 
-This module imports no torch: ``autoload`` runs at the end of ``import torch``, whoever imports it.
+This module does not import torch: ``autoload`` runs at the end of ``import torch``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class ReplacedCalls:
-    """What became of calls of torch's ``flex_attention`` while it was replaced, since the process started.
+    """Counts of calls of torch's ``flex_attention`` while it was replaced, since the process started.
 
-    taken: calls that anyattn computed. passed_on: those that torch's own function computed. reasons: why, and how many calls each, by the
-    first line of the refusal; lines that differ in numbers alone are one reason. Compiled calls are counted when Dynamo traces them, not
-    when the graph runs.
+    taken: calls that anyattn computed. passed_on: calls that torch's own function computed. reasons: number of passed-on calls by the first
+    line of the refusal; lines that differ only in numbers are one reason. Compiled calls are counted when Dynamo traces them, not when the
+    graph runs.
     """
 
     taken: int
@@ -56,7 +56,7 @@ _counts = _Counts()
 
 
 def replaced() -> ReplacedCalls:
-    """How many calls of torch's ``flex_attention`` anyattn has taken, how many it has passed on to torch's own, and why.
+    """How many calls of torch's ``flex_attention`` anyattn has computed, how many it has passed on to torch's own, and why.
 
     >>> replaced().passed_on
     0
@@ -73,7 +73,7 @@ def count_taken() -> None:
 
 
 def count_passed_on(refusal: str) -> None:
-    """Counts a call that torch's own function has computed, and warns the first time for each reason. refusal: the whole message."""
+    """Counts a call that torch's own function has computed, and warns once per reason. refusal: the whole message."""
     reason = refusal.strip().split("\n", 1)[0]
     key = re.sub(r"\d+", "#", reason)
     with _lock:
@@ -94,7 +94,7 @@ def count_passed_on(refusal: str) -> None:
 
 
 class Replacement:
-    """One active replacement; a context manager, which ``undo`` ends too. Torch's own code is back when the last one has ended."""
+    """One active replacement; a context manager, which ``undo`` ends too. Torch's own code is restored when the last one has ended."""
 
     def __init__(self) -> None:
         self._is_active = False
@@ -119,14 +119,14 @@ class Replacement:
 def replace_flex_attention() -> Replacement:
     """Lets anyattn compute every call of ``torch.nn.attention.flex_attention.flex_attention`` in this process, eager and compiled.
 
-    It does not matter how a program holds the function, or whether it was compiled before. Calls that anyattn refuses run on torch's own,
-    with one warning for each reason; ``replaced()`` counts both. ``kernel_options`` that mean nothing here are ignored.
+    It does not matter how a program holds the function, or whether it was compiled before. Calls that anyattn refuses run on torch's own
+    function, with one warning per reason; ``replaced()`` counts both. ``kernel_options`` without a meaning here are ignored.
 
-    Replaced for all threads from here on, until ``undo()`` of what is returned, or the end of its ``with`` block; where several are active,
-    until the last one ends. For programs that cannot be touched the environment variable ``ANYATTN_REPLACE_FLEX_ATTENTION=1`` does the same
+    The replacement holds for all threads, until ``undo()`` of the returned object or the end of its ``with`` block; if several are active,
+    until the last one ends. For programs that cannot be edited, the environment variable ``ANYATTN_REPLACE_FLEX_ATTENTION=1`` does the same
     for the whole process.
 
-    Raises ``RuntimeError`` where torch's function is not the one known here.
+    Raises ``RuntimeError`` if torch's function is not the one that this version of anyattn knows.
 
     >>> import torch
     >>> from torch.nn.attention.flex_attention import flex_attention
@@ -140,7 +140,7 @@ def replace_flex_attention() -> Replacement:
 
 
 class _Torchs:
-    """torch's function, the code that it was defined with, and a function of its own that runs that code whatever the first one runs."""
+    """torch's function, its original code, and another function that always runs that code."""
 
     def __init__(self) -> None:
         module = importlib.import_module(_MODULE)
@@ -153,7 +153,7 @@ class _Torchs:
             raise RuntimeError(
                 f"torch's flex_attention takes ({found}); wanted ({wanted}): this torch cannot be replaced, call anyattn's own"
             )
-        self.dispatching = _dispatch.__code__.replace(co_name=self.code.co_name)  # one object, which Dynamo knows again
+        self.dispatching = _dispatch.__code__.replace(co_name=self.code.co_name)  # one object, so that Dynamo's guards recognise it
         self.own = types.FunctionType(self.code, function.__globals__, function.__name__, function.__defaults__)
         for name in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):
             setattr(self.own, name, getattr(function, name))
@@ -164,9 +164,10 @@ _active = 0
 
 
 def _no_compilation() -> contextlib.AbstractContextManager:
-    """Waits until no other thread compiles: guards of code that changes meanwhile would fail at once, which Dynamo takes for an error.
+    """Context in which no other thread compiles: guards of code that changes during compilation
+    fail at once, which Dynamo reports as an error.
 
-    To be entered before ``_lock``, which a thread that compiles takes for counting.
+    It must be entered before ``_lock``, which a compiling thread takes to count calls.
     """
     return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None) or contextlib.nullcontext()
 
@@ -180,7 +181,7 @@ def _found() -> _Torchs:
 
 
 def torchs_own() -> Any:
-    """torch's ``flex_attention`` as it is without a replacement."""
+    """torch's own ``flex_attention``, unaffected by replacements."""
     return _found().own
 
 
@@ -204,7 +205,7 @@ def _arguments(code: types.CodeType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-# Its code runs in torch's function: defaults are torch's, and globals are those of torch's module.
+# Its code runs inside torch's function: defaults are torch's, and globals are those of torch's module.
 def _dispatch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux):  # type: ignore
     from anyattn.integrations.torch_flex_call import flex_attention
 
@@ -215,7 +216,8 @@ def _dispatch(query, key, value, score_mod, block_mask, scale, enable_gqa, retur
 
 
 def autoload() -> None:
-    """The ``torch.backends`` entry point, which torch calls at the end of ``import torch``: replaces where the variable asks for it."""
+    """The ``torch.backends`` entry point, which torch calls at the end of ``import torch``;
+    replaces if the environment variable says so."""
     asked = os.environ.get(VARIABLE, "")
     if asked in ("", "0"):
         return

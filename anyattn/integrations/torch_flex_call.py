@@ -1,4 +1,4 @@
-"""Calls of torch's ``flex_attention`` while it is replaced: computed by anyattn, or passed on to torch's own."""
+"""Calls of torch's ``flex_attention`` while it is replaced: anyattn computes them or passes them on to torch's own function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["flex_attention"]
 
 _OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
 _PLAIN = (Tensor, torch.nn.Parameter)
-_torchs, _anyattns = torchs_own(), flex.flex_attention  # by name: Dynamo compares each module on the way to a function at every call
+_torchs, _anyattns = torchs_own(), flex.flex_attention  # not through modules: Dynamo guards each module on the path to a function
 
 
 @entry_point
@@ -32,7 +32,7 @@ def flex_attention(
     kernel_options: Any,
     return_aux: Any,
 ) -> Any:
-    """What torch's function returns for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
+    """The result of torch's function for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     is_traced = is_dynamo_compiling()
     refusal = None if is_compiling() else _reason_against(query, key, value)
@@ -46,7 +46,7 @@ def flex_attention(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            refusal = None if is_traced else _told(error)  # Dynamo has no text of an exception
+            refusal = None if is_traced else _told(error)  # Dynamo cannot trace str(error)
         else:
             count_taken()
             return result
@@ -56,7 +56,7 @@ def flex_attention(
         return result
     try:
         result = _torchs(*given, return_aux=return_aux)
-    except Exception as error:  # torch refuses as well: its own error is the answer, and says below what anyattn had against the call
+    except Exception as error:  # torch refuses too: raise its error, with anyattn's refusal as the cause
         error.__cause__ = error.__cause__ or RuntimeError(f"anyattn refused the call before: {refusal}")
         raise
     count_passed_on(str(refusal))
@@ -68,7 +68,7 @@ def _told(error: Exception) -> str:
 
 
 def _count_traced() -> None:
-    """Counts a call that Dynamo hands on to torch's own; it has left the refusal with the operator."""
+    """Counts a call that Dynamo passes on to torch's own; the operator has stored the refusal."""
     from anyattn.custom_ops.capture import call_with_mods
 
     error, call_with_mods.refusal = call_with_mods.refusal, None
@@ -76,7 +76,7 @@ def _count_traced() -> None:
 
 
 def _reason_against(*tensors: Any) -> str | None:
-    """Why an eager call of these is torch's from the beginning; None if it may be anyattn's."""
+    """The reason why an eager call of these tensors is passed on at once; None if anyattn should try it."""
     for x in tensors:
         if type(x) not in _PLAIN:
             return f"a {type(x).__name__} comes as query, key or value; anyattn computes plain tensors"

@@ -1,7 +1,7 @@
-"""Appending to a KV cache in place: the slot of each new row, the checks before, and the write.
+"""Appending to a KV cache in place: computes the slot of each new row, checks the slots, and writes the rows.
 
-A cache is (B_cache, S_cache, H, D), or a pool of pages (num_pages, page_size, H, D) that a page table hands out; either way two leading
-indices name a row. New row j of batch entry b goes to the entry's logical storage row ``leftpad_k + seqlen_k_og + j``.
+A cache is (B_cache, S_cache, H, D), or a pool of pages (num_pages, page_size, H, D) with a page table; in both forms two leading indices
+name a row. New row j of batch entry b goes to the entry's logical storage row ``leftpad_k + seqlen_k_og + j``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 __all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_step", "reaches", "slots"]
 
-_MOST_TRIED = 10_000  # sums of strides tried as the distance of two tensors, before these are treated as overlapping
+_MOST_TRIED = 10_000  # sums of strides compared with two tensors' distance before the tensors are assumed to overlap
 
 
 def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
-    """The two leading indices into the cache of every new row of a batch, entry after entry; int64 (total_new,) each.
+    """The two leading cache indices of every new row of a batch, entry after entry; int64 (total_new,) each.
 
-    info: fields of the whole batch, int64 (B,) (a Python int where all entries agree). cache_rows: int64 (B,), each entry's row of a
+    info: fields of the whole batch, int64 (B,) (a Python int if all entries agree). cache_rows: int64 (B,), each entry's row of a
     contiguous cache; unused with pages. page_table: (B, max_pages) of any integer dtype, or None for a contiguous cache. page_size: rows
-    of a page; unused without pages. What they may not hold is ``check_append``'s.
+    of a page; unused without pages. ``check_append`` checks their contents.
 
     >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 3]))
     >>> slots(info, torch.tensor([5, 9]), None, 0)
@@ -43,10 +43,10 @@ def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor 
 
 
 def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
-    """``cache[first, second] = rows``, in place; nothing else of the cache is written.
+    """``cache[first, second] = rows``, in place; no other element of the cache is written.
 
-    cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), any strides that keep its rows apart (``check_apart``). rows:
-    (total_new, H, D) of the cache's dtype, any strides. first, second: what ``slots`` gives, no pair twice.
+    cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), with strides that do not make rows overlap (``check_apart``). rows:
+    (total_new, H, D) of the cache's dtype, any strides. first, second: the result of ``slots``, without repeated pairs.
 
     >>> cache = torch.zeros(2, 4, 1, 1)
     >>> append(cache, torch.tensor([[[7.0]], [[8.0]]]), torch.tensor([1, 1]), torch.tensor([2, 3]))
@@ -57,13 +57,12 @@ def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
 
 
 def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int, num_pages: int) -> None:
-    """Raises ``ValueError`` for whatever would make appending, or reading afterwards, leave the cache or write a slot twice.
+    """Raises ``ValueError`` if appending, or reading afterwards, would leave the cache or write a slot twice.
 
-    info, cache_rows, page_table: as in ``slots``; every length and every cache row is taken to be in range before the new rows come.
-    page_size, num_pages: the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused:
-    entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a page that is appended to twice.
-    cache_rows None without pages: every entry has a row of its own.
-    Pages or rows that another entry only reads are not checked.
+    info, cache_rows, page_table: as in ``slots``; lengths and cache rows before appending are assumed to be in range. page_size, num_pages:
+    the second and the first dimension of the cache, which without pages are its capacity and its rows. cache_rows None without pages: every
+    entry has its own row. Refused are entries that do not fit with their new rows, pages in use that are not in the pool, and a cache row
+    or page that two entries append to. Pages or rows that another entry only reads are not checked.
 
     >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
     >>> check_append(info, torch.tensor([5, 9]), None, 32, 16)
@@ -86,9 +85,9 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
 
 
 def check_pages(page_table: Tensor, begin: Tensor | list[int], end: Tensor | list[int], page_size: int, num_pages: int) -> None:
-    """Raises ``ValueError`` where a page that holds storage rows ``begin[b]`` to ``end[b]``, B integers, is not in the pool.
+    """Raises ``ValueError`` if a page that holds storage rows ``begin[b]`` to ``end[b]`` (B integers each) is not in the pool.
 
-    page_table: integers (B, max_pages). Its entries for pages that hold no such row are not read.
+    page_table: integers (B, max_pages). Entries of pages that hold none of these rows are not checked.
 
     >>> check_pages(torch.tensor([[2, 9]]), torch.tensor([0]), torch.tensor([17]), 16, 8)
     Traceback (most recent call last):
@@ -97,7 +96,7 @@ def check_pages(page_table: Tensor, begin: Tensor | list[int], end: Tensor | lis
     if page_table.numel() == 0:
         return
     least, greatest = torch.aminmax(page_table)
-    if int(least) >= 0 and int(greatest) < num_pages:  # entries that are not in use are mostly 0, so most calls end here
+    if int(least) >= 0 and int(greatest) < num_pages:  # unused entries are usually 0, so most calls end here
         return
     begin, end = (torch.as_tensor(x, device=page_table.device) for x in (begin, end))
     position = torch.arange(page_table.shape[1], device=page_table.device)
@@ -129,9 +128,9 @@ appended to; wanted a cache with memory of its own: .contiguous()
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, extents: tuple[int, ...] | None = None) -> None:
-    """Raises ``ValueError`` if a cache shares an element with the other one, or with q, k or v, which are read after the first write.
+    """Raises ``ValueError`` if a cache shares an element with the other cache, or with q, k or v, which are read after the first write.
 
-    Views of one tensor may interleave. extents: ``reaches`` of the five, if the caller knows them.
+    Interleaved views of one tensor are allowed. extents: ``reaches`` of the five tensors, if the caller has computed it.
 
     >>> k_cache, v_cache, q, k = (torch.zeros(1, n, 2, 4) for n in (16, 16, 1, 1))
     >>> check_step(q, k, k, k_cache, v_cache)
@@ -162,9 +161,9 @@ def _check_read(name: str, x: Tensor, cache_name: str, cache: Tensor) -> None:
 
 
 def check_disjoint(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises ``ValueError`` if the caches share an element, so that new values would be written over keys.
+    """Raises ``ValueError`` if the caches share an element: new values would be written over keys.
 
-    Views of one tensor may interleave, as ``kv[:, 0]`` and ``kv[:, 1]`` do.
+    Interleaved views of one tensor, such as ``kv[:, 0]`` and ``kv[:, 1]``, are allowed.
 
     >>> kv = torch.zeros(4, 2, 16, 2, 8)
     >>> check_disjoint(kv[:, 0], kv[:, 1])
@@ -179,7 +178,7 @@ v_cache 2048 bytes behind k_cache), so v would be written over k; wanted memory 
 
 
 def _shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
-    """What an error says of two tensors of one dtype that have an element in common; None if they have none."""
+    """The error text for two tensors of one dtype that have an element in common; None if they have none."""
     gap = other.data_ptr() - x.data_ptr()
     of_x, of_other = reaches(x, other)
     sizes = (tuple(x.shape), x.stride(), tuple(other.shape), other.stride())
@@ -192,7 +191,7 @@ def _shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
 
 
 def reaches(*tensors: Tensor) -> tuple[int, ...]:
-    """Of each tensor the bytes from its first element to the end of its last one."""
+    """For each tensor the bytes from its first element to the end of its last one."""
     return tuple(map(_reach, tensors))
 
 
@@ -202,20 +201,20 @@ def _reach(x: Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
-@lru_cache(maxsize=256)  # the layers of a model pass the same views
+@lru_cache(maxsize=256)  # all layers of a model pass equal views
 def _share_elements(
     gap: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], other_shape: tuple[int, ...], other_strides: tuple[int, ...]
 ) -> bool:
-    """Whether two tensors, of which the other begins ``gap`` bytes behind the first, have an element in common; if in doubt, yes.
+    """Whether two tensors have an element in common, where the other one begins ``gap`` bytes after the first; True if undecided.
 
-    They do where the gap is a sum of the first's strides less a sum of the other's, each as often as the sizes allow.
+    They do if the gap is a sum of multiples of the first's strides minus a sum of multiples of the other's, within the sizes.
     """
     if 0 in shape or 0 in other_shape:
         return False
     distance, rest = divmod(gap, itemsize)
     if rest:
         return True
-    counts: dict[int, list[int]] = {}  # by stride, how often it can be taken: from, to
+    counts: dict[int, list[int]] = {}  # by stride: least and greatest multiple
     for sizes, steps_of, side, sign in ((shape, strides, 1, 1), (other_shape, other_strides, 0, -1)):
         for size, stride in zip(sizes, steps_of, strict=True):
             counts.setdefault(stride, [0, 0])[side] += sign * (size - 1)
@@ -238,7 +237,7 @@ def _share_elements(
 
 
 def _extents(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B,) each: the storage row that the new rows begin at, how many they are, and the row behind them."""
+    """(B,) each: the storage row of the first new row, the number of new rows, and the row after them."""
     start, new = (_vector(x, like) for x in (info.leftpad_k + info.seqlen_k_og, info.seqlen_k_new))
     return start, new, start + new
 
@@ -276,7 +275,7 @@ def _check_cache_rows(info: SeqlenInfoQKNewK, cache_rows: Tensor) -> None:
 
 
 def _check_own_pages(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> None:
-    """Whole pages, not just slots: where one entry appends, another that appends holds keys already, or will."""
+    """Refuses whole pages, not only slots: where one entry appends, another appending entry has keys or will have them."""
     start, new, end = _extents(info, page_table)
     first = start // page_size
     entry, position = end_to_end(first, torch.where(new > 0, ceil_div(end, page_size) - first, 0))
@@ -292,7 +291,7 @@ def _check_own_pages(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int)
 
 
 def _equal_pair(keys: Tensor) -> tuple[int, int] | None:
-    """Where two equal elements are, the first in the tensor first; None if all differ."""
+    """The places of two equal elements, the earlier place first; None if all elements differ."""
     ordered, order = keys.sort(stable=True)
     same = ordered[1:] == ordered[:-1]
     if not bool(same.any()):

@@ -1,4 +1,4 @@
-"""``PagedKVCache``: a pool of pages for keys and values, and which sequence holds which pages.
+"""``PagedKVCache``: a pool of pages for keys and values, and the pages that each sequence holds.
 
 Source: Kwon et al., PagedAttention (arXiv:2309.06180).
 """
@@ -28,7 +28,8 @@ Counts = int | Sequence[int]
 
 @dataclass(eq=False)
 class _Sequence:
-    """pages: int32, on the host, in the order of the tokens. lengths: tokens held, by layer; they differ only in the middle of a step."""
+    """pages: int32, on the host, in the order of the tokens. lengths: number of tokens by layer;
+    these differ only in the middle of a step."""
 
     pages: Tensor
     lengths: list[int]
@@ -37,16 +38,16 @@ class _Sequence:
 class PagedKVCache:
     """Keys and values of many growing sequences, in pages that are allocated as needed and returned when a sequence is freed.
 
-    num_pages, page_size: the pool, shared by all sequences; each of its pages holds page_size tokens in every layer. num_heads_kv,
-    head_dim: of the keys; head_dim_v: of the values, the same if None. num_layers: pools of that shape, filled together, with one page
-    table. dtype, device: of the pools.
+    num_pages, page_size: the pool, which all sequences share; a page holds page_size tokens in every layer. num_heads_kv, head_dim: of the
+    keys. head_dim_v: of the values, the same if None. num_layers: pools of that shape, which are filled together and share one page table.
+    dtype, device: of the pools.
 
     A decode step is one ``reserve``, one ``anyattn.flash_attn_with_kvcache`` per layer, which appends, and one ``advance``. ``append`` is
-    for keys and values that exist already. Methods take one handle or a list; arguments are checked and pages are found before anything
-    is changed. The cache is for inference, records no gradients, and is not thread-safe.
+    for keys and values that already exist. Methods take one handle or a list of handles; arguments are checked and pages are found before
+    anything is changed. The cache is for inference: it records no gradients. It is not thread-safe.
 
-    Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit, for a device that torch has not here and for a handle that
-    was freed or never given, and ``OutOfPagesError`` where the pool is too small.
+    Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit, for a device that this torch does not have and for an unknown
+    or freed handle, and ``OutOfPagesError`` if the pool has too few free pages.
 
     >>> import torch, anyattn
     >>> cache = anyattn.PagedKVCache(num_pages=8, page_size=16, num_heads_kv=2, head_dim=4, num_layers=3, dtype=torch.float32)
@@ -90,7 +91,7 @@ class PagedKVCache:
         shape = (self.num_layers, self.num_pages, self.page_size, self.num_heads_kv)
         self._k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
         self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)
-        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: what was freed last is handed out first, while it is warm
+        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: the page freed last is used first, while it is in cache
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
 
@@ -107,25 +108,27 @@ class PagedKVCache:
         return handle
 
     def free(self, handles: Handles) -> None:
-        """Gives the sequences' pages back; their handles are no longer known."""
+        """Returns the sequences' pages to the pool; their handles become invalid."""
         for handle, sequence in zip(_listed(handles), self._of(handles, once=True)):
             self._free += reversed(sequence.pages.tolist())
             del self._sequences[handle]
 
     def reserve(self, handles: Handles, new_tokens: Counts) -> None:
-        """Allocates the pages that ``new_tokens`` more tokens of each sequence need beyond those it holds: for all sequences or for none.
+        """Allocates the pages that ``new_tokens`` more tokens of each sequence need:
+        for all sequences or, if the pool is too small, for none.
 
-        new_tokens: one int for all sequences, or one for each. Raises ``OutOfPagesError`` if there are too few.
+        new_tokens: one int for all sequences, or one per sequence. Raises ``OutOfPagesError`` if there are too few free pages.
         """
         sequences = self._of(handles, once=True)
         counts = _counts("new_tokens", new_tokens, len(sequences))
         self._hand_out(sequences, [self._in_all(s) + n for s, n in zip(sequences, counts)])
 
     def append(self, handles: Handles, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], layer: int = 0) -> None:
-        """Appends keys and values of one layer to the sequences, on pages that it reserves.
+        """Appends keys and values of one layer to the sequences, and reserves the pages for them.
 
-        k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ; v: the same with Dv. The cache's dtype.
-        A token counts as appended once it is in every layer: until then ``seqlens(handles, layer)`` shows it, and ``advance`` raises.
+        k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ. v: the same with Dv. Both in the cache's
+        dtype. A token counts as appended once it is in every layer: until then ``seqlens(handles, layer)`` counts it, and ``advance``
+        raises.
         """
         sequences, at = self._of(handles, once=True), self._layer(layer)
         pools = (self._k[at], self._v[at])
@@ -151,9 +154,9 @@ class PagedKVCache:
             sequence.lengths[at] += count
 
     def advance(self, handles: Handles, n: Counts) -> None:
-        """Counts ``n`` more tokens of each sequence, which an attention call has appended in every layer.
+        """Adds ``n`` to the length of each sequence, for tokens that attention calls have appended in every layer.
 
-        n: one int for all sequences, or one for each. Raises ``ValueError`` if their pages are not reserved.
+        n: one int for all sequences, or one per sequence. Raises ``ValueError`` if their pages are not reserved.
         """
         sequences = self._of(handles, once=True)
         counts = _counts("n", n, len(sequences))
@@ -185,7 +188,8 @@ class PagedKVCache:
         return self._table(self._of(handles))
 
     def seqlens(self, handles: Handles, layer: int | None = None) -> Tensor:
-        """int32 (B,) on the cache's device: tokens that each sequence holds in a layer, or, for None, in every layer."""
+        """int32 (B,) on the cache's device: the number of tokens of each sequence in a layer;
+        for None, the number that is in every layer."""
         sequences = self._of(handles)
         at = None if layer is None else self._layer(layer)
         held = [self._in_all(s) if at is None else s.lengths[at] for s in sequences]
@@ -198,10 +202,10 @@ class PagedKVCache:
             f"sequences; {self.num_layers} layers, {self.num_heads_kv} heads, {width}, {self._k.dtype} on {self._k.device})"
         )
 
-    # ---- within
+    # ---- internals
 
     def _of(self, handles: Handles, once: bool = False) -> list[_Sequence]:
-        """The sequences of handles, all of them known; once: none may be named twice."""
+        """The sequences of handles; raises for an unknown handle, and with ``once`` for a repeated one."""
         listed = _listed(handles)
         for handle in listed:
             if handle in self._sequences:
@@ -224,7 +228,7 @@ class PagedKVCache:
         return at
 
     def _hand_out(self, sequences: list[_Sequence], lengths: list[int]) -> None:
-        """Allocates the pages that so many tokens of every sequence need, or raises and allocates none."""
+        """Allocates pages for ``lengths`` tokens of the sequences; raises and allocates none if there are too few."""
         missing = [max(0, ceil_div(n, self.page_size) - len(s.pages)) for s, n in zip(sequences, lengths)]
         if sum(missing) > len(self._free):
             raise OutOfPagesError(
@@ -251,7 +255,7 @@ def _listed(handles: Any) -> list[int]:
 
 
 def _counts(name: str, value: Any, batch: int) -> list[int]:
-    """One count for each of ``batch`` sequences."""
+    """``value`` as one count per sequence."""
     if isinstance(value, Tensor) and value.ndim:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
@@ -262,7 +266,7 @@ def _counts(name: str, value: Any, batch: int) -> list[int]:
 
 
 def _rows(name: str, given: Any, batch: int, pool: Tensor) -> tuple[Tensor, list[int]]:
-    """(total_new, H, D), the rows of all sequences concatenated, and how many each has."""
+    """(total_new, H, D), the rows of all sequences concatenated, and the number of rows of each."""
     heads, width = pool.shape[2:]
     if isinstance(given, Tensor):
         if given.ndim != 4 or given.shape[0] != batch or given.shape[2:] != (heads, width):

@@ -18,21 +18,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interle
     """``x`` with the pair (a, b) of row r rotated to (a cos - b sin, a sin + b cos), by the angle at ``positions[r]`` of the tables.
 
     x: (rows, H, D), any float dtype and strides. cos, sin: (seqlen_ro, rotary_dim / 2), any float dtype. positions: int64 (rows,).
-    The first rotary_dim of D are rotated, the rest is unchanged. interleaved: the pairs are dimensions (0, 1), (2, 3), ...;
-    otherwise (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Computed in float32 (float64 for float64), rounded once to x's dtype.
-    Returns a new contiguous tensor. Errors are ``check_rotary``'s to raise.
+    The first rotary_dim of D are rotated, the rest is unchanged. interleaved: True pairs dimensions (0, 1), (2, 3), ...; False pairs
+    (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Computed in float32 (float64 for float64), rounded once to x's dtype. Returns a new
+    contiguous tensor. Arguments are not checked here, but in ``check_rotary``.
 
     >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)  # a quarter turn at every position
     >>> apply_rotary(torch.tensor([[[1.0, 2.0, 3.0]]]), zero, one, torch.tensor([1]), interleaved=True).tolist()
     [[[-2.0, 1.0, 3.0]]]
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    # rows before dtype: a table holds every position, a call needs a few
+    # selects rows before converting the dtype: a table has a row for every position, a call needs a few
     c, s = (table.index_select(0, positions).to(wide)[:, None] for table in (cos, sin))  # (rows, 1, rotary_dim / 2)
     half = cos.shape[1]
     turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
-        # one complex product: 5 times as fast on the CPU as four real ones over every other element, and the same to the bit
+        # one complex product, bitwise equal: 5 times as fast on the CPU as four real products of strided halves
         result = torch.view_as_real(_as_complex(turned) * torch.complex(c, s)).flatten(-2)
     else:
         a, b = turned[..., :half], turned[..., half:]
@@ -42,7 +42,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interle
 
 
 def _as_complex(pairs: Tensor) -> Tensor:
-    """Dimensions (0, 1), (2, 3), ... as real and imaginary parts, a view where strides and offset let complex numbers be seen there."""
+    """Dimensions (0, 1), (2, 3), ... as real and imaginary parts; a view if strides and offset allow a complex view."""
     pairs = pairs.contiguous()
     return torch.view_as_complex((pairs.clone() if pairs.storage_offset() % 2 else pairs).unflatten(-1, (-1, 2)))
 
@@ -50,8 +50,8 @@ def _as_complex(pairs: Tensor) -> Tensor:
 def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: torch.device) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless the tables can rotate heads of ``head_dim`` at positions up to ``last_position``.
 
-    cos, sin: ``rotary_cos`` and ``rotary_sin`` of the call, both None where nothing is rotated. last_position: the greatest position that
-    the call rotates, -1 for none. device: the queries'.
+    cos, sin: ``rotary_cos`` and ``rotary_sin`` of the call, both None without rotary embedding. last_position: the greatest position that
+    the call rotates, -1 for none. device: of the queries.
 
     >>> check_rotary(torch.ones(8, 2), torch.ones(8, 2), 4, 8, torch.device("cpu"))
     Traceback (most recent call last):
@@ -102,5 +102,5 @@ def _too_wide(rows: int, columns: int, head_dim: int) -> str:
         f"rotary_cos and rotary_sin have shape {(rows, columns)}, that is rotary_dim {2 * columns}, wider than head_dim {head_dim}; wanted "
         f"at most {head_dim // 2} columns, one for each pair of dimensions"
     )
-    # Tables as some models keep them, every angle twice, once for each dimension of its pair.
+    # some models keep tables with every angle twice, once per dimension of its pair
     return text + (f": pass one of each pair, such as cos[:, :{columns // 2}]" if columns % 2 == 0 and columns <= head_dim else "")

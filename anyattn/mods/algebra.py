@@ -1,7 +1,7 @@
 """``Mask`` and ``Score``: wrapped mods that compose by ``&``, ``|``, ``~`` and ``then``.
 
-A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping traces the mod once, for
-its errors; every call reads anew what it captures.
+A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` accepts it too. Wrapping traces the mod once, to
+report errors early; every attention call reads the captured values again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ F = TypeVar("F", bound=Callable)
 
 
 class _Wrapped:
-    """A mod with a name. ``fn`` is the user's function, which is traced here once: what the IR cannot express raises where it is written.
+    """A mod with a name. ``fn`` is the user's function; it is traced once here, so that an unsupported body raises at its definition.
 
-    ``recipe`` makes an equal one where ``fn`` is no function of the user's. Pickled, and made again and traced anew, it has the same key.
+    ``recipe`` makes an equal mod where ``fn`` is not a function of the user's; pickling uses it. A mod made from it has the same key.
     """
 
     kind: str
@@ -35,16 +35,16 @@ class _Wrapped:
 
     def __init__(self, fn: Callable, name: str | None = None):
         self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
-        if torch.compiler.is_dynamo_compiling():  # the call that the mod is passed to traces it
+        if torch.compiler.is_dynamo_compiling():  # the attention call that receives the mod traces it
             _enter_into_dynamo()
             self.recipe, self.name = None, name or "compiled mod"
             return
-        call_when_imported(_enter_into_dynamo)  # a compiled function may invert this mask before it calls any entry point
+        call_when_imported(_enter_into_dynamo)  # compiled code may use ~ on this mask before it calls any entry point
         self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
-        # a mod with aux_tensors can be traced only by the call that passes them
+        # only a call that passes aux_tensors can trace a mod that takes them
         if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
             for dtype in self.dtypes:
                 trace(self.fn, self.kind, score_dtype=dtype)
@@ -56,7 +56,7 @@ class _Wrapped:
         if self.recipe is not None:
             return tuple(self.recipe)
         place = place_of(self.fn)
-        if place is not None and isinstance(place[2], _Wrapped) and place[2].fn is self.fn:  # anyattn.mod as a decorator
+        if place is not None and isinstance(place[2], _Wrapped) and place[2].fn is self.fn:  # anyattn.mod was used as a decorator
             return attribute, place[:2]
         refuse_nameless(self.fn, f"{self.kind}_mod {self.name!r}")
         return type(self), (self.fn, self.name)
@@ -67,13 +67,13 @@ class _Wrapped:
         return made
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """Of captured tensors that the library was given there are copies then; a user's function is its own copy, as everywhere."""
+        """Copies the captured tensors of the library's mods. A function of the user's is not copied, as by ``copy.deepcopy``."""
         make, args = self.recipe or Recipe(type(self), (self.fn, self.name))
         return make(*copy.deepcopy(args, memo))
 
 
 class Derived:
-    """A mask mod made of another one, such as a slice of it: a function that is pickled as the call that made it, and never traced here."""
+    """A mask mod derived from another mod, such as a slice of it. It is pickled as the call that made it, and not traced here."""
 
     def __init__(self, fn: Callable, recipe: Recipe, name: str):
         self.fn, self.recipe, self.name = fn, recipe, name
@@ -131,12 +131,12 @@ class Score(_Wrapped):
         return self.fn(score, b, h, q_idx, kv_idx)
 
     def then(self, other: Callable) -> Score:
-        """The score mod that applies ``other`` to what this one returns."""
+        """The score mod that applies ``other`` to the result of this one."""
         return _chained(self, Score(other))
 
 
 def _enter_into_dynamo() -> None:
-    """Makes Dynamo know ``~mask`` from here on, also where it traces that before any entry point of the library."""
+    """Registers ``~mask`` with Dynamo, which may trace it before any entry point of the library is called."""
     importlib.import_module("anyattn.custom_ops.dynamo")
 
 
@@ -166,9 +166,9 @@ def _chained(first: Score, second: Score) -> Score:
 def mod(fn: Callable) -> Mask | Score:
     """Wraps a mod by its number of arguments: 4 (or 5 with ``aux_tensors``) make a ``Mask``, 5 with ``score`` first make a ``Score``.
 
-    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Every entry point takes plain functions as
-    well; a wrapped one composes, and its errors show where it is made. Raises ``TypeError`` for other functions, ``ModError`` for a body
-    that cannot be expressed.
+    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Entry points take plain functions as well;
+    wrapping makes a mod composable, and its errors are raised where it is wrapped. Raises ``TypeError`` for other functions, ``ModError``
+    for a body that cannot be expressed.
 
     >>> import anyattn
     >>> anyattn.mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
@@ -190,12 +190,12 @@ def mod(fn: Callable) -> Mask | Score:
 
 
 def and_masks(*mask_mods: Callable) -> Mask:
-    """The mask that allows what every one of ``mask_mods`` allows; everything if there is none. torch's function of the same name."""
+    """The conjunction of ``mask_mods``; without any, every key is visible. torch has a function of the same name."""
     return _folded("&", mask_mods, empty=True)
 
 
 def or_masks(*mask_mods: Callable) -> Mask:
-    """The mask that allows what any one of ``mask_mods`` allows; nothing if there is none. torch's function of the same name."""
+    """The disjunction of ``mask_mods``; without any, no key is visible. torch has a function of the same name."""
     return _folded("|", mask_mods, empty=False)
 
 
@@ -246,10 +246,10 @@ def _grouped(name: str, symbol: str = "~") -> str:
 
 
 def _positional(fn: Callable) -> list[str]:
-    if torch.compiler.is_dynamo_compiling():  # which does not trace inspect
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace inspect
         return _of_code(fn)
     if type(fn) is FunctionType and not {"__wrapped__", "__signature__"} & vars(fn).keys():
-        return _of_code(fn)  # as inspect finds it, in a tenth of the time
+        return _of_code(fn)  # the same result as inspect's in a tenth of the time
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
 

@@ -1,4 +1,4 @@
-"""Composition of traced mods at the level of expressions: chained scores, conjunctions of masks. No function is traced again."""
+"""Composition of traced mods as expressions, without tracing a function again: chained scores, conjunctions, transposed masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["anded", "chained", "conjuncts", "turned"]
 
 
 def chained(first: TracedMod, second: TracedMod) -> TracedMod:
-    """The score mod that applies ``second`` to what ``first`` returns. Both are score mods of one score dtype."""
+    """The score mod that applies ``second`` to the result of ``first``. Both are score mods of one score dtype."""
     assert first.kind == second.kind == "score"
     expr = _chained(first.expr, second.expr, len(first.scalars), len(first.tensors))
     return TracedMod("score", expr, first.scalars + second.scalars, first.tensors + second.tensors, f"{first.name} then {second.name}")
@@ -52,7 +52,7 @@ def _anded(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
 
 
 def conjuncts(mask: TracedMod) -> list[TracedMod]:
-    """The masks of which ``mask`` is the conjunction, each with what it reads of its numbers and tensors; itself where it is none."""
+    """The masks whose conjunction ``mask`` is, each with the numbers and tensors that it reads; ``[mask]`` if it is not a conjunction."""
     places = mask.expr.conjuncts()
     if len(places) == 1:
         return [mask]
@@ -65,7 +65,7 @@ def conjuncts(mask: TracedMod) -> list[TracedMod]:
 
 
 def turned(mask: TracedMod) -> TracedMod:
-    """The transposed mask, with queries and keys swapped: it shows (q, kv) where ``mask`` shows (kv, q)."""
+    """The transposed mask, with queries and keys exchanged: (q, kv) is visible where (kv, q) is visible in ``mask``."""
     return TracedMod("mask", _turned(mask.expr), mask.scalars, mask.tensors, f"{mask.name} turned")
 
 

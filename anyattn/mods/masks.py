@@ -41,11 +41,11 @@ def _whole(name: str, value: Any, least: int | None = None) -> int:
     return value
 
 
-_FAR = 2**31 - 1  # no position, and no difference of two, is further away
+_FAR = 2**31 - 1  # greatest position, and greatest difference of two positions
 
 
 def _in_sight(distance: int) -> int:
-    """A distance clamped to the greatest that two positions can have: beyond it all compare alike."""
+    """A distance clamped to the greatest difference of two positions; larger ones give the same comparisons."""
     return max(-_FAR, min(distance, _FAR))
 
 
@@ -72,7 +72,7 @@ def causal(offset: int | Tensor = 0) -> Mask:
     >>> causal()
     Mask(causal)
     """
-    # the distance is compared: q_idx + offset would wrap around where an offset stands for "all keys"
+    # compares the distance with offset: q_idx + offset would wrap around where a huge offset stands for "all keys"
     if isinstance(offset, Tensor):
         places = _ids("offset", offset, (1,), "(B,)")
         return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= places[b], "causal(offset per batch)")
@@ -89,11 +89,11 @@ def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
 
 @remade_by_call
 def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0) -> Mask:
-    """A query at position ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
+    """A query at position ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: left and right neighbours, and itself.
 
-    None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. A number below -1 ends the window short of the query's own
-    position; where nothing is left between the two sides, nothing is seen. offset: one int, or an integer tensor (B,) with one per batch
-    entry. Source: FlashAttention's ``window_size``.
+    None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. A number below -1 puts that edge on the other side of the
+    query's own position; where left + right < 0 no key is visible. offset: one int, or an integer tensor (B,) with one per batch entry.
+    Source: FlashAttention's ``window_size``.
     """
     for name, side in (("left", left), ("right", right)):
         if side is not None:
@@ -115,8 +115,8 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
 
 
 def _window_of_places(left: int | None, right: int | None, places: Tensor, name: str) -> Mask:
-    """``sliding_window`` with the position of the first query of each batch entry. Sides are clamped to 2^40: positions have 31 bits, and
-    sums with any offset not near the ends of int64 cannot overflow."""
+    """``sliding_window`` with one first query position per batch entry. Sides are clamped to 2^40: positions have 31 bits, so sums with an
+    offset that is not near the ends of int64 cannot overflow."""
     far = 2**40
     first, last = max(-far, min(left or 0, far)), max(-far, min(right or 0, far))
     if left is not None and right is not None:
@@ -240,11 +240,11 @@ def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 
     """Any mask given bit by bit, such as the ancestors in a tree of draft tokens: key j is visible to query i if bit j of row i is set.
 
     bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. offset: the length of a cached prefix,
-    which every query sees; the tree's key j is then ``kv_idx = offset + j``. first_query: the ``q_idx`` of row 0: 0, but in
-    ``flash_attn_with_kvcache``, where q_idx is a place among the keys, the prefix's length. Both: one int, or an integer tensor (B,) with
-    one per batch entry. Source: SpecInfer (arXiv:2305.09781).
+    which every query sees; the tree's key j is then ``kv_idx = offset + j``. first_query: the ``q_idx`` of row 0 of the bitmask, which is
+    0, or the prefix's length in ``flash_attn_with_kvcache``, where q_idx is a position among the keys. offset and first_query are each one
+    int, or an integer tensor (B,) with one per batch entry. Source: SpecInfer (arXiv:2305.09781).
 
-    >>> bits = torch.tensor([0b001, 0b011, 0b101])  # two drafts for the token after the first
+    >>> bits = torch.tensor([0b001, 0b011, 0b101])  # two draft tokens that both follow the first
     >>> tree(bits, offset=10)
     Mask(tree(offset=10))
     """
@@ -254,7 +254,7 @@ def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 
     words = bitmask if bitmask.ndim == 2 else bitmask[:, None]
     prefix, rows = _per_entry("offset", offset), _per_entry("first_query", first_query)
     if prefix is None and rows is None:
-        # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
+        # >> keeps the sign bit, and & 1 selects one bit of the result, so bit 63 is right too
         return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")
     before, first = prefix or (lambda b: 0), rows or (lambda b: 0)
 
@@ -267,7 +267,7 @@ def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 
 
 
 def _per_entry(name: str, value: int | Tensor) -> Callable[[Any], Any] | None:
-    """The number of batch entry b, None where it is 0 for all."""
+    """A function that returns the number of batch entry b; None if it is 0 for all entries."""
     if isinstance(value, Tensor):
         each = _ids(name, value, (1,), "(B,)")
         return lambda b: each[b]

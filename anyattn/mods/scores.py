@@ -31,7 +31,7 @@ def _divisor(name: str, value: Any) -> float | Tensor:
         return _floats(name, value, (0,), "()")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; wanted a positive number")
-    if not 0 < value <= 1.7976931348623157e308:  # the largest float
+    if not 0 < value <= 1.7976931348623157e308:  # the largest float64
         raise ValueError(f"{name}={value!r}; wanted a positive finite number")
     check_held(name, float(value), is_divisor=True, way_out="for inputs of float64 a tensor of that dtype and rank 0")
     return float(value)
@@ -62,7 +62,7 @@ def alibi(slopes: Tensor, offset: int | Tensor = 0) -> Score:
     """Linear bias by distance, ``score - slopes[h] * |q_idx + offset - kv_idx|``. slopes: (Hq,) or (B, Hq), see ``alibi_slopes``.
 
     offset: the first query's position among the keys, one int or an integer tensor (B,) with one per batch entry.
-    Source: ALiBi (arXiv:2108.12409); the absolute value makes it mean the same without a causal mask, as in FlashAttention.
+    Source: ALiBi (arXiv:2108.12409); the absolute value extends it to keys after the query, as in FlashAttention.
     """
     _floats("slopes", slopes, (1, 2), "(Hq,) or (B, Hq)")
     if isinstance(offset, Tensor):
@@ -121,7 +121,7 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
 
 @remade_by_call
 def head_bias(bias: Tensor) -> Score:
-    """One number per query head added to its scores. bias: (Hq,). (It shifts LSE; with a sink it shifts the output too.)"""
+    """One number per query head, added to its scores. bias: (Hq,). (It shifts the LSE; with a sink it changes the output too.)"""
     _floats("bias", bias, (1,), "(Hq,)")
     return Score(lambda score, b, h, q_idx, kv_idx: score + bias[h], "head_bias")
 
@@ -144,7 +144,7 @@ def pair_bias(bias: Tensor) -> Score:
 
 @remade_by_call
 def softcap(cap: float | Tensor) -> Score:
-    """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0 that may learn.
+    """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0, which may be learned.
 
     Source: Gemma 2 (arXiv:2408.00118).
     """
@@ -152,7 +152,7 @@ def softcap(cap: float | Tensor) -> Score:
 
 
 def capped(cap: float | Tensor) -> Score:
-    """``softcap`` of a number that has been checked for the dtype of the scores."""
+    """``softcap`` with a number that was already checked for the dtype of the scores."""
     return Score(
         lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})"
     )
@@ -160,6 +160,6 @@ def capped(cap: float | Tensor) -> Score:
 
 @remade_by_call
 def temperature(t: float | Tensor) -> Score:
-    """``score / t``. t: a positive number, or a tensor of rank 0 that may learn."""
+    """``score / t``. t: a positive number, or a tensor of rank 0, which may be learned."""
     t = _divisor("t", t)
     return Score(lambda score, b, h, q_idx, kv_idx: score / t, f"temperature({t if not isinstance(t, Tensor) else 'tensor'})")

@@ -1,5 +1,5 @@
-"""Sequence geometry: where a row is stored and how long a sequence is, for Python ints, torch tensors and CuTe DSL integers alike.
+"""Sequence geometry: the storage and the length of sequences, for Python ints, torch tensors and CuTe DSL integers.
 
-``SeqlenInfo``, ``SeqlenInfoQK`` and ``SeqlenInfoQKNewK`` place one batch entry, or a whole vector of them, in packed, padded and cached
-tensors; ``BlockInfo`` says which tiles of keys a tile of queries needs and the other way round.
+``SeqlenInfo``, ``SeqlenInfoQK`` and ``SeqlenInfoQKNewK`` locate one batch entry, or a vector of them, in packed, padded and cached tensors;
+``BlockInfo`` gives the key tiles that a tile of queries needs, and the query tiles that need a tile of keys.
 """

@@ -1,4 +1,4 @@
-"""``Sequences``: a varlen batch; where each sequence's queries and keys are stored, how many there are, and their positions."""
+"""``Sequences``: a varlen batch, with the storage, lengths and positions of each sequence's queries and keys."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["OnHost", "Sequences", "end_to_end"]
 
 
 def end_to_end(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranges ``start[b]`` to ``start[b] + count[b]`` one after the other, int64: each element's b, and the element.
+    """The ranges ``start[b]`` to ``start[b] + count[b]``, concatenated, int64: each element's b, and the element.
 
     >>> end_to_end(torch.tensor([5, 0]), torch.tensor([2, 3]))
     (tensor([0, 0, 1, 1, 1]), tensor([5, 6, 0, 1, 2]))
     """
     entry = torch.repeat_interleave(count)
-    # start, less what precedes the range: one vector to look up instead of two
+    # start minus the elements before the range, so that one lookup is enough
     shift = start - (count.cumsum(0) - count)
     return entry, torch.arange(len(entry), device=entry.device) + shift[entry]
 
 
 class OnHost(NamedTuple):
-    """The same numbers as lists, one entry per sequence."""
+    """The fields of ``Sequences`` as lists, one entry per sequence."""
 
     seqlens_q: list[int]
     seqlens_k: list[int]
@@ -50,8 +50,8 @@ class Sequences:
     page_table: (B, pages) integers, or None. With it storage row t of sequence b is row ``t % page_size`` of page
     ``page_table[b, t // page_size]`` of a pool (pages, heads, page_size, D), the sequence begins at storage row k_start, and k_row is
     not read.
-    is_cache: the keys are a cache that grows; then a result must not depend on the rest of the batch. most_q: the call's own upper bound
-    of an entry's queries in such a batch (not read from its contents); 0 where it gives none.
+    is_cache: the keys are a KV cache, which grows; a result must then not depend on the rest of the batch. most_q: the call's own upper
+    bound on an entry's queries in such a batch (not read from its tables); 0 if it has none.
     """
 
     seqlens_q: Tensor
@@ -71,11 +71,11 @@ class Sequences:
         return len(self.seqlens_q)
 
     def kept(self) -> Sequences:
-        """The same with a copy of the page table, for later use: a decoder changes its table in place."""
+        """A copy for later use, with a copy of the page table, which a decoder changes in place."""
         return self if self.page_table is None else replace(self, page_table=self.page_table.clone())
 
     def turned(self) -> Sequences:
-        """The same batch with queries and keys swapped; not for caches or pages."""
+        """The same batch with queries and keys exchanged; not for caches or pages."""
         lengths, rows, starts = (self.seqlens_k, self.seqlens_q), (self.k_row, self.q_row), (self.k_start, self.q_start)
         q_row, k_row, q_start, k_start = *rows, *starts
         return Sequences(*lengths, q_row, q_start, k_row, k_start, torch.zeros_like(self.q_first))
@@ -105,27 +105,27 @@ class Sequences:
 
     @property
     def bound_q(self) -> int:
-        """An upper bound of every sequence's queries."""
+        """An upper bound on every sequence's number of queries."""
         return self.max_seqlen_q
 
     @property
     def bound_k(self) -> int:
-        """An upper bound of every sequence's keys."""
+        """An upper bound on every sequence's number of keys."""
         return self.max_seqlen_k
 
     @property
     def is_unread(self) -> bool:
-        """Whether the host has not read the tables; then the fields depend on numbers that may be on a GPU."""
+        """Whether the host has not read the tables; then fields are computed from tensors that may be on a GPU."""
         return False
 
     @property
     def uses_all_rows(self) -> bool:
-        """Whether every row of the queries' storage is known, without reading tables, to belong to a sequence."""
+        """Whether, without reading tables, every row of the queries' storage is known to belong to a sequence."""
         return False
 
     @property
     def position_bounds(self) -> tuple[int, int]:
-        """(lowest, end) of the query positions, as mods see them, of sequences with keys: lowest <= position < end, lowest at most 0."""
+        """(lowest, end) of the query positions that mods see in sequences with keys: lowest <= position < end, lowest <= 0."""
         host = self.on_host
         first = min((f for f, asked in zip(host.q_first, self._with_pairs, strict=True) if asked), default=0)
         return min(0, first), self.end_position
@@ -162,8 +162,8 @@ class Sequences:
     def asked_entry(self) -> Tensor:
         """(B,): the b at which mods are evaluated for each sequence; needs ``has_pairs``.
 
-        The sequence itself, but for one without queries or without keys: none of its pairs exists and a captured table may be too short for
-        it, so mods are evaluated at the first sequence with pairs instead, and the value is not used.
+        It is the sequence itself, except for one without queries or keys: it has no pairs and a captured table may be too short for it, so
+        mods are evaluated at the first sequence with pairs and the value is not used.
         """
         spare = self._with_pairs.index(True)
         return torch.tensor([b if asked else spare for b, asked in enumerate(self._with_pairs)], device=self.seqlens_q.device)
@@ -192,9 +192,9 @@ class Sequences:
 
     @cached_property
     def alike(self) -> list[int]:
-        """For each sequence the first of its run of neighbours that are stored at one stride.
+        """For each sequence the first of its run of neighbours that are stored with one stride.
 
-        Such neighbours have equal lengths and positions and the same place within their rows of storage; these rows follow one another.
+        Such neighbours have equal lengths and positions and the same place in their rows of storage, and these rows are consecutive.
         """
         host = self.on_host
         facts = list(zip(host.seqlens_q, host.seqlens_k, host.q_start, host.k_start, host.q_first, strict=True))
@@ -206,10 +206,10 @@ class Sequences:
         return first
 
     def storage_rows(self, lo: int, hi: int) -> Tensor:
-        """(hi - lo, seqlen_k): the row of each key in the page pool, flattened to rows, for ``alike`` sequences with pages."""
+        """(hi - lo, seqlen_k): the row of each key in the page pool, with pages flattened to rows; for ``alike`` sequences with pages."""
         assert self.page_table is not None
         start, count, size = self.on_host.k_start[lo], self.on_host.seqlens_k[lo], self.page_size
         first = start // size
         pages = self.page_table[lo:hi, first : ceil_div(start + count, size)]
-        rows = torch.add(torch.arange(size, device=pages.device), pages[..., None], alpha=size).flatten(1)  # int64: arange's
+        rows = torch.add(torch.arange(size, device=pages.device), pages[..., None], alpha=size).flatten(1)  # int64, as arange
         return rows[:, start - first * size : start - first * size + count]

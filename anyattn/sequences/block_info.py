@@ -1,11 +1,11 @@
-"""``BlockInfo``: ranges of key tiles that a tile of query rows needs under causal and window masks, and the other way round.
+"""``BlockInfo``: the key tiles that a tile of query rows needs under causal and window masks, and the row tiles that need a key tile.
 
-Query row i of a sequence is at ``i + seqlen_k - seqlen_q`` among the keys (bottom-right alignment) and sees the keys from
+Query row i of a sequence is at position ``i + seqlen_k - seqlen_q`` among the keys (bottom-right alignment) and sees the keys from
 ``window_size_left`` before that position to ``window_size_right`` after it. The methods take Python ints, tensors of tile numbers with
 fields of tensors, or CuTe DSL integers, and return the same kind.
 
-The names are those of FlashAttention (``flash_attn/cute/block_info.py``). Ranges here are tight: the first and the last tile of each hold a
-visible pair, the last tile of rows being cut at the sequence's end, and an empty range has equal ends.
+The names are those of FlashAttention (``flash_attn/cute/block_info.py``). Ranges here are tight: their first and last tile each contain a
+visible pair (rows past the sequence's end do not count), and an empty range has equal ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BlockInfo:
     is_causal: no key after a row's position. is_local: ``window_size_left`` / ``window_size_right`` bound the keys, None is unbounded.
     is_split_kv: the keys of each row tile are divided among ``num_splits`` workers.
 
-    What specialises a kernel (the flags, the tiles, whether a window bound is None) is known when it is compiled; window sizes and the
-    number of splits may be run-time numbers.
+    The flags, the tiles and whether a window bound is None specialise a kernel and are known at compile time; window sizes and the number
+    of splits may be run-time numbers.
 
     Raises ``ValueError`` for tiles or a packing below 1 and for a window without ``is_local``.
 
@@ -61,7 +61,7 @@ class BlockInfo:
             )
 
     def get_n_block_min_max(self, seqlen_info: Any, m_block: Any, split_idx: Any = 0) -> tuple[Any, Any]:
-        """The first key tile that a tile of rows needs and the one after the last; with split-KV, those of one split."""
+        """The first key tile that a tile of rows needs, and the end (exclusive); with split-KV, for one split."""
         first, end = self._keys_of_rows(seqlen_info, *self._rows(seqlen_info, m_block))
         n_block_min, n_block_max = _tiles(first, end, self.tile_n)
         if self.is_split_kv:
@@ -69,7 +69,7 @@ class BlockInfo:
         return n_block_min, n_block_max
 
     def get_m_block_min_max(self, seqlen_info: Any, n_block: Any) -> tuple[Any, Any]:
-        """The first tile of rows that needs a tile of keys and the one after the last."""
+        """The first tile of rows that needs a tile of keys, and the end (exclusive)."""
         first_key = n_block * self.tile_n
         end_key = minimum((n_block + 1) * self.tile_n, seqlen_info.seqlen_k)
         offset = seqlen_info.seqlen_k - seqlen_info.seqlen_q
@@ -80,22 +80,22 @@ class BlockInfo:
             first = maximum(first_key - right - offset, 0)
         if left is not None:
             end = minimum(end, end_key + left - offset)
-        if left is not None and right is not None:  # an empty band leaves no row, whatever the tile
+        if left is not None and right is not None:  # an empty band has no rows for any tile
             end = minimum(end, first_key - right - offset + (end_key - first_key) * maximum(left + right + 1, 0))
         group = self.qhead_per_kvhead_packgqa
         return _tiles(first * group, end * group, self.tile_m)
 
     def get_n_block_k_new_min_max(self, seqlen_info: Any, m_block: Any, split_idx: Any = 0) -> tuple[Any, Any]:
-        """The tiles of *new* keys, counted from the first new key, among those that a tile of rows needs (``SeqlenInfoQKNewK``)."""
+        """The tiles of *new* keys that a tile of rows needs, counted from the first new key (``SeqlenInfoQKNewK``)."""
         n_block_min, n_block_max = self.get_n_block_min_max(seqlen_info, m_block, split_idx)
         first = maximum(n_block_min * self.tile_n - seqlen_info.seqlen_k_og, 0)
         end = minimum(n_block_max * self.tile_n - seqlen_info.seqlen_k_og, seqlen_info.seqlen_k_new)
         return _tiles(first, end, self.tile_n)
 
     def get_n_block_min_causal_local_mask(self, seqlen_info: Any, m_block: Any, n_block_min: Any) -> Any:
-        """The first key tile that needs the mask's right side: in the tiles before it every row sees the last key.
+        """The first key tile that needs the mask's right side; in earlier tiles every row sees the last key.
 
-        At least ``n_block_min``. The sequence's own end is not considered: it cuts the last tile only.
+        At least ``n_block_min``. The sequence's end, which cuts the last tile only, is not considered.
         """
         if self._right is None:
             return maximum(n_block_min, ceil_div(seqlen_info.seqlen_k, self.tile_n))
@@ -104,7 +104,7 @@ class BlockInfo:
         return maximum(n_block_min, maximum(keys, 0) // self.tile_n)
 
     def get_n_block_min_before_local_mask(self, seqlen_info: Any, m_block: Any, n_block_min: Any) -> Any:
-        """The first key tile that no longer needs the mask's left side: from it on every row sees the first key. At least
+        """The first key tile that does not need the mask's left side: in it and all later ones every row sees the first key. At least
         ``n_block_min``."""
         if self._left is None:
             return n_block_min
@@ -118,13 +118,13 @@ class BlockInfo:
 
     @property
     def _right(self) -> Any:
-        """Keys after its position that a row sees: 0 if causal; negative where a window ends before the position."""
+        """The number of keys that a row sees after its position: 0 if causal; negative if the window ends before the position."""
         if not self.is_causal:
             return self.window_size_right if self.is_local else None
         return 0 if not self.is_local or self.window_size_right is None else minimum(self.window_size_right, 0)
 
     def _rows(self, seqlen_info: Any, m_block: Any) -> tuple[Any, Any]:
-        """Query positions of a tile of (packed) rows, the end cut at the sequence's."""
+        """The query positions of a tile of (packed) rows, ending at the sequence's end."""
         group = self.qhead_per_kvhead_packgqa
         first, end = m_block * self.tile_m, (m_block + 1) * self.tile_m
         if group > 1:
@@ -132,7 +132,7 @@ class BlockInfo:
         return first, minimum(end, seqlen_info.seqlen_q)
 
     def _keys_of_rows(self, seqlen_info: Any, first_row: Any, end_row: Any) -> tuple[Any, Any]:
-        """The keys that the rows see, inside the sequence; empty where end <= first."""
+        """The keys that the rows see, inside the sequence; empty if end <= first."""
         offset = seqlen_info.seqlen_k - seqlen_info.seqlen_q
         first, end = 0, seqlen_info.seqlen_k
         right, left = self._right, self._left
@@ -140,13 +140,13 @@ class BlockInfo:
             first = first_row + offset - left
         if right is not None:
             end = minimum(end, end_row + offset + right)
-        if left is not None and right is not None:  # no more keys than every row's band together; none where the band is empty
+        if left is not None and right is not None:  # the union of all rows' bands; empty if the band is empty
             end = minimum(end, first + (end_row - first_row) * maximum(left + right + 1, 0))
         return maximum(first, 0), end
 
 
 def _tiles(first: Any, end: Any, tile: int) -> tuple[Any, Any]:
-    """The tiles that hold positions ``first <= i < end``, first >= 0; none where end <= first."""
+    """The tiles that contain positions ``first <= i < end``, first >= 0; empty if end <= first."""
     n_min = first // tile
     count = maximum(end - first, 0)
     return n_min, n_min + ceil_div(minimum(count, 1) * (first - n_min * tile) + count, tile)

@@ -1,4 +1,4 @@
-"""Varlen batches whose lengths and offsets are Python lists on the host, as those of a batch on a CPU are."""
+"""Varlen batches whose lengths and offsets are Python lists on the host, as for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _vector(name: str) -> cached_property[Tensor]:
 
 
 class ListedSequences(Sequences):
-    """``Sequences`` whose vectors are made when first read: a decode step mostly needs the lists alone.
+    """``Sequences`` whose vectors are created when first read: a decode step mostly needs the lists only.
 
     >>> numbers = OnHost([1, 1], [5, 9], [0, 1], [0, 0], [0, 1], [0, 0], [4, 8], bases([1, 1]), bases([5, 9]))
     >>> s = ListedSequences(numbers, torch.device("cpu"))
@@ -44,7 +44,7 @@ class ListedSequences(Sequences):
         is_cache: bool = False,
         most_q: int = 0,
     ):
-        # the dataclass is frozen, and its vectors are properties here
+        # the dataclass is frozen, and its fields are properties here
         own = {"on_host": numbers, "device": device, "page_table": page_table, "page_size": page_size, "is_cache": is_cache}
         vars(self).update(own | {"most_q": most_q})
 

@@ -1,6 +1,6 @@
-"""Integer arithmetic for Python ints, integer tensors (elementwise) and CuTe DSL integers alike: minimum, maximum, ceiling division.
+"""Integer minimum and maximum for Python ints, integer tensors (elementwise) and CuTe DSL integers; ceiling division is re-exported.
 
-``+ - *`` and ``//`` by a positive number already mean the same on all three.
+``+ - *`` and ``//`` by a positive number mean the same for all three.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def _either(a: Any, b: Any, on_ints: Any, on_tensors: Any, name: str) -> Any:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         like = a if isinstance(a, Tensor) else b
         return on_tensors(*(torch.as_tensor(x, dtype=like.dtype, device=like.device) if not isinstance(x, Tensor) else x for x in (a, b)))
-    import cutlass  # whoever has a CuTe integer has CUTLASS
+    import cutlass  # installed, since a CuTe integer was passed
 
     return getattr(cutlass, name)(a, b)

@@ -1,8 +1,8 @@
-"""L2 grouping of heads: how many are computed at a time, so that programs with the same keys and values find them in the L2 cache.
+"""L2 grouping of heads: the number of heads computed at a time, so that programs with the same keys and values find them in the L2 cache.
 
-Work goes through the first tiles of a group's heads, then through their second ones, and so on, group after group; ``place_in_groups`` is
-what kernels compute (Hopper's ``tile_scheduler.row_tile``, Triton's ``backward._place``). How many bytes of the cache a group may take is
-measured by each backend.
+The work of a group is the first tile of each of its heads, then the second tile of each, and so on; then comes the next group. Kernels
+compute ``place_in_groups`` (Hopper's ``tile_scheduler.row_tile``, Triton's ``backward._place``). Each backend measures how many bytes of
+the cache a group may take.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ __all__ = ["equal_groups", "heads_side_by_side", "place_in_groups"]
 
 
 def heads_side_by_side(head_bytes: int, ratio: int, room: int) -> int:
-    """How many query heads are computed at a time: as many as have K and V that fit the cache together, at least those of one K/V head.
+    """The number of query heads computed at a time: as many as have K and V that fit the cache together, at least those of one K/V head.
 
-    head_bytes: of one head's K and V; ratio: query heads that share them, or groups of heads that share row tiles; room: bytes of the cache
-    that they may take, by the backend's measurements.
+    head_bytes: of one head's K and V. ratio: query heads that share them, or groups of heads that share row tiles. room: bytes of the cache
+    that they may take, as measured by the backend.
 
     >>> heads_side_by_side(8 << 20, 4, 32 << 20), heads_side_by_side(64 << 20, 4, 32 << 20)
     (16, 4)
@@ -23,7 +23,7 @@ def heads_side_by_side(head_bytes: int, ratio: int, room: int) -> int:
 
 
 def equal_groups(heads: int, most: int) -> int:
-    """The heads of a group where all groups are to have as many: a divisor of ``heads``, and at most ``most`` (1 or more).
+    """The number of heads per group if all groups are equal: the greatest divisor of ``heads`` that is at most ``most`` (1 or more).
 
     >>> equal_groups(12, 8), equal_groups(7, 6)
     (6, 1)
@@ -32,7 +32,7 @@ def equal_groups(heads: int, most: int) -> int:
 
 
 def place_in_groups(work: int, tiles: int, heads: int, together: int) -> tuple[int, int]:
-    """(tile, head) of a piece of work. tiles: of each head. together: heads of a group; the last one may have fewer.
+    """(tile, head) of work item ``work``. tiles: per head. together: heads per group; the last group may have fewer.
 
     >>> [place_in_groups(work, 2, 3, 2) for work in range(6)]
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]

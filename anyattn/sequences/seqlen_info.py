@@ -1,8 +1,8 @@
-"""``SeqlenInfo`` and its kin: offsets and lengths of one batch entry in packed, padded and cached tensors.
+"""``SeqlenInfo``, ``SeqlenInfoQK``, ``SeqlenInfoQKNewK``: offsets and lengths of a batch entry in packed, padded and cached tensors.
 
-One batch entry's facts are read once and kept: ``create`` takes a batch index and the tables (cu_seqlens, seqused, ...) and returns a
-frozen object of plain numbers. Give it a Python int and Python lists, a tensor of batch indices and tensors (then every field is a vector
-of the whole batch), or CuTe DSL integers and tensors inside a kernel: the formulas are the same.
+They are computed once per batch entry: ``create`` takes a batch index and the tables (cu_seqlens, seqused, ...) and returns a frozen object
+of plain numbers. It accepts a Python int and Python lists, a tensor of batch indices and tensors (then every field is a vector over the
+batch), or CuTe DSL integers and tensors inside a kernel: the formulas are the same.
 
 The names are those of FlashAttention (``flash_attn/cute/seqlen_info.py``, ``hopper/seqlen.h``).
 """
@@ -20,9 +20,9 @@ __all__ = ["SeqlenInfo", "SeqlenInfoQK", "SeqlenInfoQKNewK", "aligned_offset", "
 
 
 def aligned_offset(offset: Any, batch_idx: Any, tile: int) -> Any:
-    """Where a sequence begins in a buffer that gives every sequence whole tiles: ``offset + batch_idx * tile`` rounded up to a tile.
+    """The first row of a sequence in a buffer of whole tiles per sequence: ``offset + batch_idx * tile`` rounded up to a tile.
 
-    Sequences never overlap there: the next one begins at least ``seqlen`` rows later, because it is moved by one more tile.
+    Sequences never overlap there: each start is moved by one more tile than the previous one, so it is at least ``seqlen`` rows after it.
 
     >>> aligned_offset(150, 2, 128)
     512
@@ -33,8 +33,8 @@ def aligned_offset(offset: Any, batch_idx: Any, tile: int) -> Any:
 def offset_batch(tensor: Any, batch_idx: Any, dim: int, offset: Any, seqlen: Any, is_packed: bool, multiple: int, ragged: bool) -> Any:
     """A batch entry's rows: entry ``batch_idx`` of dimension ``dim``, or rows from ``offset * multiple`` of dimension 0 where packed.
 
-    ragged: also end the rows after ``seqlen * multiple`` of them. Packed rows otherwise reach to the tensor's end, as a shifted pointer
-    does, and the reader stops at ``seqlen``.
+    ragged: also end the rows after ``seqlen * multiple``. Otherwise packed rows reach to the tensor's end, as with a shifted pointer, and
+    the reader must stop at ``seqlen``.
     """
     if not isinstance(tensor, Tensor):
         return _offset_batch_cute(tensor, batch_idx, dim, offset, seqlen, is_packed, multiple, ragged)
@@ -77,16 +77,17 @@ class SeqlenInfo:
 
     @staticmethod
     def create(batch_idx: Any, seqlen_static: Any, cu_seqlens: Any = None, seqused: Any = None, *, tile: int) -> SeqlenInfo:
-        """seqlen_static: the length without tables. cu_seqlens: (batch + 1,) ends, from 0. seqused: (batch,) lengths, which win."""
+        """seqlen_static: the length without tables. cu_seqlens: (batch + 1,) ends, from 0.
+        seqused: (batch,) lengths, which take precedence."""
         packed = cu_seqlens is not None
         offset = cu_seqlens[batch_idx] if packed else 0
         offset_padded = aligned_offset(offset, batch_idx, tile) if packed else 0
         return SeqlenInfo(offset, offset_padded, _seqlen(batch_idx, seqlen_static, cu_seqlens, seqused), packed)
 
     def offset_batch(self, tensor: Any, batch_idx: Any, dim: int, padded: bool = False, multiple: int = 1, ragged: bool = False) -> Any:
-        """This entry's rows of ``tensor``: its first dimension is the rows where packed, else dimension ``dim`` is the batch.
+        """This entry's rows of ``tensor``: rows of its first dimension if packed, else entry ``batch_idx`` of dimension ``dim``.
 
-        padded: the tensor is a buffer of whole tiles. multiple: it holds so many rows for each of the sequence. ragged: stop at seqlen.
+        padded: the tensor is a buffer of whole tiles. multiple: its rows per row of the sequence. ragged: end at seqlen.
 
         >>> import torch
         >>> info = SeqlenInfo.create(1, 5, cu_seqlens=[0, 2, 5], tile=4)
@@ -99,10 +100,10 @@ class SeqlenInfo:
 
 @dataclass(frozen=True)
 class SeqlenInfoQK:
-    """Both sides of one batch entry, and where its block-sparse lists begin.
+    """Both sides of one batch entry, and the begin of its block-sparse lists.
 
     offset_q, offset_k: first rows in packed tensors. padded_offset_q, padded_offset_k: the same in buffers of whole tiles.
-    seqlen_q, seqlen_k: rows in use. block_offset: its first m-block among all sequences' (``cu_block_cnt[b]``).
+    seqlen_q, seqlen_k: rows in use. block_offset: its first m-block in the numbering of all sequences (``cu_block_cnt[b]``).
     num_n_blocks: its tiles of keys. block_idx_offset: its first entry in flat index lists, [num_m_blocks, num_n_blocks] row by row.
 
     >>> SeqlenInfoQK.create(2, 0, 0, [0, 100, 150, 350], [0, 100, 150, 350], tile_m=64, tile_n=128).num_n_blocks
@@ -140,7 +141,7 @@ class SeqlenInfoQK:
     ) -> SeqlenInfoQK:
         """cu_block_cnt: (batch + 1,) first m-block of each sequence. cu_block_idx: (batch + 1,) first entry of each sequence in flat lists.
 
-        Without cu_block_idx the flat lists are taken to hold equally many key tiles for every row: block_offset * num_n_blocks.
+        Without cu_block_idx every row of the flat lists is assumed to have equally many key tiles: block_offset * num_n_blocks.
         """
         q = SeqlenInfo.create(batch_idx, seqlen_q_static, cu_seqlens_q, seqused_q, tile=tile_m)
         k = SeqlenInfo.create(batch_idx, seqlen_k_static, cu_seqlens_k, seqused_k, tile=tile_n)
@@ -176,11 +177,11 @@ class SeqlenInfoQK:
 
 @dataclass(frozen=True)
 class SeqlenInfoQKNewK:
-    """One batch entry of a cache that is being appended to.
+    """One batch entry of a KV cache with new rows to append.
 
-    leftpad_k: rows at the cache's beginning that are padding. offset_q, offset_k, offset_k_new: first rows of queries, of cached keys
-    (behind the padding) and of new keys. seqlen_q: queries. seqlen_k_og: cached keys without padding. seqlen_k_new: keys to append.
-    seqlen_k: keys after appending. seqlen_rotary: the rotary position of the first new key, which counts the padding.
+    leftpad_k: padding rows at the cache's beginning. offset_q, offset_k, offset_k_new: first rows of queries, of cached keys (after the
+    padding) and of new keys. seqlen_q: queries. seqlen_k_og: cached keys without padding. seqlen_k_new: keys to append. seqlen_k: keys
+    after appending. seqlen_rotary: the rotary position of the first new key, which counts the padding.
 
     >>> SeqlenInfoQKNewK.create(0, 10, 2048, 10, seqused_k=[1000], leftpad_k=[50])
     SeqlenInfoQKNewK(leftpad_k=50, offset_q=0, offset_k=50, offset_k_new=0, seqlen_q=10, seqlen_k_og=950, seqlen_k_new=10, \
@@ -212,7 +213,7 @@ seqlen_k=960, seqlen_rotary=1000)
         seqlens_rotary: Any = None,
     ) -> SeqlenInfoQKNewK:
         """seqused_k: (batch,) cached rows, padding included (``cache_seqlens``). seqlen_k_new_static: keys to append to every entry (0:
-        none), unless cu_seqlens_k_new (batch + 1,) tells. leftpad_k: (batch,). seqlens_rotary: (batch,), replaces seqlen_rotary."""
+        none), without cu_seqlens_k_new (batch + 1,). leftpad_k: (batch,). seqlens_rotary: (batch,), replaces seqlen_rotary."""
         leftpad = 0 if leftpad_k is None else leftpad_k[batch_idx]
         offset_q = 0 if cu_seqlens_q is None else cu_seqlens_q[batch_idx]
         offset_k = (0 if cu_seqlens_k is None else cu_seqlens_k[batch_idx]) + leftpad

@@ -1,4 +1,4 @@
-"""Split-KV: how the keys of a row tile are divided among workers, and the choice of their number."""
+"""Split-KV: the division of a row tile's keys among workers, and the choice of the number of splits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from anyattn.sequences.integers import minimum
 
 __all__ = ["MOST_SPLITS", "num_splits", "split_range"]
 
-MOST_SPLITS = 256  # that a call may ask for
+MOST_SPLITS = 256  # most splits that a call may request
 
-_START = 1.0  # what beginning and ending a piece costs, in key tiles: loading the queries, filling the pipeline, storing
-_MERGE = 0.1  # what one more partial result costs whoever combines them, in key tiles
+_START = 1.0  # cost of starting and ending a split, in key tiles: loading the queries, filling the pipeline, storing
+_MERGE = 0.1  # cost of combining one more partial result, in key tiles
 
 
 def split_range(n_block_min: Any, n_block_max: Any, split_idx: Any, splits: Any) -> tuple[Any, Any]:
-    """The key tiles of one split: equal shares of ``n_block_min .. n_block_max``, rounded up, the last ones shorter or empty.
+    """The key tiles of one split: equal shares of ``n_block_min .. n_block_max``, rounded up; the last ones may be shorter or empty.
 
     >>> [split_range(0, 7, i, 4) for i in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 7)]
@@ -27,11 +27,11 @@ def split_range(n_block_min: Any, n_block_max: Any, split_idx: Any, splits: Any)
 
 
 def num_splits(num_m_blocks: int, num_n_blocks: int, heads: int, batch: int, sm_count: int, max_splits: int = 128) -> int:
-    """Into how many pieces to divide the keys so that ``sm_count`` processors finish soonest; a pure function.
+    """The number of splits with which ``sm_count`` processors finish soonest; a pure function.
 
-    num_m_blocks, num_n_blocks: row tiles, and key tiles that each visits, of one (batch entry, head). heads: K/V heads where query heads
-    are packed, else query heads. The time of s splits is that of its waves, ``ceil(tiles * s / sm_count)`` times a piece's key tiles and
-    what starting one costs, plus what combining costs; the least s with the least time is taken.
+    num_m_blocks, num_n_blocks: row tiles of one (batch entry, head), and key tiles that each row tile visits. heads: K/V heads where query
+    heads are packed, else query heads. The modelled time of s splits is the number of waves, ``ceil(tiles * s / sm_count)``, times (a
+    split's key tiles plus the cost of starting a split), plus the cost of combining; the smallest s with the least time is returned.
 
     Raises ``ValueError`` for a negative count, or for ``sm_count`` or ``max_splits`` below 1.
 

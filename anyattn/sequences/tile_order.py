@@ -1,12 +1,12 @@
-"""Order in which kernels take the tiles of a batch: those that cost most first, so that no long tile is left for the end.
+"""Order in which kernels take the tiles of a batch: most expensive first, so that no long tile starts last.
 
-A row tile costs the keys that it sees, a tile of keys the queries that see it, by lengths alone or, where a row sees keys up to its own
-position, by ``keys_up_to``; tiles of equal cost stay in the order of their sequences. What is here is the order's meaning, by torch
-operations that never wait for the device. Kernels make the same tables by one launch each:
+The cost of a row tile is the number of keys that it sees, that of a key tile the number of queries that see it: the sequence's length, or
+``keys_up_to`` where a row sees keys up to its own position. Tiles of equal cost stay in the order of their sequences. This module defines
+the order, with torch operations that do not synchronise. Kernels compute the same tables in one launch each:
 
-- ``sequences.tile_order_kernel`` (Triton): the same order of a ``StoredSequences``, by lengths.
-- ``documents.kernels.order_documents`` (Triton): the same order of documents, whose queries and keys are the same positions.
-- ``backends.hopper.kernel.tile_order`` (CuTe): a counting sort by the same costs, in bins; tiles of one bin are in any order.
+- ``sequences.tile_order_kernel`` (Triton): the same order for a ``StoredSequences``, by lengths.
+- ``documents.kernels.order_documents`` (Triton): the same order for documents, whose queries and keys are the same positions.
+- ``backends.hopper.kernel.tile_order`` (CuTe): a counting sort by the same costs, in bins; the order within a bin is arbitrary.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["counted", "keys_up_to", "longest_first", "most_tiles", "most_visits_
 
 
 def keys_up_to(m_block: Any, tile_m: int, seqlen_q: Any, seqlen_k: Any) -> Any:
-    """The keys up to the position of row tile ``m_block``'s last row, where the last row is at the last key; below 0 where all rows of the
-    tile are before the first key. Of Python ints, integer tensors and CuTe DSL integers alike.
+    """The number of keys up to the position of the last row of row tile ``m_block``, where the sequence's last row is at its last key;
+    negative if all rows of the tile are before the first key. For Python ints, integer tensors and CuTe DSL integers.
 
     >>> [keys_up_to(m, 4, 10, 7) for m in range(3)], keys_up_to(0, 4, 10, 2)
     ([1, 5, 7], -4)
@@ -34,8 +34,8 @@ def keys_up_to(m_block: Any, tile_m: int, seqlen_q: Any, seqlen_k: Any) -> Any:
 
 
 def rows_from(n_block: Any, tile_n: int, seqlen_q: Any, seqlen_k: Any) -> Any:
-    """The queries from the first one that sees keys of tile ``n_block``, where each sees keys up to its own position, the last one all.
-    Of Python ints, integer tensors and CuTe DSL integers alike.
+    """The number of queries that see a key of tile ``n_block`` or a later one, where a query sees keys up to its own position and the last
+    one sees all. For Python ints, integer tensors and CuTe DSL integers.
 
     >>> [rows_from(n, 4, 7, 10) for n in range(3)]
     [7, 6, 2]
@@ -44,14 +44,14 @@ def rows_from(n_block: Any, tile_n: int, seqlen_q: Any, seqlen_k: Any) -> Any:
 
 
 def most_tiles(batch: int, bound: int, rows: int, tile: int) -> int:
-    """At least as many tiles as ``batch`` sequences have, whatever their lengths. bound: of each length. rows: of all storage."""
+    """An upper bound on the tiles of ``batch`` sequences of any lengths. bound: of each length. rows: of the whole storage."""
     return min(batch * ceil_div(bound, tile), rows // tile + batch)
 
 
 def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequence, tile inside of it, whether there is one), each (most,), of the tiles of all sequences in one numbering.
+    """(sequence, tile inside it, whether it exists), each (most,), for tile numbers that run through all sequences.
 
-    tiles: (B,) of each sequence. Numbers beyond the last tile have the last sequence.
+    tiles: (B,), the tiles of each sequence. Numbers beyond the last tile get the last sequence.
 
     >>> [t.tolist() for t in numbered_tiles(torch.tensor([2, 0, 1]), 4)]
     [[0, 0, 2, 2], [0, 1, 0, 1], [True, True, True, False]]
@@ -65,10 +65,10 @@ def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def longest_first(s: Sequences, tile: int, most: int, *, by_key: bool = False, ends_with_row: bool = False, list_tile: int = 0) -> Tensor:
-    """The tiles of ``tile`` rows of a varlen batch, about longest first: int32 (most, 2), (sequence, tile or -1 where there is none).
+    """The tiles of ``tile`` rows of a varlen batch, roughly longest first: int32 (most, 2), (sequence, tile, or -1 for no tile).
 
-    by_key: tiles of keys. ends_with_row: a row sees keys up to its own position, which row tiles alone take into account. list_tile: rows
-    of a block list's tiles, which kernels cut into whole numbers of their own; 0 without lists.
+    by_key: tiles of keys. ends_with_row: a row sees keys up to its own position, which only row tiles take into account. list_tile: rows
+    per tile of the block lists, of which a kernel's tiles are whole fractions; 0 without lists.
     """
     step = list_tile or tile
     lengths, others = (s.seqlens_k, s.seqlens_q) if by_key else (s.seqlens_q, s.seqlens_k)
@@ -81,15 +81,15 @@ def longest_first(s: Sequences, tile: int, most: int, *, by_key: bool = False, e
 
 
 def of_all_heads(order: Tensor) -> Tensor:
-    """``longest_first`` as a kernel reads it that takes (m_block, head, entry): int32 (most, 3), with head 0."""
+    """``longest_first`` in the form (m_block, head, entry) of other kernels: int32 (most, 3), with head 0."""
     entry, m_block = order.unbind(1)
     return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)
 
 
 def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
-    """The row tiles of a dense batch with block lists, those that visit most first: int32 (rows, 3), (m_block, head, entry).
+    """The row tiles of a dense batch with block lists, those with most visited tiles first: int32 (rows, 3), (m_block, head, entry).
 
-    visited: (B, H, M), tiles that each of the lists' row tiles visits; ``cut`` of the kernel's ``tiles`` make one.
+    visited: (B, H, M), number of tiles that each row tile of the lists visits. cut: how many of the kernel's ``tiles`` make one of them.
 
     >>> most_visits_first(torch.tensor([[[1, 5]], [[2, 0]]]), 1, 2).tolist()
     [[1, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]]
@@ -103,7 +103,7 @@ def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 
 
 def counted(order: Tensor, tiles: Tensor) -> Tensor:
-    """An order of row tiles with one more row, which holds the number of valid rows. tiles: that number."""
+    """An order of row tiles with an additional last row that holds the number of valid rows. tiles: that number."""
     last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
     last[:, :1] = tiles
     return torch.cat((order, last))

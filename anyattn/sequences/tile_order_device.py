@@ -1,7 +1,7 @@
-"""Tile order of a varlen batch by one launch of a Triton kernel (``tile_order_kernel``), and the table of its sequences.
+"""Launch of the Triton kernel ``tile_order_kernel``: tile order and sequence table of a varlen batch.
 
-``sequences.tile_order`` and ``varlen_tables`` compute the same by two dozen torch operations, each of which takes the host longer than the
-kernel takes a GPU.
+``sequences.tile_order`` and ``varlen_tables`` compute the same with two dozen torch operations, each of which takes the host longer than
+the kernel takes the GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["can_order", "sequences_ordered"]
 
-_TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it reads at once
-_MOST = 1024  # sequences: each program goes through all of them
+_TILES, _ENTRIES = 64, 64  # tiles per program, and sequences per iteration
+_MOST = 1024  # sequences: each program iterates over all of them
 
 
 def can_order(s: Sequences) -> TypeGuard[StoredSequences]:
-    """Whether the kernel orders such a batch."""
+    """Whether the kernel can order this batch."""
     return isinstance(s, StoredSequences) and 0 < s.batch <= _MOST and _runs_kernels(s.device)
 
 
@@ -33,13 +33,13 @@ def _runs_kernels(device: torch.device | None) -> bool:
 
 
 def sequences_ordered(s: StoredSequences, tile: int, most: int, by_key: bool) -> tuple[Tensor, Tensor]:
-    """(order, entries), int32 (most, 2) and (B, 9): ``tile_order.longest_first`` and ``varlen_tables.entries_table``. Never waits for the
-    device."""
+    """(order, entries), int32 (most, 2) and (B, 9), as in ``tile_order.longest_first`` and ``varlen_tables.entries_table``. Does not
+    synchronise."""
     order = torch.empty((most, 2), dtype=torch.int32, device=s.device)
     entries = torch.empty((s.batch, 9), dtype=torch.int32, device=s.device)
     tables = [s.tables.cu_seqlens_q, s.tables.cu_seqlens_k, s.tables.seqused_q, s.tables.seqused_k]
     flags = [t is not None for t in tables]
-    # an absent tensor is passed as any pointer
+    # for an absent tensor any pointer is passed
     given = [order if t is None else t if t.is_contiguous() else t.contiguous() for t in tables]
     names = ("HAS_ENDS_Q", "HAS_ENDS_K", "HAS_USED_Q", "HAS_USED_K")
     options = {**dict(zip(names, flags, strict=True)), "BY_KEY": by_key, "TILES": _TILES, "ENTRIES": _ENTRIES}

@@ -1,4 +1,4 @@
-"""Triton kernel that orders the tiles of a varlen batch for scheduling and writes the table of its sequences."""
+"""Triton kernel that sorts the tiles of a varlen batch for scheduling and writes the table of its sequences."""
 
 import triton
 import triton.language as tl
@@ -14,11 +14,12 @@ def order_sequences(
     HAS_ENDS_Q: tl.constexpr, HAS_ENDS_K: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr, BY_KEY: tl.constexpr,
     TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the places of some tiles, by counting those that come before them. Grid: enough for ``most`` tiles, and ``batch``.
+    """Each program finds the places of some tiles by counting the tiles that come before them.
+    Grid: enough for ``most`` tiles and ``batch``.
 
-    order: int32 (most, 2), of (sequence, tile or -1): tiles of ``tile`` queries, those of sequences with most keys first, or with BY_KEY
-    the other way round. entries: int32 (batch, 9). The rest: ``StoredSequences``'s tables. Whatever they hold, exactly these rows are
-    written.
+    order: int32 (most, 2), (sequence, tile or -1): tiles of ``tile`` queries, those of sequences with most keys first; with BY_KEY tiles of
+    keys, those of sequences with most queries first. entries: int32 (batch, 9). The other tensors are the tables of ``StoredSequences``.
+    Exactly these rows are written for any contents of the tables.
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
     if BY_KEY:
@@ -40,7 +41,7 @@ def order_sequences(
         is_before = (others > cost) | ((others == cost) & (at[None, :] < entry[:, None]))
         rank += tl.sum(tl.where(is_before, tiles[None, :], 0), 1)
         first += ENTRIES
-    # wrong tables may give more tiles than there is room for: then the first ones, in order of sequences
+    # wrong tables may give more tiles than ``most``: then the first ones, in the order of sequences
     to = order + tl.where(exists & (total <= most), rank, number) * 2
     is_inside = number < most
     tl.store(to, entry, mask=is_inside)
@@ -63,8 +64,8 @@ def order_sequences(
 def numbered(
     number, batch, ends, used, rows, tile, HAS_ENDS: tl.constexpr, HAS_USED: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """(sequence, number of its first tile, tiles of all sequences) of the tiles with these numbers [TILES], counted through; ``batch``
-    where there are not so many. The rest: as of ``_rows``, along the side whose tiles these are."""
+    """(sequence, number of its first tile, tiles of all sequences) for the tiles ``number`` [TILES], numbered over all sequences; sequence
+    is ``batch`` for a number beyond the last tile. The other arguments are those of ``_rows``, for the side whose tiles are numbered."""
     entry, base = tl.zeros((TILES,), tl.int32), tl.zeros((TILES,), tl.int32)
     total, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     while first < batch:
@@ -87,7 +88,7 @@ def _tiles(length, tile):
 
 @triton.jit
 def _rows(at, batch, ends, used, rows, HAS_ENDS: tl.constexpr, HAS_USED: tl.constexpr):
-    """The rows of sequences along one side, 0 of those that there are not; and where they begin."""
+    """The number of rows of sequences on one side, 0 beyond the batch, and their first rows."""
     is_entry, start = at < batch, at * 0
     length = tl.where(is_entry, rows, 0)
     if HAS_ENDS:

@@ -1,4 +1,4 @@
-"""KV caches described by device tables that the host has not read: where new rows go, and which keys there are after appending."""
+"""KV caches described by device tables that the host has not read: places of new rows, and the keys after appending."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STEP, _SHORT = 256, 512  # rows
 
 
 class CacheTables(NamedTuple):
-    """Integers of 32 or 64 bits. cached: (B,) rows of each entry's cache in use before the step, padding included. leftpad: (B,) padding
-    rows at its beginning. rows: (B,) the cache's row of each entry. cu_seqlens_q: (B + 1,) ends of packed queries, from 0. page_table:
-    (B, pages). None where the call has none."""
+    """Tables of 32- or 64-bit integers, None if the call has none. cached: (B,) rows of each entry's cache in use before the step, padding
+    included. leftpad: (B,) padding rows at its beginning. rows: (B,) the cache row of each entry. cu_seqlens_q: (B + 1,) ends of packed
+    queries, from 0. page_table: (B, pages)."""
 
     cached: Tensor
     leftpad: Tensor | None = None
@@ -31,9 +31,9 @@ class CacheTables(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """batch: how many entries. rows_q: queries of an entry, or all that are packed. bound_q: no entry has more. new: rows that each entry
-    appends, None for as many as it has queries. capacity: rows that an entry has room for. storage: the first dimension of the cache, rows
-    or pages. page_size: 0 without pages. most_q: bound_q where the call says it, 0 where it is just how many queries there are."""
+    """batch: number of entries. rows_q: queries of an entry, or all packed queries. bound_q: upper bound on an entry's queries. new: rows
+    appended per entry, None if as many as its queries. capacity: rows that an entry has room for. storage: the first dimension of the
+    cache, rows or pages. page_size: 0 without pages. most_q: bound_q if the call gives it, 0 if it is only the number of queries."""
 
     batch: int
     rows_q: int
@@ -46,9 +46,9 @@ class CacheSizes(NamedTuple):
 
 
 def alike(rows: int) -> range:
-    """The capacities of caches that are planned alike, among them this one: as for the last of them.
+    """The range of capacities, including ``rows``, that share one plan, which is made for the last of them.
 
-    A cache that grows row by row seldom leaves them.
+    A cache that grows row by row seldom leaves the range.
 
     >>> alike(70), alike(4097)[-1]
     (range(65, 129), 4352)
@@ -58,7 +58,7 @@ def alike(rows: int) -> range:
 
 
 def room_for(rows: int) -> int:
-    """The capacity that a cache of so many rows is planned for."""
+    """The capacity for which a cache of ``rows`` rows is planned."""
     step = _step(rows)
     return max(1, ceil_div(rows, step)) * step
 
@@ -69,11 +69,11 @@ def _step(rows: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """The part of a decoding step before attention: append new rows to the caches, and rotate them and the queries.
+    """The first part of a decoding step: append new rows to the caches, and apply rotary embedding to them and the queries.
 
     q: (B, Sq, Hq, D), or (total, Hq, D) packed. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv) or pages (pages, page_size, Hkv, D or
-    Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q is; None where nothing is appended. cos, sin: (positions, rotary_dim / 2)
-    or None. follows: query i is rotated by the position of its entry's new row i, else all by that of row 0.
+    Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q; None if nothing is appended. cos, sin: (positions, rotary_dim / 2) or
+    None. follows: query i is rotated by the position of its entry's new row i; otherwise all queries by that of row 0.
     """
 
     q: Tensor
@@ -92,8 +92,8 @@ class CacheStep:
 class StoredCache(UnreadSequences):
     """``Sequences`` after a step, whose fields are computed from the tables when first read; a kernel may read the tables instead.
 
-    Whatever the tables hold, no entry has a key outside of its storage: rows for which there is no room are left out, and all keys of an
-    entry whose cache row does not exist.
+    For any table contents no entry has a key outside its storage: rows without room are left out, and so are all keys of an entry whose
+    cache row does not exist.
 
     >>> sizes = CacheSizes(batch=2, rows_q=1, bound_q=1, new=1, capacity=8, storage=2)
     >>> s = StoredCache(CacheTables(torch.tensor([3, 8]), leftpad=torch.tensor([2, 0])), sizes, torch.device("cpu"))
@@ -102,7 +102,7 @@ class StoredCache(UnreadSequences):
     """
 
     def __init__(self, tables: CacheTables, sizes: CacheSizes, device: torch.device):
-        # the dataclass is frozen, and its vectors are properties here
+        # the dataclass is frozen, and its fields are properties here
         own = {"tables": tables, "sizes": sizes, "device": device, "is_cache": True, "most_q": sizes.most_q}
         vars(self).update(own | {"page_table": tables.page_table, "page_size": sizes.page_size})
 
@@ -119,12 +119,12 @@ class StoredCache(UnreadSequences):
 
     @property
     def position_bounds(self) -> tuple[int, int]:
-        # in an entry with keys the last query is at the last key, and there are at least the new keys
+        # in an entry with keys the last query is at the last key, and the new keys are among them
         new = self.sizes.bound_q if self.sizes.new is None else max(1, self.sizes.new)
         return min(0, new - self.sizes.bound_q), self.sizes.capacity
 
     def kept(self) -> Sequences:
-        """The same with copies of its vectors and page table, for later use."""
+        """A copy for later use, with copies of the vectors and the page table."""
         pages = None if self.page_table is None else self.page_table.clone()
         vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
         return Sequences(*vectors, pages, self.page_size, True, self.most_q)

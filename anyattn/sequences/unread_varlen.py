@@ -13,11 +13,11 @@ from anyattn.sequences.batch import Sequences
 
 __all__ = ["MANY_QUERIES", "LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences", "queries_each"]
 
-MANY_QUERIES = 272  # of an entry; beyond that their number changes no decision
+MANY_QUERIES = 272  # per entry; larger numbers do not change any decision
 
 
 class LengthTables(NamedTuple):
-    """Integers of 32 or 64 bits: ends (B + 1,) of packed sequences, from 0, and rows in use (B,); None where the call has none."""
+    """Tables of 32- or 64-bit integers, None if the call has none: ends (B + 1,) of packed sequences, from 0, and rows in use (B,)."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -26,8 +26,8 @@ class LengthTables(NamedTuple):
 
 
 class StoredSizes(NamedTuple):
-    """batch: how many sequences. rows_q, rows_k: what one row of storage has room for: all packed rows, a padded length, or the rows of
-    all pages of an entry. bound_q, bound_k: no sequence has more queries, more keys. page_size: 0 without pages."""
+    """batch: number of sequences. rows_q, rows_k: rows that one row of storage has room for: all packed rows, a padded length, or the rows
+    of all pages of an entry. bound_q, bound_k: upper bounds on a sequence's queries and keys. page_size: 0 without pages."""
 
     batch: int
     rows_q: int
@@ -38,9 +38,9 @@ class StoredSizes(NamedTuple):
 
 
 def queries_each(rows: int, batch: int, bound_q: int) -> int:
-    """About how many queries each of ``batch`` entries has, up to ``MANY_QUERIES`` and in steps of 16, so that there are few results.
+    """A rough number of queries per entry: a multiple of 16, at most ``MANY_QUERIES``, so that plans and cache keys have few variants.
 
-    rows: of storage, all entries together. bound_q: an upper bound for each entry.
+    rows: of storage, for all entries together. bound_q: an upper bound on each entry's queries.
 
     >>> queries_each(100, 50, 100), queries_each(9000, 2, 9000) == MANY_QUERIES
     (16, True)
@@ -49,7 +49,8 @@ def queries_each(rows: int, batch: int, bound_q: int) -> int:
 
 
 class UnreadSequences(Sequences):
-    """``Sequences`` of tables that the host has not read. sizes: what is known without them, ``batch`` and ``bound_q`` among it."""
+    """``Sequences`` described by tables that the host has not read. sizes:
+    what is known without them, including ``batch`` and ``bound_q``."""
 
     sizes: Any
     device: torch.device | None
@@ -74,7 +75,7 @@ class UnreadSequences(Sequences):
 class StoredSequences(UnreadSequences):
     """``Sequences`` whose fields are computed from the tables when first read; a kernel may read the tables instead.
 
-    tables: where the sequences are.
+    tables: lengths and offsets of the sequences.
 
     >>> s = StoredSequences(LengthTables(torch.tensor([0, 3, 5]), None, None, torch.tensor([2, 7])), StoredSizes(2, 5, 9, 3, 7))
     >>> s.seqlens_q.tolist(), s.q_start.tolist(), s.seqlens_k.tolist(), s.k_row.tolist()
@@ -82,7 +83,7 @@ class StoredSequences(UnreadSequences):
     """
 
     def __init__(self, tables: LengthTables, sizes: StoredSizes, page_table: Tensor | None = None, device: torch.device | None = None):
-        # the dataclass is frozen, and its vectors are properties here
+        # the dataclass is frozen, and its fields are properties here
         own = {"tables": tables, "sizes": sizes, "page_table": page_table, "page_size": sizes.page_size, "device": device}
         vars(self).update(own)
 
@@ -102,7 +103,7 @@ class StoredSequences(UnreadSequences):
         return 0, self.sizes.bound_q
 
     def kept(self) -> Sequences:
-        """The same with copies of its tables, for later use."""
+        """A copy for later use, with copies of the tables."""
         own = LengthTables(*(None if t is None else t.clone() for t in self.tables))
         if self.tables.cu_seqlens_q is self.tables.cu_seqlens_k:
             own = own._replace(cu_seqlens_k=own.cu_seqlens_q)

@@ -13,6 +13,7 @@ from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.tensors import kinds
 from anyattn.tensors.devices import usable_device
+from anyattn.tensors.dynamo import opaque
 
 __all__ = [
     "MOST_TILES",
@@ -21,6 +22,7 @@ __all__ = [
     "check_tables",
     "device_of",
     "length",
+    "may_have_kernels",
     "pair",
     "positions",
     "ragged_lengths",
@@ -169,3 +171,13 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
                 f"{str(tensor.device)!r}; move it with .to({str(device)!r}) before capturing it, or build on its device"
             )
     return device
+
+
+@opaque
+def may_have_kernels(device: Any) -> bool:
+    """Whether kernels may make the lists on the device that an argument names; decided without reading the mask."""
+    if type(device) is str:
+        return device.startswith("cuda")
+    if device is None:
+        return torch.cuda.is_initialized()
+    return type(device) is torch.device and device.type == "cuda"

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn.arithmetic import ceil_div
+from anyattn.fast_dataclass import OfFields
 from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.ir.dependence import dependence
@@ -27,6 +28,8 @@ from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 from anyattn.tensors.dynamo import opaque
 
 __all__ = [
+    "LISTS",
+    "OF_KERNELS",
     "BlockMask",
     "are_unwritten",
     "block_mask_of_classes",
@@ -37,11 +40,12 @@ __all__ = [
 ]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
-_LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
-_EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *_LISTS[:4]))
+LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
+OF_KERNELS = {"wants_columns": True, "has_full_tails": False, "broadcasts": False}  # options of ``block_lists.list_tiles``
+_EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *LISTS[:4]))
 
 
-class BlockMask(torch_flex.BlockMask):
+class BlockMask(torch_flex.BlockMask, OfFields):
     """torch's ``BlockMask``: lists of partial and full tiles in both directions, the mask they were made of, its block size and lengths.
 
     It is a subclass, so torch's ``flex_attention`` takes it, and anyattn takes torch's. What it adds: slicing keeps a working ``mask_mod``
@@ -95,7 +99,7 @@ class BlockMask(torch_flex.BlockMask):
         order = {name: value for name, value in order.items() if value is not None}
         mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
         forward = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        fields: dict[str, Any] = dict(zip(_LISTS, (*forward, *backward), strict=True))
+        fields: dict[str, Any] = dict(zip(LISTS, (*forward, *backward), strict=True))
         return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **fields, **order)
 
     @classmethod
@@ -162,7 +166,7 @@ class BlockMask(torch_flex.BlockMask):
 
     def _lists_4d(self) -> dict[str, Any]:
         """The four lists of the forward direction, with batch and head dimensions even where torch's older slices dropped them."""
-        lists = {name: getattr(self, name) for name in _LISTS[:4]}
+        lists = {name: getattr(self, name) for name in LISTS[:4]}
         missing = (1,) * (4 - self.kv_indices.ndim)
         return {name: None if t is None else t.reshape(*missing, *t.shape) for name, t in lists.items()}
 
@@ -186,7 +190,7 @@ class BlockMask(torch_flex.BlockMask):
 
     def to_dense(self) -> Tensor:
         """int32 (B, H, M, N): 1 where a block is listed."""
-        lists = [getattr(self, name) for name in _LISTS[:4]]
+        lists = [getattr(self, name) for name in LISTS[:4]]
         return (grid_of_lists(*lists) != EMPTY).to(torch.int32)
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -239,7 +243,7 @@ def are_unwritten(*lists: Tensor | None) -> bool:
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
     """Records whether the lists follow from the mask, with torch's write counters at 0: lists written to before become new tensors."""
     if is_exact and not mask._lists_are_unwritten():
-        for name in _LISTS[:4]:
+        for name in LISTS[:4]:
             t = getattr(mask, name)
             if not are_unwritten(t):
                 setattr(mask, name, _counted_anew(t))
@@ -398,8 +402,7 @@ def lists_of_mask(
 
     stacks: the same as stacks (``sparsity.list_stacks``), which share no memory.
     """
-    options = {"wants_columns": True, "separate_full": separate_full, "has_full_tails": False, "broadcasts": False}
-    found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
+    found = device_lists(mask, lengths, tile, batch, device, **OF_KERNELS, separate_full=separate_full, stacks=stacks)
     if found is not None:
         return found
     classes = classes_of_mask(mask, lengths, tile, batch, device)
@@ -429,8 +432,8 @@ def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
 
 
 def block_mask_of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
-    fields: dict[str, Any] = dict.fromkeys(_LISTS)
-    fields.update(zip(_LISTS, lists, strict=False))
+    fields: dict[str, Any] = dict.fromkeys(LISTS)
+    fields.update(zip(LISTS, lists, strict=False))
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
 
 

@@ -21,7 +21,16 @@ from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
 
-__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "lists_of_mask", "tile_lists"]
+__all__ = [
+    "TileLists",
+    "classes_of_mask",
+    "compute_block_sparsity",
+    "has_triton",
+    "held_for_kernels",
+    "lists_of_mask",
+    "runs_kernels",
+    "tile_lists",
+]
 
 _FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
@@ -165,16 +174,36 @@ def device_lists(
         rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
         shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
         return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
+    held = held_for_kernels(mask, lengths, tile, batch, device)
+    if held is None:
+        return None
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    options = {"wants_columns": wants_columns, "separate_full": bool(separate_full), "has_full_tails": has_full_tails, "stacks": stacks}
+    return kernels.list_tiles(held, lengths, tile, batch, device, broadcasts=broadcasts, **options)
+
+
+def held_for_kernels(
+    mask: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device
+) -> TracedMod | None:
+    """The mask as kernels evaluate it, with loads that lie inside; None where kernels cannot be used. Raises as ``device_lists``.
+
+    No captured tensor is read.
+    """
     check_many(batch, lengths, tile)
-    if device.type != "cuda" or not has_triton():
+    if not runs_kernels(device):
         return None
     from anyattn.sparsity.kernels import block_lists as kernels
 
     if not kernels.can_list(mask, lengths):
         return None
-    ((mask,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
-    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails, "stacks": stacks}
-    return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
+    ((held,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
+    return held
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether lists on this device are made by kernels, if the mask's numbers and tensors allow it."""
+    return device.type == "cuda" and has_triton()
 
 
 @lru_cache(maxsize=1)

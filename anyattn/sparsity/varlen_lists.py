@@ -14,7 +14,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
-from anyattn.sparsity.compute import has_triton
+from anyattn.sparsity.compute import runs_kernels
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
 __all__ = ["RaggedLists", "ragged_lists"]
@@ -72,7 +72,7 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
     ([[1, 1, 1]], [[0, 1, 0]], [0, 2])
     """
     device = sequences.seqlens_q.device
-    if device.type == "cuda" and has_triton() and (found := _on_device(mask, sequences, tile, heads)) is not None:
+    if runs_kernels(device) and (found := _on_device(mask, sequences, tile, heads)) is not None:
         return found
     lengths = (sequences.seqlens_q, sequences.seqlens_k)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient

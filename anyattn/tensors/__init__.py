@@ -1,1 +1,1 @@
-"""Facts about tensors: their kinds, the strides of results, and results that depend on what a tensor holds."""
+"""Tensor utilities: kinds of tensors, autocast, strides of results, and memoisation by contents."""

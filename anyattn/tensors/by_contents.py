@@ -1,4 +1,4 @@
-"""Memoisation by the contents of tensors."""
+"""Memoisation by the contents of tensors: one result for tensors with equal values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _results: OrderedDict[tuple, Any] = OrderedDict()
 def kept(tensors: tuple[Tensor | None, ...], facts: Hashable, make: Callable[[], Any]) -> Any:
     """``make()``, which depends on the contents of ``tensors`` and on ``facts``; computed once for equal contents.
 
-    Reads the tensors, and so waits for a device: for callers that read them anyway. At most 64 results are kept, and no tensor is.
+    Reads the tensors, and so synchronises: for callers that read them anyway. It keeps at most 64 results, and no tensors.
 
     >>> import torch
     >>> a = torch.zeros(2)
@@ -35,5 +35,5 @@ def kept(tensors: tuple[Tensor | None, ...], facts: Hashable, make: Callable[[],
 
 
 def forget() -> None:
-    """Forgets every result."""
+    """Removes all results."""
     _results.clear()

@@ -1,4 +1,4 @@
-"""Comparison of tensors with earlier ones in one call below Python: by all properties that Dynamo guards, without their contents."""
+"""Comparison of the properties of several tensors with those of earlier ones, in one call of C++ code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["comparison"]
 
 
 def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells whether as many others are like ``tensors``, of which it keeps none.
+    """A function that returns whether as many other tensors have the properties of ``tensors``, which are not kept alive.
 
-    Alike are types, dtypes, devices, shapes, strides, dispatch keys (with those that the thread adds or leaves out) and whether gradients
-    are required; not contents and addresses. A tensor that comes twice is like none. Where this torch has no such thing, none are alike.
-
-    Plain tensors with memory may be compared: a nested or sparse one, whose sizes or strides torch cannot tell, ends the process.
+    Compared are Python types, dtypes, devices, shapes, strides, dispatch keys (with those that the thread includes and excludes) and
+    ``requires_grad``; contents and addresses are not. The function returns False if one tensor is passed twice, and always if this torch
+    does not have Dynamo's comparison. Pass it no nested, sparse or opaque tensor: torch raises a C++ exception for the sizes or strides of
+    these, which ends the process.
     """
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._C._dynamo.guards import TensorGuards

@@ -1,4 +1,4 @@
-"""The check of a ``device`` argument, for whatever allocates on a device that the user names."""
+"""Check of a ``device`` argument, for functions that allocate on a device that the user names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["usable_device"]
 
 
 def usable_device(device: Any) -> torch.device:
-    """The device of this name. Raises ``ValueError`` where it is none, or where torch cannot allocate on it.
+    """The device of this name. Raises ``ValueError`` if there is no such device, or torch cannot allocate on it.
 
     >>> usable_device("cpu")
     device(type='cpu')

@@ -1,4 +1,4 @@
-"""Functions that Dynamo passes over: the eager path of the entry points, which a compiled program may reach where a graph breaks."""
+"""Functions that Dynamo skips: the eager path of the entry points, which a compiled program may reach after a graph break."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def opaque(fn: _Function) -> _Function:
-    """``fn``, which Dynamo passes over with all that it calls, where it is called and not inlined.
+    """``fn``, marked so that Dynamo skips it and everything that it calls, unless it is inlined.
 
-    Where Dynamo gives up a frame (inside of ``torch.func.grad``, say, or at a recompile limit) it still compiles each function that the
+    If Dynamo gives up on a frame (for example inside ``torch.func.grad``, or at a recompile limit) it still compiles each function that the
     frame calls.
     """
     skip = eval_frame._FrameAction.SKIP

@@ -1,8 +1,8 @@
 """Kinds of tensors without plain memory (fake, meta, transformed, subclasses): which are refused, and which calls go through operators.
 
-A kernel takes addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides one, and a subclass
+A kernel takes addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides its own, and a subclass
 may redefine any operation: a call with such tensors goes through the operators of ``custom_ops``, whose fake kernels, gradients and
-dispatch are torch's. What torch could not run there either is refused here. Checked only for calls that the call cache does not know.
+dispatch are torch's. Tensors that torch could not run there either are refused here. Only calls that are not in the call cache are checked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FORWARD_MODE = (
 
 
 def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
-    """Whether the call goes through its operator, judged by its named tensors; other arguments are ignored.
+    """Whether the call must run as its operator, judged by its named tensors; other arguments are ignored.
 
     Raises as ``refuse`` and ``refuse_mixed``.
     """
@@ -59,7 +59,7 @@ def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
     if not are_plain or _is_traced():
         refuse_mixed(tensors)
         return True
-    active = transforms()  # a mod may capture a tensor of theirs
+    active = transforms()  # a mod may capture a tensor of a transform
     return bool(active) and "jvp" not in active and "vmap" not in active
 
 
@@ -71,7 +71,7 @@ def refuse(name: str, t: Tensor) -> None:
 
 
 def refuse_mixed(tensors: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` for fake tensors beside others, or beside those of another mode, unless their mode takes them."""
+    """Raises ``TypeError`` for fake tensors together with other tensors, or with those of another mode, unless their mode accepts both."""
     from torch._subclasses import fake_tensor
 
     given = {name: _unwrapped(t) for name, t in tensors.items() if isinstance(t, Tensor)}
@@ -101,7 +101,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 
 
 def refuse_hidden(name: str, t: Any) -> None:
-    """Raises ``TypeError`` for a tensor that has no memory of its own, in calls that have no operator."""
+    """Raises ``TypeError`` for a tensor without memory of its own, in calls that have no operator."""
     if not isinstance(t, Tensor):
         return
     refuse(name, t)
@@ -110,13 +110,13 @@ def refuse_hidden(name: str, t: Any) -> None:
 
 
 def refuse_hidden_captures(mod: TracedMod, name: str = "") -> None:
-    """``refuse_hidden`` for every tensor that a mod captures. name: of the argument, where it does not follow from the mod's kind."""
+    """``refuse_hidden`` for every tensor that a mod captures. name: of the argument, if it differs from the mod's kind."""
     for t in mod.tensors:
         refuse_hidden(f"a tensor that {name or mod.kind + '_mod'} {mod.name!r} captures", t)
 
 
 def has_memory(t: Tensor) -> bool:
-    """Whether all of ``t`` is memory that a kernel can be given."""
+    """Whether ``t`` is plain memory that can be passed to a kernel."""
     return _is_plain(t) and _reason_against(t) is None and not _is_traced()
 
 
@@ -129,19 +129,23 @@ def _is_plain(t: Tensor) -> bool:
 
 def are_fake(tensors: Sequence[Any]) -> bool:
     """Whether there are no values to read: one of the tensors is fake or meta, or a fake mode is active."""
+    if _mode("FAKE") is not None:
+        return True
+    if not tensors:
+        return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors) or _mode("FAKE") is not None
+    return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors)
 
 
 def refuse_forward_mode() -> None:
-    """Raises for forward-mode tangents. For operators, where torch no longer tells which tensors have them and would drop them silently."""
+    """Raises for forward-mode tangents; for operators, in which torch does not reveal tangents and would drop them silently."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(_FORWARD_MODE)
 
 
 def transforms() -> list[str]:
-    """The names of the function transforms that are active, the outermost first."""
+    """The names of the active function transforms, outermost first."""
     if not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         return []
     from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -150,7 +154,7 @@ def transforms() -> list[str]:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Function transforms (``torch.func.grad``) are not active inside: for what none of their tensors enters (``refuse_hidden``)."""
+    """Context without function transforms (``torch.func.grad``), for code that none of their tensors enters (``refuse_hidden``)."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -185,7 +189,7 @@ def _reason_against_transform(t: Tensor) -> str | None:
 
 
 def refuse_batched(name: str, t: Tensor | None) -> None:
-    """Raises ``TypeError`` for a tensor of the older vmap that ``torch.autograd.grad(is_grads_batched=True)`` uses."""
+    """Raises ``TypeError`` for a tensor of the older vmap, which ``torch.autograd.grad(is_grads_batched=True)`` uses."""
     if t is not None and "Batched" in str(torch._C._dispatch_keys(t)):
         raise TypeError(f"{name} is {_BATCHED}")
 
@@ -197,12 +201,12 @@ def _kind_of(t: Tensor) -> str:
 
 
 def _is_traced() -> bool:
-    """Whether whatever is called now is to be faked, or written into a graph."""
+    """Whether calls are being faked, or recorded into a graph."""
     return _mode("FAKE") is not None or _mode("PROXY") is not None or _mode("FUNCTIONAL") is not None
 
 
 def is_recorded() -> bool:
-    """Whether whatever is called now is written into a graph."""
+    """Whether calls are being recorded into a graph."""
     return _mode("PROXY") is not None
 
 

@@ -1,7 +1,7 @@
 """Strides of results: dense, in the stride order of an input.
 
-``out.transpose(1, 2).view(B, S, H * D)`` then copies nothing where the query is a transposed (B, S, H, D). Backends allocate by these
-functions and the operators' fake kernels describe results by them, so that the two agree.
+With it ``out.transpose(1, 2).view(B, S, H * D)`` copies nothing if the query is a transposed (B, S, H, D). Backends allocate with these
+functions and the operators' fake kernels describe results with them, so that the two agree.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ __all__ = ["Allocator", "Layout", "allocator", "contiguous_strides", "dense_layo
 
 
 def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
-    """Strides without gaps of a tensor of ``like``'s shape, its dimensions nested as ``like``'s are, the last one always innermost.
+    """Strides without gaps for a tensor of ``like``'s shape, its dimensions nested as ``like``'s are, the last one always innermost.
 
-    last: size of the last dimension, ``like``'s own if None. A dimension of one entry, or an expanded one (stride 0), says nothing about
-    the order: it stands where it would stand in a contiguous tensor.
+    last: size of the last dimension, ``like``'s own if None. A dimension of one entry, or an expanded one (stride 0), has no position in
+    the
+    order: it gets the place that it has in a contiguous tensor.
 
     >>> dense_strides(torch.empty(2, 5, 3, 4).transpose(1, 2), 8)
     (120, 8, 24, 1)
@@ -28,13 +29,13 @@ def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
     shape = like.shape
     try:
         return _known_strides(shape, like.stride(), shape[-1] if last is None else last)
-    except TypeError:  # symbolic sizes have no hash
+    except TypeError:  # symbolic sizes are not hashable
         return _strides(shape, like.stride(), shape[-1] if last is None else last, _may_be_symbolic)
 
 
 @lru_cache(maxsize=4096)
 def dense_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
-    """Shape and ``dense_strides`` of a tensor with this shape and these strides, none symbolic, as an ``Allocator`` takes them."""
+    """Shape and ``dense_strides`` of a tensor with this shape and these strides, none of them symbolic, for an ``Allocator``."""
     return tuple(shape), _strides(shape, strides, shape[-1], _plainly)
 
 
@@ -62,10 +63,10 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]  #
 
 @lru_cache(maxsize=64)
 def allocator(device: torch.device, passes_dispatcher: bool = True) -> Allocator:
-    """A function that returns uninitialised memory on a device: of a shape, strides and a dtype.
+    """A function that returns uninitialised memory on a device, given shape, strides and dtype.
 
-    passes_dispatcher: where torch has it, the function is the one that Inductor's code allocates by, which takes half the time of
-    ``torch.empty_strided``, and which no dispatch mode sees.
+    passes_dispatcher: use, if torch has it, the function that Inductor's code allocates with, which takes half the time of
+    ``torch.empty_strided`` and which dispatch modes do not see.
     """
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # type: ignore[attr-defined]
 
@@ -85,7 +86,7 @@ def allocator(device: torch.device, passes_dispatcher: bool = True) -> Allocator
 
 
 def in_order(x: Tensor, like: Tensor) -> Tensor:
-    """``x``, of ``like``'s shape but for the last dimension, with ``dense_strides(like, x.shape[-1])``; a copy where it has others."""
+    """``x``, which has ``like``'s shape except for the last dimension, with ``dense_strides(like, x.shape[-1])``; copied if needed."""
     wanted = dense_strides(like, x.shape[-1])
     if all(a == b for a, b, n in zip(x.stride(), wanted, x.shape, strict=True) if n > 1):
         return x if x.stride() == wanted else x.as_strided(x.shape, wanted)
@@ -97,15 +98,15 @@ def _plainly(x: Any) -> bool:
 
 
 def _may_be_symbolic(x: Any) -> bool:
-    """A condition on sizes; False where a symbolic size leaves it undecided: then dimensions keep their order."""
+    """A condition on sizes; False if symbolic sizes leave it undecided, so that dimensions keep their order."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(x)
 
 
 def _strides(shape: Sequence[Any], strides: Sequence[Any], last: Any, holds: Any) -> tuple[Any, ...]:
-    """holds: whether a comparison of sizes is true."""
-    order: list[int] = []  # of the dimensions but the last, the outermost first
+    """holds: a function that decides a comparison of sizes."""
+    order: list[int] = []  # of all dimensions except the last, outermost first
     for dim in range(len(shape) - 1):
         place = len(order)
         if not _is_silent(shape, strides, dim, holds):
@@ -130,7 +131,7 @@ def _is_silent(shape: Sequence[Any], strides: Sequence[Any], dim: int, holds: An
 
 
 def _at_least_one(size: Any) -> Any:
-    """As torch has it: an empty dimension counts as one entry."""
+    """The size, but at least 1: as in torch, an empty dimension counts as one entry."""
     return max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
 
 

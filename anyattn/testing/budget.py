@@ -1,4 +1,4 @@
-"""Error budget: the one rule by which results are judged; row by row, against float64, in units of the plain formula's error.
+"""Error budget: the rule by which all results are judged, row by row against float64, in units of the plain formula's error.
 
 For every row (last dimension: a query row of out and dq, a key row of dk and dv; of LSE, all queries of a head)
 
@@ -8,8 +8,8 @@ and overall
 
     max|got - fp64| <= 2 max|same_dtype - fp64| + eps max|fp64| [+ 4 max sigma]
 
-all finite, -inf exactly where fp64 has it. eps is that of ``same_dtype``'s dtype. ``same_dtype`` is one draw of the rounding errors; the
-bracket is what that leaves out where a row is made of few of them (``anyattn.testing.rounding``), and is 0 unless ``noise`` is passed.
+all finite, -inf exactly where fp64 has it. eps is that of ``same_dtype``'s dtype. ``same_dtype`` is one sample of the rounding errors; the
+bracket adds the noise that one sample misses in rows with few errors (``anyattn.testing.rounding``), and is 0 unless ``noise`` is passed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anyattn.testing.rounding import Noise
 
 __all__ = ["check", "share"]
 
-_SHORTEST_ROW = 16  # rows of fewer elements are judged together with their neighbours: one error is no statistic
+_SHORTEST_ROW = 16  # shorter rows are judged together with their neighbours: one error is no statistic
 _SIGMAS = 4.0
 
 
@@ -32,8 +32,8 @@ def check(name: str, got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise
     """Raises ``AssertionError`` naming the worst row and its share if ``got`` exceeds its budget, returns the share otherwise.
 
     got: the result under test. fp64: the oracle's. same_dtype: the plain formula's, in the dtype that sets eps. All of one shape.
-    noise: a function that computes it is called only where ``got`` exceeds the budget without: noise is only ever added to a budget, and
-    costs as much as the rest of the oracle.
+    noise: the rounding noise, or a function that computes it, which is called only if ``got`` exceeds the budget without it: noise can
+    only enlarge a budget, and costs as much as the rest of the oracle.
     """
     assert got.shape == fp64.shape == same_dtype.shape, f"{name}: shapes {tuple(got.shape)}, {tuple(fp64.shape)}, {tuple(same_dtype.shape)}"
     worst, where = _worst(got, fp64, same_dtype, None if callable(noise) else noise)
@@ -44,7 +44,7 @@ def check(name: str, got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise
 
 
 def share(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None = None) -> float:
-    """The greatest part of its budget that any row uses, or that the greatest error does; at most 1 passes, inf means not finite."""
+    """The largest share of its budget that any row or the largest error uses; at most 1 passes, inf means not finite."""
     return _worst(got, fp64, same_dtype, noise)[0]
 
 
@@ -52,9 +52,9 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
     if got.numel() == 0:
         return 0.0, "nothing"
     eps = torch.finfo(same_dtype.dtype).eps
-    device = fp64.device  # judged where the oracle computed
+    device = fp64.device  # the device on which the oracle computed
     result, expected, plain = (t.detach().to(device, torch.float64) for t in (got, fp64, same_dtype))
-    minus = None  # where LSE is -inf
+    minus = None  # where lse is -inf
     if not bool(torch.isfinite(expected).all()):
         minus = expected == -math.inf
         if bool((~torch.isfinite(expected) & ~minus).any()):
@@ -82,7 +82,7 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """(rows, elements): rows by the last dimension, neighbours taken together while they are short."""
+    """(rows, elements): rows along the last dimension, merged with their neighbours while they are short."""
     start = max(0, tensor.ndim - 1)
     while start > 0 and math.prod(tensor.shape[start:]) < _SHORTEST_ROW:
         start -= 1
@@ -90,10 +90,10 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 
 def _row_rms(tensor: Tensor) -> tuple[Tensor, float]:
-    """Of each row, and the greatest number of all."""
+    """(rms of each row, largest absolute value of all)."""
     rows = _as_rows(tensor)
     top = rows.abs().amax(-1)
-    unit = torch.where(top > 0, top, 1.0)[:, None]  # squares of tiny numbers would vanish
+    unit = torch.where(top > 0, top, 1.0)[:, None]  # scaling keeps squares of tiny numbers above 0
     return (rows / unit).square().mean(-1).sqrt() * top, float(top.max())
 
 

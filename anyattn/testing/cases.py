@@ -1,7 +1,7 @@
 """Test cases for tests and benchmarks: inputs of three kinds, shapes, and a gallery of mods.
 
-A ``Variant`` is a recipe: its mods are made anew from captured tensors of whatever dtype is wanted, so that the library gets them in the
-inputs' dtype and the oracle in float64, by a plain Python function that no tracer has seen.
+A ``Variant`` is a recipe: it makes its mods from captured tensors of any dtype. The library gets them in the inputs' dtype, the oracle in
+float64, as plain Python functions that are not traced.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Shape(NamedTuple):
 def inputs(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and dout in (B, H, S, D), rounded to ``dtype``.
 
-    normal: standard normal. peaky: scores four times as large. coded: zero scores and values that name their key, so that a lost or
-    doubled key shows however long the row is.
+    normal: standard normal. peaky: scores four times as large. coded: zero scores, and values that encode their key, so that a lost or
+    doubled key shows in rows of any length.
     """
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     g = torch.Generator().manual_seed(seed)
@@ -108,7 +108,7 @@ def _left_padding(shape: Shape, pad: Tensor, *_: Tensor) -> Callable:
 
 
 def _islands(shape: Shape, *_: Tensor) -> Callable:
-    """Whole rows and whole tiles that see nothing."""
+    """Hides all keys from whole rows, and whole tiles."""
     third = max(1, shape.seqlen_q // 3)
     return lambda b, h, q, k: (q // third == 1) & ((k % 5 != 2) | (h == 0))
 
@@ -166,7 +166,7 @@ def _temperature(shape: Shape, t: Tensor, *_: Tensor) -> Callable:
 
 
 def _gated(shape: Shape, gate: Tensor, *_: Tensor) -> Callable:
-    """Multiplies and adds captured values gathered by q and by kv."""
+    """Multiplies by and adds captured values that are indexed by q and by kv."""
     n = gate.shape[1]
     return lambda s, b, h, q, k: torch.sigmoid(gate[h, q % n]) * s + gate[h, k % n] * gate[h, (q + k) % n]
 
@@ -203,7 +203,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be judged; ``str`` names it in test ids."""
+    """One call to judge; ``str`` gives its name in test ids."""
 
     variant: str
     shape: Shape
@@ -216,10 +216,10 @@ class Case:
 
 
 class Expected(NamedTuple):
-    """A case made concrete in one dtype, with what it must give.
+    """A case's tensors in one dtype, and its expected results.
 
-    tensors: the captured tensors in the dtype that the library gets. results: by name (out, lse, dq, dk, dv, dsink, captured0, ...) the
-    oracle's value, the plain formula's and a function of the rounding noise, as ``budget.check`` takes them.
+    tensors: the captured tensors in the dtype that the library gets. results: name (out, lse, dq, dk, dv, dsink, captured0, ...) -> the
+    oracle's value, the plain formula's, and a function that computes the rounding noise, as ``budget.check`` takes them.
     """
 
     q: Tensor
@@ -232,7 +232,7 @@ class Expected(NamedTuple):
     results: dict[str, tuple[Tensor, Tensor, Callable[[], Noise | None]]]
 
     def check(self, got: dict[str, Tensor], label: str = "") -> None:
-        """Every result by the budget."""
+        """Checks every result against its budget."""
         missing = set(self.results) - set(got)
         assert not missing, f"{label}: no {', '.join(sorted(missing))}"
         for name, (fp64, plain, noise) in self.results.items():
@@ -247,10 +247,10 @@ def expected(
     with_lse: bool = True,
     device: str = "cpu",
 ) -> Expected:
-    """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give.
+    """Draws the case's inputs in ``dtype`` (captured tensors in at least float32 by default) and computes its expected results.
 
-    with_lse: False for a call that does not return LSE: a backend may then take another path, and LSE has no gradient. device: where
-    it is computed and what it is for; the numbers are drawn on the CPU.
+    with_lse: False for a call that does not return lse: then a backend may take another path, and lse has no gradient. device: of the
+    computation and the results; random numbers are drawn on the CPU.
     """
     shape, variant = case.shape, VARIANTS[case.variant]
     q, k, v, dout = (t.to(device) for t in inputs(case.kind, shape, dtype, case.seed))
@@ -284,7 +284,7 @@ def expected(
 
 
 def _cases() -> tuple[Case, ...]:
-    """Every variant on small ragged shapes in turn, and a third of all at S >= 2,048; the kind of input rotates."""
+    """Every variant on small ragged shapes in turn, and a third of all at S >= 2,048; the kinds of input alternate."""
     small = (
         Shape(2, 4, 2, 67, 67, 16, 16),
         Shape(1, 3, 1, 129, 200, 40, 24),

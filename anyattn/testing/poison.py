@@ -1,7 +1,7 @@
 """Poisoned memory: inside ``enabled()`` every buffer that the package allocates starts as garbage, between guard bands.
 
-Floats start as NaN, integers as bytes 0x7f, bools as True, so that a result which depends on what was never written shows; the bands on
-both sides must be untouched when the context ends, so that a write past either end shows too.
+Floats start as NaN, integers as bytes 0x7f, bools as True, so that results that depend on uninitialised memory show; the bands on both
+sides must be unchanged when the context ends, so that writes past either end show too.
 
 >>> from anyattn.testing import poison
 >>> with poison.enabled():
@@ -20,11 +20,11 @@ from torch import Tensor
 
 __all__ = ["Log", "enabled"]
 
-_GUARD = 64  # elements on either side, so that the alignment of the result does not change
+_GUARD = 64  # elements on either side; keeps the result's alignment
 
 
 class Log:
-    """What was allocated: ``count`` buffers of ``total_bytes``."""
+    """The allocations: ``count`` buffers of ``total_bytes``."""
 
     def __init__(self) -> None:
         self.count, self.total_bytes = 0, 0
@@ -43,7 +43,7 @@ class Log:
         return self.allocate((math.prod(shape),), dtype=dtype, device=device).as_strided(shape, strides, _GUARD)
 
     def check(self) -> None:
-        """Raises ``AssertionError`` if a guard band was written."""
+        """Raises ``AssertionError`` if a guard band was overwritten."""
         for whole, size in self._whole:
             for band, side in ((whole[:_GUARD], "before"), (whole[_GUARD + size :], "after")):
                 untouched = _garbage(torch.empty_like(band))
@@ -63,7 +63,7 @@ def _garbage(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[Log]:
-    """Poisons every allocation of the torch backend inside; checks the guard bands at the end. Not for several threads at once."""
+    """Poisons all allocations of the torch backend inside; checks the guard bands at the end. Not thread-safe."""
     from anyattn.backends.torch import workspace
 
     log, plain, strided = Log(), workspace._allocate, workspace._allocate_strided

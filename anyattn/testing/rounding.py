@@ -1,19 +1,19 @@
-"""Rounding noise: first-order error bounds of correct code per row, the part of the budget that ``same_dtype`` cannot show.
+"""Rounding noise: first-order error bounds per row for correct code, the part of the budget that ``same_dtype`` cannot show.
 
-``same_dtype`` is one draw of the rounding errors. Where a row's error is a sum over many keys and dims, one draw tells their size to a few
-per cent, and "twice that" is a fair bound. Where one score carries the row (peaky scores, the first rows of a causal mask) the draw is one
+``same_dtype`` is one sample of the rounding errors. If a row's error is a sum over many keys and dims, one sample gives its size to a few
+per cent, and twice that is a fair bound. If one score dominates the row (peaky scores, the first rows of a causal mask), the sample is one
 number from a bell curve, as likely 0 as not: a row with one visible key has dq = p (dP - delta) k = 0 exactly, and any code that takes
-delta from dO . O errs by some roundings there. So every figure comes with its standard deviation ``sigma``, propagated in float64 through
+delta from dO . O errs by some roundings there. So every result comes with its standard deviation ``sigma``, propagated in float64 through
 the definition from one rounding per stored value (unit eps/2 of the inputs' dtype) and per accumulated product (float32 or better), and
-with ``dof``, how many independent errors a row is made of. The budget adds ``4 sigma / sqrt(dof)``: four standard deviations for a row
-made by one error, little for a row made of many. Errors that a whole row shares (its sum, its LSE, partial sums that grow steadily)
-count as one; so do the errors of equal LSEs, which are made by equal roundings. Queries that see one key alone leave dP - delta = 0 in
-``same_dtype``, whose sum of p dP is dP itself: their roundings in dk are noise in full, whatever the number of queries. A stored value
-below the dtype's normal numbers is rounded to a multiple of the least subnormal number, not relative to itself.
+with ``dof``, the number of independent errors in a row. The budget adds ``4 sigma / sqrt(dof)``: four standard deviations for a row with a
+single error, little for a row with many. Errors that a whole row shares (its sum, its lse, partial sums that grow steadily) count as one;
+so do the errors of equal lses, which come from equal roundings. Queries that see a single key have dP - delta = 0 in ``same_dtype``,
+where the sum of p dP is dP itself: their roundings in dk are all noise, however many queries there are. A stored value below the dtype's
+normal numbers is rounded to a multiple of the smallest subnormal number, not relative to itself.
 
-Of the gradients of captured tensors only the mod's code is known: their noise is that of draws, in which dS errs by its own noise and each
+For the gradients of captured tensors only the mod's code is known: their noise is sampled, with dS perturbed by its own noise and each
 operation of the mod and of its derivative by one rounding of float32 or better (Monte Carlo arithmetic: Parker, UCLA CSD-970002, 1997):
-behind a saturated softcap a derivative 1 - tanh^2 is all rounding.
+after a saturated softcap a derivative 1 - tanh^2 is all rounding.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast
 __all__ = ["Later", "Noise", "Noises", "later", "rounding"]
 
 _AS_IT_IS = contextlib.nullcontext()
-_DRAWS = 32  # a standard deviation of 8 draws is off by a quarter: 4 of them are then exceeded a hundred times as often
+_DRAWS = 32  # with 8 samples a standard deviation is off by a quarter, and 4 of them are exceeded a hundred times as often
 
 
 class Noise(NamedTuple):
-    """sigma: one standard deviation per element; row_sigma: of a row's rms about its usual size, given per element."""
+    """sigma: one standard deviation per element; row_sigma: that of a row's rms about its usual size, stored per element."""
 
     sigma: Tensor
     row_sigma: Tensor
@@ -56,15 +56,15 @@ class Noises(NamedTuple):
 
 
 class Later:
-    """The rounding noise of one call, computed when some of it is first asked for (``budget.check`` asks where it decides), that of
-    captured tensors' gradients by itself: it takes nine derivatives of the mod."""
+    """The rounding noise of one call, computed when it is first needed (``budget.check`` needs it for borderline results), and separately
+    for the gradients of captured tensors, which take nine derivatives of the mod."""
 
     def __init__(self, found: Callable[[bool], Noises]):
-        """found: the noise, with that of captured tensors or without."""
+        """found: computes the noise, with or without that of captured tensors."""
         self.found = functools.cache(found)
 
     def of(self, name: str, taken: Callable[[Tensor], Tensor] = lambda t: t) -> Callable[[], Noise]:
-        """name: a field of ``Noises`` but ``captured``. taken: the part of it that is wanted."""
+        """name: a field of ``Noises`` except ``captured``. taken: selects a part of it."""
         return lambda: Noise(*map(taken, getattr(self.found(False), name)))
 
     def of_captured(self, i: int) -> Callable[[], Noise]:
@@ -75,7 +75,7 @@ _Pull = Callable[..., Sequence[Tensor | None]]  # of the gradient, and of the co
 
 
 class _Rounded(TorchDispatchMode):
-    """Every elementwise operation's result is off by a relative error of standard deviation ``unit``."""
+    """Perturbs the result of every elementwise operation by a relative error of standard deviation ``unit``."""
 
     def __init__(self, unit: float, random: torch.Generator) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Rounded(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch then does not import Dynamo to guard ``__torch_dispatch__`` from it, which takes two seconds."""
+        """False, so that torch does not import Dynamo to protect ``__torch_dispatch__`` from it, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -95,12 +95,12 @@ class _Rounded(TorchDispatchMode):
 
 
 def _normal(like: Tensor, random: torch.Generator) -> Tensor:
-    """Drawn on the CPU, so that a budget is the same wherever it is judged, and in float32: float64 takes over twice as long."""
+    """Drawn on the CPU, so that a budget does not depend on the device, and in float32: float64 takes over twice as long."""
     return torch.randn(like.shape, generator=random, dtype=torch.float32).to(like)
 
 
 class _Sum:
-    """Variance of a sum of independent errors, kept with what its dof needs: (sum of contributions)^2 / sum of squares."""
+    """Variance of a sum of independent errors, with the sums for its dof: (sum of contributions)^2 / sum of squares."""
 
     def __init__(self, like: Tensor):
         self.variance, self.shared = torch.zeros_like(like), torch.zeros_like(like)
@@ -147,36 +147,36 @@ def rounding(
 
 
 def later(*args: Any, **named: Any) -> Later:
-    """``rounding`` of these arguments, when it is asked for."""
+    """``rounding`` of these arguments, computed when it is needed."""
     return Later(torch.enable_grad()(lambda has_captured: rounding(*args, **named, has_captured=has_captured)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Forward:
-    """The forward of some heads of one batch entry: values in float64 and the variances of their rounding errors."""
+    """The forward pass of some heads of one batch entry: values in float64 and the variances of their rounding errors."""
 
     q: Tensor  # (heads, Sq, D)
     k: Tensor  # (heads, Sk, D)
     v: Tensor  # (heads, Sk, Dv)
     slope: Tensor | None  # (heads, Sq, Sk), derivative of the score mod by the score; None for 1 everywhere
-    pull: _Pull | None  # a gradient by the modified scores back to the captured tensors
+    pull: _Pull | None  # maps a gradient by the modified scores to those of the captured tensors
     p: Tensor  # (heads, Sq, Sk), probabilities
     p2: Tensor  # their squares
     p_sink: Tensor | None  # (heads, Sq)
     score2: Tensor  # (heads, Sq, Sk), variance of the modified scores
     row2: Tensor  # (heads, Sq, 1), relative variance of a row's sum, its LSE's rounding included
-    tied2: float  # relative variance of the probabilities that all keys share because their scores are equal
+    tied2: float  # relative variance of the errors that all keys share because their scores are equal
     out: Tensor  # (heads, Sq, Dv)
     out2: Tensor  # (heads, Sq, Dv)
 
 
 class _Work:
-    """Sums variances over heads and batch entries; u2 is the variance unit of a stored value, w2 of an accumulated one, quantum2 the
-    variance that storing adds whatever the value is."""
+    """Sums of variances over heads and batch entries; u2 is the variance unit of a stored value, w2 that of an accumulated one, quantum2
+    the variance that storing adds to any value."""
 
     def __init__(self, call: _Call, dtype: torch.dtype, captured: Sequence[Tensor]):
         self.wide, info = torch.promote_types(dtype, torch.float32), torch.finfo(dtype)
-        # in float64 the oracle errs as much as what it judges, and same_dtype errs like the oracle: the noise is all there is to go by
+        # in float64 the oracle errs as much as the judged result, and same_dtype errs like the oracle: only the noise is left as a measure
         oracles_own = 3.0 if dtype is torch.float64 else 1.0
         self.u2, self.w2 = ((oracles_own * torch.finfo(d).eps / 2) ** 2 for d in (dtype, self.wide))
         self.quantum2 = (info.tiny * info.eps / 2) ** 2
@@ -211,11 +211,11 @@ class _Work:
         p, lse, p_sink = _softmax(scores, None if call.sink is None else call.sink[h][:, None])
         p2, v2, out = p.square(), v.square(), p @ v
         row2 = (p2 * (score2 + u2)).sum(-1, keepdim=True)
-        # sum of p^2 score2 (v - out)^2, then of p's own rounding and of the products' accumulation
+        # sum of p^2 score2 (v - out)^2, then p's own rounding and the accumulation of the products
         moved = p2 * score2
         out2 = moved @ v2 - 2 * (moved @ v) * out + moved.sum(-1, keepdim=True) * out.square()
         out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2) + self.quantum2
-        # equal scores give equal probabilities, whose errors are equal too: at worst those of a whole row, or of a whole column
+        # equal scores give equal probabilities with equal errors: at worst those of a whole row, or of a whole column
         is_tied = product.numel() > 0 and bool((product == product[..., :1, :1]).all())
         tied2 = float(score2.max()) + u2 if is_tied else 0.0
         shared = ((u2 if is_tied else 0.0) + w2 * _length(k.shape[1])) * out.square()
@@ -231,7 +231,7 @@ class _Work:
         p2, dout2, out_sq = f.p2, dout.square(), f.out.square()
         relative2 = f.score2 + f.row2 + u2  # of a recomputed probability
         weights = p2 * (relative2 + w2 * _depth(seqlen_q))
-        # heads of equal queries err alike: their sum in dk and dv is as many times one error
+        # heads with equal queries have equal errors: their sum in dk and dv multiplies one error
         alike = self._equal_heads(b)
         variance = weights.mT @ dout2
         shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * variance
@@ -240,13 +240,13 @@ class _Work:
         dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * dp.square()
         delta2 = (dout2 * (u2 * out_sq + f.out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + u2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
-        own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS, but for delta's error, which a row shares
+        own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS without delta's error, which a row shares
         ds = f.p * net
         common = f.p
         if f.slope is not None:
             if self.captured:
                 self._captured(f, ds, relative2 + 2 * u2, dp2, delta2)
-            # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the greatest derivative, whatever is left of them
+            # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the largest derivative, however small the result
             bent2 = 4 * w2 * max(1.0, float(f.slope.abs().max())) ** 2
             common, ds = f.p * f.slope, ds * f.slope
             own = own * f.slope.square() + bent2 * (p2 * net.square())
@@ -268,9 +268,9 @@ class _Work:
             self.dsink2[h] += (f.p_sink.square() * (net_sink.square() * relative + delta2[..., 0])).sum(-1) + self.quantum2
 
     def _captured(self, f: _Forward, ds: Tensor, relative2: Tensor, dp2: Tensor, delta2: Tensor) -> None:
-        """The variance of the captured tensors' gradients, from draws of dS: only the mod's derivative is known.
+        """The variance of the captured tensors' gradients, from samples of dS: only the mod's derivative is known.
 
-        Equal probabilities of a row have equal errors, whose relative variance is relative2, and a row has one error of delta.
+        Equal probabilities in a row have equal errors, with relative variance relative2, and a row has one error of delta.
         """
         assert f.pull is not None
         size, unit, equal = ds[0].numel(), math.sqrt(self.w2), _equal_in_rows(f.p)
@@ -289,7 +289,7 @@ class _Work:
                 total += self.w2 * _length(size) * part.square()
 
     def _equal_heads(self, b: int) -> int:
-        """How many query heads share each K and V head if their queries are equal, as those of an expanded tensor; else 0."""
+        """The number of query heads per K/V head if their queries are equal, as those of an expanded tensor; else 0."""
         ratio = self.call.q.shape[1] // max(1, self.call.k.shape[1])
         groups = self.call.q[b].unflatten(0, (-1, max(1, ratio))) if ratio > 1 else None
         return ratio if groups is not None and bool((groups == groups[:, :1]).all()) else 0
@@ -298,7 +298,7 @@ class _Work:
         return h // (self.call.q.shape[1] // max(1, self.call.k.shape[1]))
 
     def _modified(self, product: Tensor, visible: Tensor, b: int, h: Tensor) -> tuple[Tensor, Tensor | None, _Pull | None]:
-        """The mod's value, its derivative by the score (None for 1), and a function that pulls a gradient back to the captured tensors."""
+        """The mod's value, its derivative by the score (None for 1), and a function that maps a gradient to the captured tensors."""
         mod = self.call.score
         if mod is None or product.numel() == 0:
             return product, None, None
@@ -324,7 +324,7 @@ class _Work:
         return dense.index_put(at, value.detach()), dense.index_put(at, slope), pull
 
     def result(self, backward: bool, slots: list[int | None]) -> Noises:
-        # LSE's row is all queries of a head: as many independent errors as there are different values of weight
+        # a row of lse is all queries of a head: its number of independent errors is its number of distinct values
         effective = self.lse2.sum(-1, keepdim=True).square() / _by_value(self.lse2, self.lse.to(self.wide)).clamp_min(1e-300)
         lse = Noise(self.lse2.sqrt(), (self.lse2 / effective.clamp_min(1.0)).sqrt())
         if not backward:
@@ -345,7 +345,7 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_value(weights: Tensor, values: Tensor) -> Tensor:
-    """(..., 1): for each row the sum of squares of the total weights of its equal values."""
+    """(..., 1): for each row the sum of the squared total weights of its distinct values."""
     rows, found = values.flatten(0, -2), weights.new_zeros(weights.shape[:-1]).flatten()
     for i, (row, weight) in enumerate(zip(rows, weights.flatten(0, -2))):
         which = row.unique(return_inverse=True)[1]
@@ -354,7 +354,7 @@ def _by_value(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _equal_in_rows(x: Tensor) -> Tensor:
-    """Of each element a number below the row's length that all elements of its row with its value have."""
+    """For each element a number below the row's length that identifies its value within the row."""
     ordered, places = x.sort(-1)
     is_next = torch.nn.functional.pad((ordered[..., 1:] != ordered[..., :-1]).to(torch.int64), (1, 0))
     return torch.empty_like(places).scatter_(-1, places, is_next.cumsum(-1))
@@ -365,17 +365,17 @@ def _single(variance: Tensor) -> Noise:
 
 
 def _accumulate(total: _Sum, b: int, h: Tensor, variance: Tensor, contributions: Tensor, shared: Tensor) -> None:
-    """contributions: (heads, rows, terms), the variances that a row is summed from, up to the row's common factor."""
+    """contributions: (heads, rows, terms), the variances whose sum is a row's, up to the row's common factor."""
     parts = (variance, contributions.sum(-1), contributions.square().sum(-1), shared)
     for whole, part in zip((total.variance, total.first, total.second, total.shared), parts):
         whole[b].index_add_(0, h, part)
 
 
 def _depth(n: int) -> float:
-    """Growth of a random walk's rounding error: n products summed one after the other, in blocks of at most 512."""
+    """Growth of the rounding error of a random walk: n products summed one after the other, in blocks of at most 512."""
     return max(1.0, min(n, 512) / 6)
 
 
 def _length(n: int) -> float:
-    """The same where partial sums grow steadily: then their rounding errors may all have one sign."""
+    """The growth if partial sums grow steadily: then all rounding errors may have one sign."""
     return max(1.0, (min(n, 512) / 6) ** 2)

@@ -19,7 +19,7 @@ __all__ = ["brute_classes", "brute_classes_ragged", "dense", "library_masks", "r
 
 
 def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
-    """bool (B, H, seqlen_q, seqlen_k): every pair, one by one."""
+    """bool (B, H, seqlen_q, seqlen_k): every pair evaluated."""
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
     q_idx, kv_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
     return evaluate(trace(mod, "mask"), b, h, q_idx, kv_idx).expand(B, H, seqlen_q, seqlen_k)
@@ -41,7 +41,7 @@ def brute_classes(mask: Tensor, tile_m: int, tile_n: int, pad: bool = False) -> 
 
 
 def random_lengths(seed: int, tile: tuple[int, int], batch: int, most: int = 100) -> tuple[Tensor, Tensor]:
-    """Lengths of the queries and keys of a ragged batch, int64 (batch,): none, one, around a tile, anything up to ``most``."""
+    """Lengths of the queries and keys of a varlen batch, int64 (batch,): 0, 1, around a tile, or anything up to ``most``."""
     rng = random.Random(seed)
 
     def side(size: int) -> Tensor:
@@ -110,7 +110,7 @@ def _runs(rng: random.Random, length: int) -> list[int]:
 
 
 def random_mask(seed: int, length: int, B: int = 2, H: int = 2, depth: int = 4) -> Callable:
-    """A tree of conditions joined by &, |, ~, ^ and where; half of the trees hold only what row ranges can express."""
+    """A tree of conditions combined by &, |, ~, ^ and where; half of the trees are limited to conditions that row ranges can express."""
     rng = random.Random(seed)
     return _tree(rng, max(length, 1), B, H, rng.randrange(depth + 1), rng.random() < 0.5)
 
@@ -212,7 +212,7 @@ def _divided(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 
 def _jumping(rng: random.Random, length: int, B: int, H: int) -> Callable:
-    """One short range per row, at a place that has nothing to do with the next row's."""
+    """One short range per row, at a position unrelated to the next row's."""
     starts, size = torch.tensor([rng.randrange(length) for _ in range(length)]), rng.randrange(1, 4)
     return lambda b, h, q, k: (k >= starts[q]) & (k < starts[q] + size)
 

@@ -1,1 +1,1 @@
-"""Writing and launching Triton kernels: source text from expressions, compilation, fast launches."""
+"""Triton tools: source text from expressions, compilation of generated source, and fast kernel launches."""

@@ -1,7 +1,7 @@
-"""Device math: torch's operations that Triton lacks or defines otherwise, as Triton functions that generated code calls.
+"""Device math: Triton functions, called by generated code, for torch operations that Triton lacks or defines differently.
 
-Integers divide like C's in Triton and like Python's in torch. Every function works element by element on values of one dtype;
-those of floats take float32 or float64 and stay accurate to a few units in the last place near 0, where the textbook formula cancels.
+Integer division truncates in Triton, as in C, and floors in torch, as in Python. Every function works elementwise on values of one dtype;
+float functions take float32 or float64 and stay accurate to a few ulp near 0, where the textbook formulas cancel.
 """
 
 import triton
@@ -23,7 +23,7 @@ def floor_mod(a, b):
 
 @triton.jit
 def divide(a, b):
-    """Rounded to nearest; Triton's own quotient of float32 is off by up to 2 units in the last place."""
+    """The quotient rounded to nearest; Triton's own float32 quotient is off by up to 2 ulp."""
     if b.dtype == tl.float64:
         return a / b
     else:
@@ -32,7 +32,7 @@ def divide(a, b):
 
 @triton.jit
 def sqrt(x):
-    """Rounded to nearest, as ``divide``."""
+    """The square root rounded to nearest."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -41,7 +41,7 @@ def sqrt(x):
 
 @triton.jit
 def floor_div_real(a, b):
-    """torch's floor division of floats: the quotient without the remainder's part, corrected for rounding."""
+    """torch's floor division of floats: the remainder is subtracted before dividing, and the quotient is corrected for rounding."""
     rest = a % b
     quotient = divide(a - rest, b)
     quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
@@ -61,7 +61,7 @@ def round_even(x):
     over = x - down
     is_even = tl.floor(down * 0.5) == down * 0.5
     near = tl.where((over > 0.5) | ((over == 0.5) & ~is_even), down + 1, down)
-    return tl.where(over == over, near, x)  # infinities have no fraction
+    return tl.where(over == over, near, x)  # infinities have no fractional part
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def sign(x):
 
 @triton.jit
 def expm1(x):
-    """W. Kahan's method: the rounding error of exp(x) is corrected by its logarithm."""
+    """exp(x) - 1 by W. Kahan's method: the logarithm of the rounded exp(x) corrects its rounding error."""
     grown = tl.exp(x)
     less = grown - 1
     corrected = less * (x / tl.log(tl.where(grown == 1, 2, grown)))
@@ -80,7 +80,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """W. Kahan's method, as ``expm1``."""
+    """log(1 + x) by W. Kahan's method, as in ``expm1``."""
     moved = 1 + x
     corrected = tl.log(moved) * (x / tl.where(moved == 1, 1, moved - 1))
     return tl.where(moved == 1, x, tl.where(moved == float("inf"), x, corrected))
@@ -88,7 +88,7 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    """Far from 0 by the difference from 1, which loses no digits; near 0, where that would cancel, by Kahan's method."""
+    """Far from 0 by its difference from 1, which loses no digits; near 0, where that would cancel, by Kahan's method."""
     size = tl.abs(x)
     less, grown = expm1(-2 * size), tl.exp(-2 * size)
     return tl.where(size > 0.5, 1 - 2 * grown / (1 + grown), -less / (less + 2)) * sign(x)
@@ -101,8 +101,8 @@ def tan(x):
 
 @triton.jit
 def atan(x):
-    """A Chebyshev polynomial of x * x to 2e-8; in float64 what is missing is the arctangent of a small number, by the tangent of a
-    difference."""
+    """A Chebyshev polynomial of x * x, accurate to 2e-8. In float64 a correction follows: the arctangent of a small number, which the
+    formula for the tangent of a difference gives."""
     size = tl.abs(x)
     inner = tl.where(size > 1, divide(1, tl.where(size > 1, size, 1)), size)
     u = inner * inner
@@ -117,10 +117,10 @@ def atan(x):
 
 @triton.jit
 def atan2(y, x):
-    """The arctangent of the smaller over the larger, mapped to its octant. A zero's sign counts, and is read from its reciprocal."""
+    """The arctangent of smaller / larger, mapped to its octant. The sign of a zero counts; it is read from the zero's reciprocal."""
     high, wide = tl.abs(y), tl.abs(x)
     least, most = tl.minimum(high, wide, propagate_nan=tl.PropagateNan.ALL), tl.maximum(high, wide, propagate_nan=tl.PropagateNan.ALL)
-    is_one = least == most  # infinities, too; both 0 counts as right of the origin
+    is_one = least == most  # also for two infinities; (0, 0) counts as right of the origin
     ratio = tl.where(is_one, tl.where(most == 0, 0.0, 1.0), divide(least, tl.where(is_one, 1, most)))
     angle = atan(ratio)
     angle = tl.where(high > wide, 1.5707963267948966 - angle, angle)
@@ -138,7 +138,7 @@ def hypot(x, y):
 
 @triton.jit
 def sinh(x):
-    """Near 0, where exponentials would cancel, by ``expm1``; elsewhere by exp(x / 2), which is finite where the result is."""
+    """Near 0, where exponentials cancel, by ``expm1``; elsewhere by exp(x / 2), which is finite whenever the result is."""
     size = tl.abs(x)
     less, root = expm1(tl.minimum(size, 1)), tl.exp(size * 0.5)
     far = root * (0.5 * root) - divide(0.5, root * root)
@@ -153,8 +153,9 @@ def cosh(x):
 
 @triton.jit
 def erfinv(x):
-    """M. Giles' idea: over x a smooth function of w = -log(1 - x * x), and of its root where that is large. To 2e-8, fitted by Chebyshev
-    polynomials; in float64 one step of Halley's follows while erf tells neighbours apart: to 1e-9 near -1 and 1, and 1e-15 elsewhere."""
+    """M. Giles' method: erfinv(x) / x is a smooth function of w = -log(1 - x * x), and of sqrt(w) for large w. Chebyshev polynomials fit it
+    to 2e-8. In float64 a step of Halley's method follows where erf still distinguishes neighbours: accurate to 1e-9 near -1 and 1, to 1e-15
+    elsewhere."""
     w = -tl.log((1 - x) * (1 + x))
     t = w - 2.5
     p = 0.000218345887 + t * (-4.97306967e-06 + t * (-3.46309307e-06 + t * (4.68266973e-07 + t * (2.32648001e-08 - t * 8.94141405e-09))))
@@ -175,27 +176,27 @@ def erfinv(x):
 
 @triton.jit
 def tanh_fast(x):
-    """To 2 ** -18 of the result: near 0, where the quotient would cancel, the series."""
+    """Relative error 2 ** -18; uses the series near 0, where the quotient would cancel."""
     whole = 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.06, x - x * x * x * 0.3333333, whole)
 
 
 @triton.jit
 def reciprocal_nvidia(x):
-    """To a unit in the last place, in one instruction; numbers below 2 ** -126 count as 0."""
+    """Error of at most 1 ulp, in one instruction; numbers below 2 ** -126 count as 0."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def tanh_nvidia(x):
-    """To 2 ** -15 of the result."""
+    """Relative error 2 ** -15."""
     whole = 1 - 2 * reciprocal_nvidia(1 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.004, x, whole)
 
 
 @triton.jit
 def product_nvidia(a, b):
-    """A product that is rounded by itself, not fused into a following sum: with one rounding 5 * 0.3 - 1 is not 0.5."""
+    """A separately rounded product, not fused into a following sum: with one rounding 5 * 0.3 - 1 is not 0.5."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -206,7 +207,7 @@ def sigmoid_nvidia(x):
 
 @triton.jit
 def tanh_coarse(x):
-    """To 2 ** -11 of the result, in one instruction: too little for what is rounded to float16, by the tests' error budget."""
+    """Relative error 2 ** -11, in one instruction. By the tests' error budget this is too coarse for results rounded to float16."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -236,13 +237,13 @@ def power_fast(base, exponent):
 
 @triton.jit
 def power(base, exponent):
-    """``power_fast`` in float64."""
+    """``power_fast`` computed in float64."""
     return power_fast(base.to(tl.float64), exponent.to(tl.float64)).to(base.dtype)
 
 
 @triton.jit
 def power_whole(base, exponent):
-    """base ** exponent of whole numbers, wrapped around as in torch; below an exponent of 0 only 1 and -1 have a whole power."""
+    """base ** exponent of integers, wrapping around as in torch; for a negative exponent only bases 1 and -1 have a nonzero result."""
     result = base * 0 + exponent * 0 + 1
     factor = result * base
     left = tl.where(exponent < 0, 0, exponent + base * 0)
@@ -264,25 +265,25 @@ def shift_left(a, b, BITS: tl.constexpr):
 def shift_right(a, b, BITS: tl.constexpr):
     inside = (b >= 0) & (b < BITS)
     found = a >> tl.where(inside, b, BITS - 1)
-    return tl.where(inside | (a < 0), found, 0)  # without a sign all bits leave
+    return tl.where(inside | (a < 0), found, 0)  # a number that is not negative loses all bits
 
 
 @triton.jit
 def inside(place, size):
-    """An index, counted from the end where it is negative; clamped to 0 .. size - 1."""
+    """An index, counted from the end if negative, clamped to 0 .. size - 1."""
     place = tl.where(place < 0, place + size, place)
     return tl.minimum(tl.maximum(place, 0), size - 1)
 
 
 @triton.jit
 def below(place, size):
-    """``inside`` for an index that is not negative."""
+    """``inside`` for an index that cannot be negative."""
     return tl.minimum(place, size - 1)
 
 
 @triton.jit
 def load_nvidia(place):
-    """Loads straight into registers. Triton would pipeline them through shared memory, a whole tile of them for each stage."""
+    """Loads directly into registers. Triton would pipeline these loads through shared memory, with a whole tile per stage."""
     dtype: tl.constexpr = place.dtype.element_ty
     at = place.to(tl.int64)
     if dtype.primitive_bitwidth == 64:
@@ -294,7 +295,7 @@ def load_nvidia(place):
     elif dtype.primitive_bitwidth == 16:
         bits = tl.inline_asm_elementwise("ld.global.nc.u16 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
         return bits.to(tl.int16).to(dtype, bitcast=True)
-    else:  # a bool takes a byte
+    else:  # a bool is one byte
         bits = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
         return bits.to(tl.int8).to(tl.uint8, bitcast=True).to(dtype) if dtype == tl.uint8 else bits.to(dtype)
 
@@ -302,7 +303,7 @@ def load_nvidia(place):
 @triton.jit
 def unknown(x, turn, IS_NVIDIA: tl.constexpr):
     """The same 32-bit integers, opaque to the compiler's common-subexpression elimination, which would keep them in registers.
-    turn: a number that changes in each iteration, so that they are not hoisted out of the loop and kept."""
+    turn: a number that changes in each iteration and so prevents hoisting out of the loop."""
     if IS_NVIDIA:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, turn], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -311,13 +312,13 @@ def unknown(x, turn, IS_NVIDIA: tl.constexpr):
 
 @triton.jit
 def limit(place):
-    """A limit of a row's keys in 32 bits, clamped beyond the furthest position."""
+    """A limit of a row's keys as int32, clamped to +-2^30, beyond all positions."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)
 
 
 @triton.jit
 def between(place, lo, hi):
-    """lo <= place < hi by one comparison, of 32-bit integers less than 2^30; limits may be 2^30."""
+    """lo <= place < hi in one comparison, for 32-bit integers below 2^30; limits may be 2^30."""
     return (place - lo).to(tl.uint32, bitcast=True) < tl.maximum(hi - lo, 0).to(tl.uint32, bitcast=True)
 
 
@@ -329,7 +330,7 @@ def zeros_like(x):
 
 @triton.jit
 def only(x):
-    """The number that a scalar or a block of one element holds."""
+    """A scalar, or the element of a block that has only one."""
     if x.type.is_block():
         return tl.max(tl.reshape(x, (1,)), 0)
     else:
@@ -338,12 +339,12 @@ def only(x):
 
 @triton.jit
 def send_exact(total, place, x, mask):
-    """Adds float32 numbers to the entries ``place`` of a ``deterministic_sum``: each to one plane, as an integer. mask: None, or which."""
+    """Adds float32 numbers to the entries ``place`` of a ``deterministic_sum``: each as an integer, to one plane. mask: None for all."""
     planes = tl.cast(total[-1], tl.int32) - 3
     width = (253 + planes) // planes
     bits = x.to(tl.int32, bitcast=True)
     field = (bits >> 23) & 255
-    exponent = tl.maximum(field, 1) - 1  # of subnormal numbers that of the least normal one, without its leading 1
+    exponent = tl.maximum(field, 1) - 1  # subnormals: the exponent of the least normal number, without the implicit leading 1
     plane = (exponent * (65536 // width + 1)) >> 16  # exponent // width
     whole = (bits & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
     number = whole.to(tl.int64) << (exponent - plane * width).to(tl.int64)
@@ -360,9 +361,9 @@ def send_exact(total, place, x, mask):
 
 @triton.jit
 def send_copies(total, place, x, mask, MAY_BE_ONE: tl.constexpr):
-    """Adds x [M, N] (one of them may be 1) to the entries ``place`` of a ``privatized_sum``: 32 rows each to another copy (a warp adds
-    those of a column at a time, where places follow one another along neither side), programs to others. mask: None, or which.
-    MAY_BE_ONE: where all go to one entry, their sum is added instead."""
+    """Adds x [M, N] (M or N may be 1) to the entries ``place`` of a ``privatized_sum``. Each of 32 consecutive rows adds to another copy (a
+    warp adds 32 rows of a column at a time, if neither dimension has consecutive places), and programs use different copies. mask: None for
+    all. MAY_BE_ONE: if all places are equal, adds the sum of x instead."""
     M: tl.constexpr = x.shape[0]
     lane = tl.arange(0, M)[:, None] if M > 1 else tl.arange(0, x.shape[1])[None, :]
     last = tl.cast(total[-1], tl.int32) - 1
@@ -370,7 +371,7 @@ def send_copies(total, place, x, mask, MAY_BE_ONE: tl.constexpr):
     dtype: tl.constexpr = total[0].dtype.element_ty
     is_one = False
     if MAY_BE_ONE:
-        least, most = place.to(tl.int32), place.to(tl.int32)  # with copies few bytes hold it
+        least, most = place.to(tl.int32), place.to(tl.int32)  # a tensor with copies is small, so its offsets fit 32 bits
         if mask is not None:
             least, most = tl.where(mask, least, 2147483647), tl.where(mask, most, -1)
         most = tl.max(most)
@@ -390,20 +391,20 @@ def send_diagonals(
 ):  # fmt: skip
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    begin: of a tile, see ``captured_gradients.scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT, HAS_COPIES: by
-    ``send_exact``, ``send_copies``. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix
-    of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
+    begin: of the tile, see ``captured_gradients.scatter_source``. PLACES: the function that gives a pair's entry. IS_EXACT, HAS_COPIES: add
+    by ``send_exact``, ``send_copies``. x is cut into 8 x 8 blocks; the blocks of each diagonal of blocks are summed elementwise, as a
+    product of x in DTYPE with a matrix of ones and zeros. About an eighth of the entries remain.
     """
-    ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
+    ROWS: tl.constexpr = x.shape[0] // 8  # rows of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8
-    LINES: tl.constexpr = 2 * max(ROWS, COLUMNS)  # diagonals of blocks, and room for a power of two
+    LINES: tl.constexpr = 2 * max(ROWS, COLUMNS)  # diagonals of blocks, padded to a power of two
     blocks = tl.permute(tl.reshape(x.to(DTYPE), (ROWS, 8, COLUMNS, 8)), (1, 3, 0, 2))
     block, line = tl.arange(0, ROWS * COLUMNS)[:, None], tl.arange(0, LINES)[None, :]
     on_line = (block % COLUMNS - block // COLUMNS + ROWS - 1 == line).to(DTYPE)
     sums = tl.dot(tl.reshape(blocks, (64, ROWS * COLUMNS)), on_line)
     entry = tl.arange(0, 64)[:, None]
-    far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
-    # a diagonal's first pair: where that is not in the sequence, none is
+    far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # kv_idx - q_idx, relative to the tile
+    # the first pair of each diagonal: if it is outside the sequence, the whole diagonal is
     i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
     is_there = (i < tl.minimum(begin.rows, 8 * ROWS)) & (j < tl.minimum(begin.keys, 8 * COLUMNS))
     q_idx, kv_idx = begin.q_first + tl.minimum(i, begin.rows - 1), begin.k_first + tl.minimum(j, begin.keys - 1)

@@ -1,12 +1,12 @@
-"""Triton emitter: a mod's expression as Triton source, one line per operation, with torch's dtypes and meaning.
+"""Triton emitter: a mod's expression as Triton source, one line per operation, with torch's dtypes and semantics.
 
-The text broadcasts over the shapes of its leaves: with ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], what depends on the row
-alone has one value per row. Lines come in stages (once, row, column, tile), so that a caller can hoist each out of its loops. No value of a
-call is part of the text: captured numbers and tensors are the arguments ``scalars`` and ``tensors``, packed by
+The text broadcasts over the shapes of its leaves: with ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], a subexpression of the row
+alone has one value per row. Lines come in stages (once, row, column, tile), so that a caller can hoist each stage out of its loops. The
+text contains no run-time value: captured numbers and tensors are the arguments ``scalars`` and ``tensors``, packed by
 ``weak_captures.bits_of_numbers`` and ``packed_tensors``, and equal expressions have equal text.
 
-torch's integers have 64 bits; where the extents of the operands (``extents.py``) show that 32 hold the result, it is computed in 32, which
-on a GPU takes a third of the instructions. ``Style`` has the other assumptions of the text.
+torch's integers have 64 bits. Where the extents of the operands (``extents.py``) prove that 32 bits are enough, the operation is computed
+in 32, which takes a third of the instructions on a GPU. ``Style`` lists the other assumptions of the text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
     "triton_dtype",
 ]
 
-SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
-NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are exact in float32
-_EXACT_BITS = 24  # of a whole number in float32
+SMALL = 2**28  # bound of ``Style.is_small``: sums of a few such numbers fit 32 bits
+NEAR = 2**22  # bound of ``Style.is_near``: sums of a few such numbers are exact in float32
+_EXACT_BITS = 24  # integers of so many bits are exact in float32
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -72,7 +72,7 @@ _BY_KIND = {
     ("max", "float"): "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
 }
 
-# In float32, for results that are rounded to 16 bits in the end.
+# in float32, for results that are rounded to 16 bits later
 _FAST = {
     "tanh": "device_math.tanh_fast({0})", "sigmoid": "device_math.sigmoid_fast({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
     "reciprocal": "1 / {0}", "pow": "device_math.power_fast({0}, {1})",
@@ -85,8 +85,8 @@ _COARSE = {"tanh": "device_math.tanh_coarse({0})"}
 
 
 class Lines(NamedTuple):
-    """Source lines by how often they run, without indentation, the variables that hold the outputs, and whether each of these is a whole
-    number of less than 2 ** ``MOST_INDEX_BITS`` in 32 bits."""
+    """Source lines by stage, without indentation; the variables of the outputs; and per output whether it is a 32-bit integer below
+    2 ** ``MOST_INDEX_BITS``."""
 
     once: list[str]
     row: list[str]
@@ -100,12 +100,13 @@ class Lines(NamedTuple):
 
 
 class Style(NamedTuple):
-    """Assumptions of a generated text about the calls that use it; calls that violate them get another text.
+    """Assumptions of a generated text about the calls that use it; calls that violate them use another text.
 
-    is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
+    is_small: positions, heads and captured integers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
-    functions: "exact" (as torch rounds), "fast" (to 15 bits or more) or "coarse" (to 11). is_nvidia: there are NVIDIA's instructions.
-    is_near: positions, heads and captured whole numbers are less than ``NEAR``.
+    functions: "exact" (rounded as in torch), "fast" (15 bits or more) or "coarse" (11 bits). is_nvidia: NVIDIA's instructions are
+    available.
+    is_near: positions, heads and captured integers are less than ``NEAR``.
     """
 
     is_small: bool = False
@@ -122,8 +123,8 @@ PLAIN = Style()
 def emit(expr: Expr, leaves: Mapping[str, str] = LEAVES, prefix: str = "v", style: Style = PLAIN) -> Lines:
     """The lines that compute ``expr.outputs`` from the variables that ``leaves`` names and from ``scalars`` and ``tensors``.
 
-    leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score. prefix: of the names made.
-    An output of torch.int64 has 32 bits where they hold it.
+    leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score. prefix: of all new names.
+    An int64 output is a 32-bit variable if its values fit.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> print(*emit(trace(lambda b, h, q, k: q >= k, "mask").expr).all(), sep="\\n")
@@ -135,9 +136,9 @@ def emit(expr: Expr, leaves: Mapping[str, str] = LEAVES, prefix: str = "v", styl
 
 
 def function(name: str, expr: Expr) -> str:
-    """The source of a Triton function ``name(b, h, q_idx, kv_idx, score, scalars, tensors)`` of the expression's only output.
+    """Source of a Triton function ``name(b, h, q_idx, kv_idx, score, scalars, tensors)`` with the value of the expression's only output.
 
-    ``score`` is an argument only where the expression reads it.
+    ``score`` is a parameter only if the expression reads it.
     """
     lines = emit(expr)
     arguments = "b, h, q_idx, kv_idx, " + ("score, " if expr.uses_score else "") + "scalars, tensors"
@@ -159,7 +160,7 @@ def _is_long(dtype: DType) -> bool:
 
 
 def triton_dtype(dtype: DType) -> str:
-    """Triton's name of a dtype; weak numbers are as exact as Python's."""
+    """Triton's name of a dtype; weak numbers have 64 bits, as in Python."""
     if is_weak(dtype):
         return "tl.int64" if dtype is int else "tl.float64"
     return "tl.int1" if dtype is torch.bool else f"tl.{str(dtype).removeprefix('torch.')}"
@@ -185,7 +186,7 @@ class _Writer:
         return Lines(once, row, column, tile, tuple(f"{self.prefix}{o}" for o in self.expr.outputs), tuple(near))
 
     def _aside(self, at: int, name: str, value: str) -> str:
-        """A variable of the stage of node ``at`` besides its value, made once."""
+        """An additional variable in the stage of node ``at``, defined once."""
         name = f"{self.prefix}{at}_{name}"
         if name not in self.made:
             self.made.add(name)
@@ -194,7 +195,7 @@ class _Writer:
 
     # -- widths
     def _is_narrow(self, at: int) -> bool:
-        """Whether the variable of a node of torch.int64 has 32 bits."""
+        """Whether the variable of an int64 node has 32 bits."""
         return _is_long(self.nodes[at].dtype) and fits(self.extents[at])
 
     def _dtype(self, at: int) -> str:
@@ -204,7 +205,7 @@ class _Writer:
         return f"{self.prefix}{at}.to(tl.int64)" if self._is_narrow(at) else f"{self.prefix}{at}"
 
     def _operands(self, at: int) -> tuple[list[str], bool]:
-        """Names of a node's operands, and whether the result has 64 bits where 32 would hold it."""
+        """Names of a node's operands, and whether it is computed in 64 bits although its result fits 32."""
         node = self.nodes[at]
         long = [a for a in node.args if _is_long(self.nodes[a].dtype)]
         is_same = node.op not in ("pow", "shl") and (self._is_narrow(at) or not _is_long(node.dtype))
@@ -234,7 +235,7 @@ class _Writer:
         args, is_wide = self._operands(at)
         if node.op == "pow":
             return self._power(at, args)
-        if operand in _HALVES and node.op != "where":  # torch computes in float32 and rounds
+        if operand in _HALVES and node.op != "where":  # as torch: computes in float32, then rounds
             args = [f"{a}.to(tl.float32)" for a in args]
         text = self._fast(at, args) or self._operation(at, args)
         if is_wide:
@@ -255,7 +256,7 @@ class _Writer:
         return (_TEMPLATES.get(node.op) or _BY_KIND[node.op, category(operand)]).format(*args)
 
     def _fast(self, at: int, args: list[str]) -> str | None:
-        """The text of a faster operation in float32, where torch's rounding is not required."""
+        """The text of a faster float32 operation; None where torch's rounding is required or there is none."""
         node = self.nodes[at]
         if self.style.functions == "exact" or at in self.sharp or node.dtype not in (torch.float32, *_HALVES):
             return None
@@ -270,13 +271,13 @@ class _Writer:
         return next((table[node.op].format(*args) for table in tables if node.op in table), None)
 
     def _is_score_2(self, node: Node) -> bool:
-        """Whether it is the score times log2(e), which the caller may have."""
+        """Whether the node is the score times log2(e), which the caller may provide."""
         one, other = (self.nodes[a] for a in node.args)
         return "score_2" in self.leaves and one.op == "score" and one.dtype is torch.float32 and other.op == "const" and other.attr == LOG2E
 
     def _in_floats(self, at: int) -> str | None:
-        """A whole number of each score as sums of float32, where they are exact: then what is turned into floats is a row's and a column's
-        numbers. None where that is not so: of less than 32 bits a result may have wrapped around, and a float's -0 is no whole number."""
+        """An integer of each pair as a float32 expression, if its parts are exact in float32: then only numbers per row and per column are
+        converted. None otherwise: a result of less than 32 bits may have wrapped around, and -0.0 has no integer counterpart."""
         node = self.nodes[at]
         is_exact = category(node.dtype) == "int" and (extent := self.extents[at]) is not None and bits_of(extent) <= _EXACT_BITS
         if not is_exact:
@@ -288,7 +289,7 @@ class _Writer:
         return None if None in parts else f"({_TEMPLATES[node.op].format(*parts)})"
 
     def _power(self, at: int, args: list[str]) -> str:
-        """Small whole powers are products, as in torch; the rest is a function."""
+        """Small whole powers as products, as in torch; other powers as a function call."""
         node = self.nodes[at]
         exponent, kind = self.nodes[node.args[1]], category(node.dtype)
         if node.dtype in _HALVES:
@@ -303,7 +304,7 @@ class _Writer:
 
     # -- loads
     def _load(self, at: int) -> str:
-        """A load of a captured tensor, at a 64-bit offset whose terms are summed in the earliest stage possible."""
+        """A load of a captured tensor, at a 64-bit offset whose terms are added in the earliest possible stage."""
         node = self.nodes[at]
         slot, last = f"tensors[{node.attr}]", len(node.args) - 1
         base, terms = f"{slot}[0]", {stage: [] for stage in _STAGES}  # type: ignore[var-annotated]
@@ -324,8 +325,8 @@ class _Writer:
         return name
 
     def _term(self, arg: int, stride: str, size: str, is_dense: bool) -> str:
-        """Where one index leads to, in elements. A key's position is never negative, and the caller keeps it inside; so it does a row's,
-        but that of a cache with fewer keys than queries, whose first rows stand before all keys."""
+        """The offset of one index, in elements. A kv_idx is not negative, and the caller keeps it inside the tensor. A q_idx may be
+        negative: in a cache with fewer keys than queries the first rows come before all keys."""
         place, is_narrow = f"{self.prefix}{arg}", self._is_narrow(arg)
         is_kept_inside = self.nodes[arg].op == "index" and self.nodes[arg].attr != "q_idx"
         if not is_kept_inside and not self.style.is_inside:
@@ -344,7 +345,8 @@ _CUTS = frozenset(("floor", "ceil", "trunc", "round", "sign", "floordiv", "mod",
 
 
 def _sharp(expr: Expr) -> frozenset[int]:
-    """Floats whose last bit can change the result by a lot: operands of comparisons, rounding to integers, and division with remainder."""
+    """Nodes whose last bit can change a result by a lot: operands of comparisons,
+    of rounding to integers, and of division with remainder."""
     sharp: set[int] = set()
     for at in range(len(expr.nodes) - 1, -1, -1):
         node = expr.nodes[at]

@@ -1,7 +1,7 @@
-"""Fast launches of compiled Triton kernels, past Triton's own launcher, which inspects every argument on each call.
+"""Fast launches of compiled Triton kernels, without Triton's own launcher, which inspects every argument on each call.
 
-Arguments of known kinds go straight to the compiled kernel, tensors as their addresses. The launcher ABI is private to Triton: the first
-launch of each kernel records what Triton passes; if it differs from ours, Triton's launcher is used, for this launch and all later ones.
+Arguments of known kinds go directly to the compiled kernel, tensors as addresses. The launcher ABI is private to Triton: the first launch
+of each kernel records what Triton passes; if it differs from ours, Triton's launcher is used, for this launch and all later ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["Handle", "handle_of", "scratch"]
 
 
 class Handle(NamedTuple):
-    """A kernel that has been launched, for launches with other arguments of the same kinds.
+    """A launched kernel, for more launches with arguments of the same kinds.
 
-    send: takes a grid of three numbers and all arguments but the constants. takes_addresses: pointers may come as numbers. spread: what is
-    sent in a tensor descriptor's stead, one after the other; takes the descriptor and its number among those of the launch. None where
-    descriptors are sent as they are.
+    send: launches; takes a grid of three numbers and all arguments except the constants. takes_addresses: pointers may be passed as
+    numbers.
+    spread: returns the arguments that replace a tensor descriptor, given the descriptor and its number in the launch; None if descriptors
+    are passed unchanged.
     """
 
     send: Callable[[tuple[int, ...], Sequence[Any]], None]
@@ -30,14 +31,14 @@ class Handle(NamedTuple):
     spread: Callable[[Any, int], list[Any]] | None = None
 
     def again(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
-        """Launches it with arguments as Triton takes them."""
+        """Launches the kernel with arguments in the form that Triton takes."""
         self.send(grid, given if self.spread is None else _without_descriptors(given, self.spread))
 
 
 def handle_of(
     compiled: Any, constants: tuple, device: torch.device, grid: tuple[int, ...], given: Sequence[Any], is_scratched: bool
 ) -> Handle:
-    """The handle of a compiled kernel that was launched with ``given``. is_scratched: its launches need memory, see ``scratch``."""
+    """The handle of a compiled kernel that was launched with ``given``. is_scratched: its launches need ``scratch`` memory."""
 
     def plainly(grid: tuple[int, ...], given: Sequence[Any]) -> None:
         if is_scratched:
@@ -59,7 +60,7 @@ def handle_of(
 
 @contextmanager
 def scratch(device: torch.device) -> Iterator[None]:
-    """Context that provides Triton with scratch memory at a launch, where kernels write the tensor descriptors that they make."""
+    """Context that gives Triton scratch memory at a launch, to which kernels write the tensor descriptors that they create."""
     from triton.runtime._allocation import _allocator
 
     before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -70,7 +71,8 @@ def scratch(device: torch.device) -> Iterator[None]:
 
 
 def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hooked: Callable[..., None] | None) -> Callable[..., None]:
-    """hooked: how to launch where launch hooks are set; None: call the hooks with what is known without Triton."""
+    """A function that launches without Triton's launcher. hooked: used instead where launch hooks
+    are set; if None, the hooks are called here."""
     from triton import knobs
 
     function, metadata, index = compiled.function, compiled.packed_metadata, device.index
@@ -96,11 +98,11 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
     return send
 
 
-# ---- what Triton would pass on
+# ---- comparison with the arguments that Triton passes
 
 
 def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, device: torch.device) -> bool:
-    """Whether Triton calls a compiled kernel as ``_direct`` does. Nothing is launched: the call goes to a recorder without a kernel."""
+    """Whether Triton calls a compiled kernel as ``_direct`` does. Nothing is launched: a recorder replaces the kernel's run function."""
     noted: list[tuple] = []
     try:
         from triton import knobs
@@ -120,12 +122,13 @@ def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, devic
 
 
 def _inner(run: Any) -> tuple[Any, tuple]:
-    """What ``run`` calls with the same arguments, and what it inserts between the function and its data; else ``run`` itself."""
+    """The function that ``run`` forwards its arguments to, and the values it inserts after the
+    metadata; ``run`` itself if that is unknown."""
     noted: list[tuple] = []
     try:
         probe = copy.copy(run)
         probe.launch = lambda *passed: noted.append(passed)
-        marks = [object() for _ in range(10)]  # a grid, a stream, a function, three about it, two hooks and an argument
+        marks = [object() for _ in range(10)]  # 3 of a grid, a stream, a function, 2 of metadata, 2 hooks and an argument
         probe(*marks)
         (passed,) = noted
         between = passed[5:-5]
@@ -142,7 +145,7 @@ def _is_descriptor(x: Any) -> bool:
 
 
 def _is_alike(a: Any, b: Any) -> bool:
-    """An encoded descriptor is like any other: it compares with none."""
+    """Whether two arguments are equal; two encoded descriptors, which have no equality, count as equal."""
     return a is b or (type(a) is type(b) and (a == b or getattr(type(a), "__eq__", None) is object.__eq__))
 
 
@@ -159,16 +162,16 @@ def _without_descriptors(given: Sequence[Any], spread: Callable[[Any, int], list
 
 
 def _undescribed(run: Any, arguments: tuple) -> tuple[Any, Callable[[Any, int], list[Any]]] | None:
-    """The call of a kernel with tensor descriptors as if it had none, and what is passed in place of a descriptor.
+    """The launch function of a kernel with tensor descriptors that takes encoded ones, and a function that encodes a descriptor.
 
-    Triton wraps the launch of such a kernel into a function that looks through all arguments and encodes each descriptor anew.
+    Triton's own launch function for such a kernel scans all arguments and encodes each descriptor again.
     """
     noted: list[tuple] = []
     try:
         wrapped = run.launch
         cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
         inside, encode = cells["tensordesc_meta"].cell_contents, wrapped.__globals__["make_tensordesc_arg"]
-        if any(m is None for m in inside):  # then it is passed as an address and numbers, without an encoded descriptor
+        if any(m is None for m in inside):  # passed as an address and numbers, not as an encoded descriptor
             return None
         own = copy.copy(run)
         own.launch = cells["launcher"].cell_contents

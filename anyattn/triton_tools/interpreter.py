@@ -1,4 +1,4 @@
-"""Whether Triton's interpreter runs the kernels (``TRITON_INTERPRET=1``), on a CPU and for tests."""
+"""Detection of Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on a CPU, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["is_interpreting"]
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run in the interpreter, which Triton decides when it is imported; does not import Triton where the answer is no."""
+    """Whether kernels run in the interpreter, which Triton decides when it is imported. Imports Triton only if the answer may be yes."""
     if "triton" not in sys.modules and not os.environ.get("TRITON_INTERPRET"):
         return False
     import triton

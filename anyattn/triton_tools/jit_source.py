@@ -1,4 +1,4 @@
-"""Generated source as functions that Triton can compile: Triton reads a function's source, so the text is registered in ``linecache``."""
+"""Loading of generated source as functions that Triton can compile: Triton reads a function's source, so it is put into ``linecache``."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ __all__ = ["digest", "group", "load"]
 
 @lru_cache(maxsize=4096)
 def load(source: str, name: str, *modules: str) -> Any:
-    """The namespace that ``source`` defines: its functions can use ``triton``, ``tl``, our ``device_math`` and ``modules``, dotted names,
-    each by its last part.
+    """The namespace that ``source`` defines. Its functions can use ``triton``, ``tl``, our ``device_math`` and ``modules`` (dotted names,
+    each available under its last part).
 
-    name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.
+    name: of the file, in tracebacks and profiles. Equal source is run once. The text is written to the user's cache for reading.
     """
     import triton
     import triton.language as tl
 
     from anyattn.triton_tools import device_math
 
-    filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # lines are numbered as in the text that is kept
+    filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # header: line numbers match the cached file
     beside: dict[str, Any] = {"device_math": device_math}
     for module in modules:
         beside[module.rpartition(".")[2]] = importlib.import_module(module)
     namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # mtime None: never checked on disk
     exec(compile(source, filename, "exec"), namespace)
     disk_cache.keep_text(f"triton-{name}", source)
     return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
 
 
 def group(fields: Any, values: Iterable[str]) -> str:
-    """The text that makes a NamedTuple of a module called ``arguments`` out of its fields' texts.
+    """Source that constructs a NamedTuple of a module called ``arguments`` from the texts of its fields.
 
-    By keyword: what Triton keeps on disk is found by a kernel's text, which so says the order of the fields too.
+    By keyword, so that the text contains the order of the fields: Triton's disk cache is keyed by the kernel's text.
     """
     return f"arguments.{fields.__name__}({', '.join(f'{name}={value}' for name, value in zip(fields._fields, values, strict=True))})"
 
 
 def digest(source: str) -> str:
-    """A short name of a source, the same in every process."""
+    """A short hash of a source, the same in every process."""
     return hashlib.sha256(source.encode()).hexdigest()[:16]

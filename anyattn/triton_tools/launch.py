@@ -12,16 +12,16 @@ from torch import Tensor
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
-__all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]
+__all__ = ["UNIT", "current_device", "known_handle", "launch", "run_plain", "strides_of"]
 
-UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
+UNIT = 8  # elements: 16 bytes of a 16-bit dtype, the width of one load instruction
 
 
 def run_plain(
     kernel: Any, programs: int, given: Sequence[Any], special: Sequence[int], device: torch.device, options: dict[str, Any]
 ) -> None:
-    """Launches a kernel as it is written, on a grid of one axis. given: its arguments up to ``special``, the numbers that Triton compiles
-    for; it must not specialise on others. options: constants, the last arguments, and how to compile."""
+    """Launches a kernel on a one-dimensional grid. given: its arguments before ``special``, the numbers that Triton specialises on; it must
+    not specialise on other numbers. options: constants, which are the last arguments, and compile options."""
     tensors = [x for x in given if isinstance(x, Tensor)]
     # Triton specialises on whether a pointer is a multiple of 16
     known = (*special, *[x.dtype for x in tensors], *[x.data_ptr() % 16 == 0 for x in tensors])
@@ -38,7 +38,7 @@ def launch(
 ) -> Handle | None:
     """Launches a kernel: the first time by Triton's launcher, then by ``fast_launch``. Returns the handle for equal launches.
 
-    known: what, besides the options, Triton would recompile for.
+    known: everything besides the options that Triton would recompile for.
     """
     if launch_log.noted is not None:
         launch_log.noted.append(f"triton {_name(kernel)}")
@@ -49,8 +49,7 @@ def launch(
 
         interpreted(grid, given)
         return Handle(interpreted)
-    key = (kernel, device.index, tuple(options.values()), known)
-    found = _ready.get(key)
+    found = known_handle(kernel, device, options, known)
     if found is not None:
         found.again(grid, given)
         return found
@@ -62,25 +61,34 @@ def launch(
     if len(_ready) >= _MOST_READY:
         _ready.clear()
     constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
-    _ready[key] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
+    _ready[_key(kernel, device, options, known)] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
     return made
 
 
+def known_handle(kernel: Any, device: torch.device, options: dict[str, Any], known: tuple) -> Handle | None:
+    """The handle of a kernel that was launched with these options and ``known``."""
+    return _ready.get(_key(kernel, device, options, known))
+
+
+def _key(kernel: Any, device: torch.device, options: dict[str, Any], known: tuple) -> tuple:
+    return kernel, device.index, tuple(options.values()), known
+
+
 def _name(kernel: Any) -> str:
-    """What a profile calls a kernel; that of a generated one is the name of its source."""
+    """The name of a kernel in profiles; for a generated kernel the name of its source."""
     function = kernel.fn
     return str(function.__module__.rpartition(".")[2] if function.__name__ == "entry" else function.__name__)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Context of every launch: makes ``device`` current, on which Triton launches."""
+    """Context of every launch: makes ``device`` the current device, which Triton launches on."""
     is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def strides_of(*tensors: Tensor, more: Sequence[int] = ()) -> tuple[bool, list[int]]:
-    """Whether every row of each begins at a multiple of 16 bytes, so that it is loaded in wide pieces; and the strides of all dimensions
-    but the last, and ``more``, in the units in which the kernel wants them."""
+    """Whether every row of each tensor begins at a multiple of 16 bytes, so that it is loaded in wide pieces; and the strides of all
+    dimensions but the last, followed by ``more``, in elements or, if that is so, in units of ``UNIT`` elements."""
     strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     strides += more
     for s in strides:

@@ -1,6 +1,6 @@
-"""Log of kernel launches, written only inside ``noting()``: ``anyattn doctor`` names the kernels that ran.
+"""Log of kernel launches, recorded only inside ``noting()``; ``anyattn doctor`` uses it to name the kernels that ran.
 
-Backends write to it where a launch is prepared; a prepared launch that is repeated is not noted.
+Backends record a launch when it is prepared; repetitions of a prepared launch are not recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 __all__ = ["noted", "noting"]
 
-noted: list[str] | None = None  # of the whole process: a backward pass on a GPU runs in a thread of its own
+noted: list[str] | None = None  # global, not per thread: a backward pass on a GPU runs in another thread
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""User errors of every entry point: arguments in, a validated ``Problem`` out."""
+"""Validation of every entry point's arguments: raises the user errors and returns a validated ``Problem``."""

@@ -1,4 +1,4 @@
-"""Validation of ``block_sparse_tensors``: block lists against the lengths, the heads and the device of the call that takes them."""
+"""Validation of ``block_sparse_tensors``: checks block lists against the lengths, heads and device of the call that takes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["blocks_of", "check_class", "check_dense", "check_varlen", "parts_of_
 
 
 def blocks_of(given: Any, problem: Problem) -> Any:
-    """The lists as kernels read them, checked against the problem."""
+    """The lists in the form that kernels read, checked against the problem."""
     check_class(given, problem.sequences is not None)
     if problem.sequences is not None:
         check_varlen(given, problem.q, problem.heads_q)
@@ -34,8 +34,8 @@ def blocks_of(given: Any, problem: Problem) -> Any:
 
 
 def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
-    """``block_sparse_tensors`` as tuples, for Dynamo to trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
-    # ``check_class`` in place: a call more is a guard more of every compiled call
+    """``block_sparse_tensors`` as tuples that Dynamo can trace: lists, tables, tile, lengths. Raises ``TypeError`` for other objects."""
+    # ``check_class`` inlined: another call would be another guard of every compiled call
     if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
         _refuse_class(given, is_varlen)
     made: Any = given
@@ -46,7 +46,7 @@ def parts_of_blocks(given: Any, is_varlen: bool) -> tuple:
 
 
 def check_class(given: Any, is_varlen: bool) -> None:
-    """Raises ``TypeError`` unless these are lists of the class that the entry point takes."""
+    """Raises ``TypeError`` unless ``given`` has the class that the entry point takes."""
     if not isinstance(given, VarlenBlockSparseTensors if is_varlen else BlockSparseTensors):
         _refuse_class(given, is_varlen)
 
@@ -59,7 +59,7 @@ def _refuse_class(given: Any, is_varlen: bool) -> NoReturn:
 
 
 def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], heads: tuple[int, int]) -> None:
-    """Raises ``ValueError`` unless the lists are on q's device, of these lengths and of this batch and these query heads."""
+    """Raises ``ValueError`` unless the lists are on q's device and have these lengths, and this batch and number of query heads."""
     _check_device(given, q)
     tiles = tuple(ceil_div(n, t) for n, t in zip(lengths, given.tile, strict=True))
     # lists without lengths may be compact
@@ -75,7 +75,7 @@ def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], 
 
 
 def check_varlen(given: VarlenBlockSparseTensors, q: Tensor, heads: int) -> None:
-    """Raises ``ValueError`` unless the lists are on q's device and of this number of query heads; their lengths are not read."""
+    """Raises ``ValueError`` unless the lists are on q's device and have this number of query heads; their lengths are not read."""
     _check_device(given, q)
     listed = given.mask_block_cnt.shape[0]
     if listed not in (1, heads):
@@ -92,7 +92,7 @@ def _check_device(given: BlockSparseTensors | VarlenBlockSparseTensors, q: Tenso
 
 
 def _check_built_for(lists: VarlenBlockSparseTensors, sequences: Sequences) -> None:
-    """Raises where varlen lists were built for other sequences; where no table is read, for another number of them."""
+    """Raises if varlen lists were built for other sequences or, for tables that are not read, for another number of sequences."""
     if isinstance(sequences, StoredSequences):
         if len(lists.seqlens_q) != sequences.batch:
             have = f"{len(lists.seqlens_q)} sequences but the call has {sequences.batch}"

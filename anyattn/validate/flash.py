@@ -1,4 +1,4 @@
-"""Validation of the entry points with FlashAttention's names: every user error; arguments in, a validated ``Problem`` out."""
+"""Validation of the entry points with FlashAttention's names: raises every user error and returns a validated ``Problem``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class Options(NamedTuple):
-    """The entry points' common arguments, as the user gave them. reads_captured: as in ``flex.flex_problem``; for operators."""
+    """The entry points' common arguments, unchecked. reads_captured: as in ``flex.flex_problem``; set by operators."""
 
     softmax_scale: Any = None
     causal: Any = False
@@ -81,7 +81,7 @@ class Options(NamedTuple):
 
 
 def refuse_positional(function: Callable, beyond: tuple) -> NoReturn:
-    """Raises ``TypeError`` for a call of an entry point with more arguments ``beyond`` those that all FlashAttentions order alike."""
+    """Raises ``TypeError`` for positional arguments ``beyond`` those whose order is the same in all versions of FlashAttention."""
     parameters = inspect.signature(function).parameters.values()
     taken = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -92,7 +92,7 @@ def refuse_positional(function: Callable, beyond: tuple) -> NoReturn:
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """The problem of one ``flash_attn_func`` call."""
+    """The problem of a ``flash_attn_func`` call."""
     check_dense_storage(q, k, v)
     return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
 
@@ -120,7 +120,7 @@ def varlen_problem(
     validate: bool | None,
     options: Options,
 ) -> Problem:
-    """The problem of one ``flash_attn_varlen_func`` call."""
+    """The problem of a ``flash_attn_varlen_func`` call."""
     check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
     if check_lengths.skips_device_reads(q.device, validate):
@@ -132,7 +132,7 @@ def varlen_problem(
     def checked() -> tuple[Sequences, int | Tensor]:
         return _checked_sequences(q, k, given, lengths, validate)
 
-    # (a page table changes from step to step, and the sequences keep a reference to it)
+    # not with a page table: it changes from step to step, and the sequences keep a reference to it
     may_keep = pool is None and not any(isinstance(n, Tensor) for n in lengths)
     if may_keep and all(t is None or (type(t) is Tensor and t.device == q.device) for t in given) and not q.is_meta:
         facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
@@ -143,7 +143,7 @@ def varlen_problem(
 
 
 def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether a backward pass may follow; a score mod counts, since its tensors are not checked here."""
+    """Whether a backward pass may follow; any score mod counts, since its tensors are not checked here."""
     if not torch.is_grad_enabled():
         return False
     known = (q, k, v, options.sink, options.alibi_slopes)
@@ -153,7 +153,7 @@ def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _checked_sequences(
     q: Tensor, k: Tensor, tables: tuple[Tensor | None, ...], lengths: tuple[Any, Any], validate: bool | None
 ) -> tuple[Sequences, int | Tensor]:
-    """Where each sequence is, and the offset of its queries among its keys. Reads the tables' contents."""
+    """The sequences, and the offset of each one's queries among its keys. Reads the tables' contents."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
     batch, device = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
     if page_table is not None and seqused_k is None:
@@ -211,7 +211,7 @@ def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_si
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
-    """The problem of any entry point, given its sequences. offset: the first query's position among the keys, less its ``q_idx``."""
+    """The problem of any entry point, given its sequences. offset: the first query's position among the keys, minus its ``q_idx``."""
     heads = q.shape[-2]
     q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
     aux = flex.aux_list(options.aux_tensors, q.device)
@@ -264,10 +264,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
 def _inside(
     masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
 ) -> tuple[list[TracedMod], list[TracedMod]]:
-    """The masks and scores of a call, whose loads are proved to be in bounds, or clamped.
+    """The masks and scores of a call, with loads that are proved to be in bounds or are clamped.
 
-    Where the tables are not read, captured tensors are not either: an index that is read from another captured tensor is clamped. One that
-    is computed from positions is checked; only where it could leave its tensor by the greatest lengths, the tables are read for that.
+    If the tables are not read, captured tensors are not read either: an index that is read from another captured tensor is clamped. An
+    index computed from positions is checked; only if it could leave its tensor at the greatest lengths are the tables read for it.
     """
     s = bare.sequences
     if not reads_captured or (s is not None and s.is_unread):
@@ -287,7 +287,7 @@ def _inside(
 
 
 def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> None:
-    """Raises unless all are tensors of the first one's float dtype and device, and all but ``skip`` have ``rank`` dimensions."""
+    """Raises unless all are tensors with the first one's float dtype and device, and all but ``skip`` have ``rank`` dimensions."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -365,7 +365,7 @@ def _packs(given: Any) -> bool | None:
 
 
 def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tensor]:
-    """``flash_attn_combine``'s arguments, checked."""
+    """The checked arguments of ``flash_attn_combine``."""
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")

@@ -1,4 +1,4 @@
-"""Validation of ``flex_attention``: every user error; arguments in, a validated ``Problem`` out."""
+"""Validation of ``flex_attention``: raises every user error and returns a validated ``Problem``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
+# Options that change how torch's Triton kernels are built, not their results: accepted, without effect here.
 _TORCH_OPTIONS = frozenset(
     [
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK",
@@ -54,7 +54,7 @@ _TORCH_OPTIONS = frozenset(
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
-    """Whether (lse, max_scores) are to be returned, by torch's two ways of requesting them."""
+    """Whether (lse, max_scores) are requested, by either of torch's two arguments."""
     if return_lse and return_aux is not None:
         raise ValueError("return_lse=True and return_aux are both given; wanted one of them: use return_aux=AuxRequest(lse=True)")
     if return_aux is None:
@@ -65,7 +65,7 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
 
 
 def kernel_options(options: Any) -> dict[str, int]:
-    """The options that mean something here: tile_m, tile_n, num_splits, autotune and pack_gqa."""
+    """The options that have a meaning here: tile_m, tile_n, num_splits, autotune and pack_gqa."""
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -108,10 +108,10 @@ def flex_problem(
     listed: TracedMod | None = None,
     reads_captured: bool = True,
 ) -> Problem:
-    """The problem of one ``flex_attention`` call; raises before any work is done.
+    """The problem of a ``flex_attention`` call; raises before any work is done.
 
-    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where captured tensors must
-    not be read on the host: indices that depend on their contents are clamped, not checked.
+    listed: the mask of a block mask that is given as lists alone, as operators pass it. reads_captured: False if captured tensors must not
+    be read on the host: indices that depend on their contents are then clamped instead of checked.
     """
     key, value = tensors(query, key, value, enable_gqa)
     aux = aux_list(aux_tensors, query.device)
@@ -154,7 +154,7 @@ def flex_problem(
 
 
 def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
-    """key and value, checked against query, a batch of 1 shared."""
+    """key and value, checked against query, and expanded if their batch is 1."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape (batch, heads, length, head_dim)")
@@ -207,7 +207,7 @@ def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: 
 
 
 def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
-    """A mod traced for ``query``'s dtype and device; the bounds of its loads are still to be checked."""
+    """A mod traced for ``query``'s dtype and device; the bounds of its loads are not checked yet."""
     if isinstance(mod, TracedMod):
         return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -217,7 +217,7 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
 
 
 def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> None:
-    """Raises where a mod captures a tensor on another device than the call's; tensors of rank 0 may be on any."""
+    """Raises if a mod captures a tensor on another device than the call's; tensors of rank 0 may be on any device."""
     for tensor in mod.tensors:
         if tensor.device != device and tensor.ndim > 0:
             raise ValueError(
@@ -227,10 +227,10 @@ def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> No
 
 
 def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
-    """The lists of a block mask, and whether they follow from the mask, so that a backend may work from either alone.
+    """The lists of a block mask, and whether they follow from the mask, so that a backend may use either alone.
 
-    None on a CPU where the mask has row ranges, which describe the same more finely; elsewhere finding the ranges of captured ids would
-    wait for the device.
+    None on a CPU if the mask has row ranges, which describe the same mask more finely; on other devices, finding the ranges of captured ids
+    would synchronise.
     """
     follows = getattr(block_mask, "is_exact", False)
     if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
@@ -239,13 +239,13 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
 
 
 def classes_of(blocks: Any) -> Callable[[], Listed] | None:
-    """The form in which ``check_call`` takes a call's lists, None where there are none."""
+    """A call's lists in the form that ``check_call`` takes; None without lists."""
     return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
 
 
 class KeptLists(NamedTuple):
-    """What was read of a block mask. objects: the values of its fields ``_FIELDS`` at that time. versions: for each of the lists its write
-    counter and shape. facts: ``lists_facts``. blocks: the lists as kernels read them."""
+    """A cached reading of a block mask. objects: the values of its fields ``_FIELDS``. versions: version counter and shape of each list.
+    facts: ``lists_facts``. blocks: the lists in the form that kernels read."""
 
     objects: tuple
     versions: list[Any]
@@ -256,13 +256,13 @@ class KeptLists(NamedTuple):
 _FIELDS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE", "_exact",
 )  # fmt: skip
-_lists: WeakKeyDictionary[Any, KeptLists] = WeakKeyDictionary()  # of block masks, while they live
+_lists: WeakKeyDictionary[Any, KeptLists] = WeakKeyDictionary()  # by block mask, held weakly
 
 
 def kept_lists(block_mask: Any) -> KeptLists | None:
-    """The cached reading of a block mask while its fields are the same objects and the lists are not written to; else None.
+    """The cached reading of a block mask if its fields are still the same objects and its lists have not been written to; else None.
 
-    Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
+    Only writes that torch counts are detected: not those of kernels that torch does not know.
     """
     known = None if type(block_mask).__hash__ is None else _lists.get(block_mask)
     if known is None:
@@ -285,7 +285,7 @@ def _versions(objects: tuple) -> list[Any]:
 
 
 def lists_facts(block_mask: Any) -> tuple:
-    """The properties of a block mask that checks and plans depend on."""
+    """The properties of a block mask on which checks and plans depend."""
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     is_exact = getattr(block_mask, "is_exact", False)
     sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
@@ -293,7 +293,7 @@ def lists_facts(block_mask: Any) -> tuple:
 
 
 def read_lists(block_mask: Any) -> BlockSparseTensors:
-    """``BlockSparseTensors.from_block_mask``, kept with the block mask: see ``kept_lists``."""
+    """``BlockSparseTensors.from_block_mask``, cached with the block mask: see ``kept_lists``."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
     known = kept_lists(block_mask)
@@ -303,19 +303,19 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     if blocks is None:
         blocks = BlockSparseTensors.from_block_mask(block_mask)
     if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
-        return blocks  # not cached: it may change without notice
+        return blocks  # not cached: changes could not be detected
     objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)
     tensors = [t for t in objects[:4] if t is not None]
-    if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
+    if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to inference tensors
         _lists[block_mask] = KeptLists(objects, _versions(objects), lists_facts(block_mask), blocks)
     return blocks
 
 
-_NO_MASK = 2**30  # the block of torch's block mask that is none
+_NO_MASK = 2**30  # the block size of torch's empty block mask
 
 
 def is_no_mask(block_mask: Any) -> bool:
-    """Whether this is torch's block mask for no mask (``_create_empty_block_mask``): one block of 2^30 rows and keys."""
+    """Whether this is torch's empty block mask (``_create_empty_block_mask``): one block of 2^30 rows and keys."""
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
         return False
@@ -324,18 +324,18 @@ def is_no_mask(block_mask: Any) -> bool:
     count = block_mask.kv_num_blocks
     if block_mask.mask_mod is not noop_mask or block_mask.full_kv_num_blocks is not None or count.numel() != 1:
         return False
-    # as it was made; a count that was written to says whether the block is still there
+    # an unmodified count is 1; a modified one is read, to see whether the block is still listed
     return torch.compiler.is_compiling() or (not count.is_inference() and count._version == 0) or int(count) == 1
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
-    """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    """Raises if ``block_mask`` is not a block mask, or was made for another device, other lengths, batches or heads."""
     is_block_mask(block_mask)
     check_lists(block_mask.seq_lengths, block_mask.kv_num_blocks, query, key)
 
 
 def is_block_mask(block_mask: Any) -> None:
-    """Raises ``TypeError`` unless this is anyattn's or torch's ``BlockMask``."""
+    """Raises ``TypeError`` unless ``block_mask`` is anyattn's or torch's ``BlockMask``."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
@@ -360,7 +360,7 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
 
 
 def warn_of_shared_lists(block_mask: Any, query: Tensor) -> None:
-    """Warns where ``create_block_mask`` made the lists of one batch entry or head, and the mask shows others in others."""
+    """Warns if ``create_block_mask`` made lists of one batch entry or head although the mask differs between entries or heads."""
     for name, index, axis in (("B", "b", 0), ("H", "h", 1)):
         if query.shape[axis] > 1 and name in getattr(block_mask, "_told_apart", ()):
             warnings.warn(
@@ -372,7 +372,7 @@ def warn_of_shared_lists(block_mask: Any, query: Tensor) -> None:
 
 
 def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
-    """The scale of scores, which are float32 but for inputs of ``dtype`` float64."""
+    """The scale of scores, which are float64 for inputs of ``dtype`` float64 and float32 otherwise."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.ndim == 0:
@@ -381,7 +381,7 @@ def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
         raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
     try:
         number = float(scale)
-    except OverflowError:  # a whole number
+    except OverflowError:  # a very large int
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")

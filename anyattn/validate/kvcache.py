@@ -1,4 +1,4 @@
-"""Validation of ``flash_attn_with_kvcache``: every user error, and what a call appends, before anything is written."""
+"""Validation of ``flash_attn_with_kvcache``: raises every user error, and finds the slots of appended rows, before anything is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Given(NamedTuple):
-    """The entry point's arguments that describe the cache, as the user gave them."""
+    """The entry point's arguments that describe the cache, unchecked."""
 
     q: Any
     k_cache: Any
@@ -57,9 +57,9 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CacheCall:
-    """The attention of one call, and the step (append, rotate) before it.
+    """The attention of one call, and the step before it (append, rotary embedding).
 
-    problem.q: the queries as given. looked: the checked contents of the tables, None where they have not been read.
+    problem.q: the queries as given, not rotated. looked: the checked contents of the tables, None if they have not been read.
     """
 
     problem: Problem
@@ -69,9 +69,9 @@ class CacheCall:
     turn: _Turn | None
 
     def prepared(self, chosen: Plan) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold, for the plan that was chosen for ``problem``.
+        """Appends to the caches and returns the attention over their new contents, for the plan that was chosen for ``problem``.
 
-        Where no kernel takes the step, the tables are read and checked first, if they have not been.
+        If no kernel runs the step, tables that have not been read are read and checked first.
         """
         problem, step = self.problem, self.step
         appender = planner.appender(chosen, hardware.of(step.q.device.type))
@@ -95,13 +95,13 @@ class CacheCall:
 
 
 def heads_first(q: Tensor) -> Tensor:
-    """The entry point's queries with heads before positions, as a problem has them."""
+    """The entry point's queries with heads before positions, as in a ``Problem``."""
     return (q if q.ndim == 4 else q.unsqueeze(0)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class _Looked:
-    """The checked contents of the tables. slots: int64 (total_new,) each, the caches' two leading indices of every new row."""
+    """The checked contents of the tables. slots: the two leading cache indices of every new row, int64 (total_new,) each."""
 
     info: SeqlenInfoQKNewK
     sequences: Sequences
@@ -110,7 +110,7 @@ class _Looked:
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    """Rotary tables and the position of every row of the queries' storage and of every new key."""
+    """Rotary tables, and the position of every row of the queries' storage and of every new key."""
 
     cos: Tensor
     sin: Tensor
@@ -123,7 +123,7 @@ class _Turn:
 
 
 def cache_call(given: Given, options: Options) -> CacheCall:
-    """One call, checked; nothing is written.
+    """A checked call; nothing is written.
 
     On a GPU, unless ``validate`` is True, the tables' contents are not read.
     """
@@ -132,7 +132,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     q = given.q
     looked = None if check_lengths.skips_device_reads(q.device, given.validate) else _look(given, tables, sizes)
     sequences = StoredCache(tables, sizes, q.device) if looked is None else looked.sequences
-    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before _turn, which reads the options too
+    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before _turn, which also uses the options
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
     cos, sin = given.rotary_cos, given.rotary_sin
     if (cos is not None or sin is not None) and given.k is None:
@@ -143,7 +143,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
 
 
 def with_own_pages(given: Given) -> Given:
-    """The call with a row of the page table for each of its entries, where cache_batch_idx chooses them from one for each cache entry.
+    """The call with one page table row per batch entry, where cache_batch_idx selects them from a table with one row per cache entry.
 
     On a GPU the values are not checked, and a row outside the table is replaced by the nearest row inside it.
     """
@@ -152,7 +152,7 @@ def with_own_pages(given: Given) -> Given:
         return given
     q, ends = given.q, given.cu_seqlens_q
     if not isinstance(q, Tensor) or not isinstance(given.k_cache, Tensor) or (ends is not None and not isinstance(ends, Tensor)):
-        return given  # which is refused for that
+        return given  # wrong types are refused later
     batch = check_lengths.batch_of_ends("cu_seqlens_q", ends) if ends is not None else q.shape[0]
     check_lengths.check_table("cache_batch_idx", rows, batch, q.device)
     check_lengths.check_pages_of("(cache entries, pages)", table, given.k_cache)
@@ -168,9 +168,9 @@ _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_si
 
 
 def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
-    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would be silently wrong.
+    """Raises ``ValueError`` for a tensor that requires grad: there are no gradients, and a result without one would be silently wrong.
 
-    tensors: the call's, in the order of ``_DIFFERENTIABLE``; more may follow. For calls that autograd records.
+    tensors: of the call, in the order of ``_DIFFERENTIABLE``; more may follow. Only called in grad mode.
     """
     for name, x in zip(_DIFFERENTIABLE, tensors):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -181,7 +181,7 @@ def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
 
 
 def check_no_captured_gradients(tensors: Iterable[Tensor]) -> None:
-    """``check_no_gradients`` for what a score mod reads."""
+    """``check_no_gradients`` for the tensors that a score mod reads."""
     for x in tensors:
         if x.requires_grad:
             _refuse_gradient(f"a tensor of shape {tuple(x.shape)} that score_mod reads")
@@ -195,7 +195,7 @@ def _refuse_gradient(name: str) -> None:
 
 
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
-    """The call's tables, checked by shape, dtype and device alone."""
+    """The call's tables, checked by shape, dtype and device only."""
     q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
     check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
     batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
@@ -247,7 +247,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
     )
     check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
     if given.k is not None:
-        # a cache row may be appended to once; without cache_batch_idx all rows are different
+        # a cache row may be appended to only once; without cache_batch_idx all rows are different
         append.check_append(info, rows if tables.rows is not None else None, table, k_cache.shape[1], k_cache.shape[0])
         return _Looked(info, sequences, append.slots(info, rows, table, k_cache.shape[1]))
     if table is not None:
@@ -256,7 +256,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
 
 
 def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
-    """Every field as one number per entry."""
+    """The fields with one number per entry."""
     return SeqlenInfoQKNewK(*(f if isinstance(f, Tensor) else zero + f if f else zero for f in vars(info).values()))
 
 
@@ -288,7 +288,7 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
 
 
 def cached_rows(given: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
-    """Rows of each entry's cache in use, padding included."""
+    """The rows of each entry's cache that are in use, padding included."""
     if given is None:
         given = capacity
     if isinstance(given, int) and not isinstance(given, bool):
@@ -310,14 +310,14 @@ def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None
 
 
 def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:
-    """Whether entries have rows of the cache, as far as shapes tell."""
+    """Raises if the shapes show that entries have no cache row."""
     check_lengths.check_table("cache_batch_idx", given, batch, device)
     if given is None and table is None and k_cache.shape[0] < batch:
         raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
 
 
 def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: torch.device) -> Tensor:
-    """The row of the cache, or of another tensor called ``name``, of each batch entry; ``have``: how many rows that has."""
+    """The row of the cache, or of another tensor called ``name``, of each batch entry. have: number of rows of that tensor."""
     rows = check_lengths.sequence_lengths("cache_batch_idx", given, batch, device)
     if rows is None:
         return torch.arange(batch, device=device)
@@ -328,7 +328,7 @@ def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: 
 
 
 def _turn(step: CacheStep, looked: _Looked) -> _Turn | None:
-    """The call's rotary positions: new key j at ``seqlen_rotary + j``, query i likewise if causal or windowed, else at seqlen_rotary."""
+    """The call's rotary positions: new key j is at ``seqlen_rotary + j``; query i too if causal or windowed, else at seqlen_rotary."""
     if step.cos is None or step.sin is None:
         return None
     info, s, q = looked.info, looked.sequences, step.q

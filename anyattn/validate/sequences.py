@@ -34,12 +34,12 @@ NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of 
 
 
 def skips_device_reads(device: torch.device, validate: bool | None) -> bool:
-    """Whether the tables' contents are trusted unread: reading would wait for the GPU, which a CUDA graph must not do."""
+    """Whether the tables' contents are used without being checked: reading them would synchronise, which a CUDA graph does not allow."""
     return device.type == "cuda" and validate is not True
 
 
 def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[Any, Any], page_table: Any) -> StoredSequences:
-    """Where each sequence is, computed from the tables later. Checks what is known without reading them."""
+    """The sequences, whose fields are computed from the tables later. Checks all properties that need no read of the tables."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tables
     batch = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table)
     if page_table is not None and seqused_k is None:
@@ -57,7 +57,7 @@ def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[
 
 
 def bound(name: str, given: Any, rows: int) -> int:
-    """The longest that a sequence can be."""
+    """The upper bound ``given``, checked, on the length of a sequence; at most ``rows``."""
     if given is None or (isinstance(given, Tensor) and given.ndim == 0 and given.is_cuda):
         return rows
     most = _max_of(name, given)
@@ -67,7 +67,7 @@ def bound(name: str, given: Any, rows: int) -> int:
 
 
 def offset_unread(s: StoredSequences, is_for_later: bool) -> int | Tensor | TableOffset:
-    """The offset of each sequence's queries among its keys. is_for_later: computed now, since the tables may change before use."""
+    """The offset of each sequence's queries among its keys. is_for_later: compute it now, since the tables may change before it is used."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = s.tables
     is_told = cu_seqlens_q is not None or seqused_q is not None
     if cu_seqlens_q is cu_seqlens_k and seqused_q is seqused_k and (is_told or s.sizes.rows_q == s.sizes.rows_k):
@@ -94,7 +94,7 @@ def batch_of(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, k: Tensor, page_ta
 
 
 def batch_of_ends(name: str, given: Any) -> int:
-    """The number of sequences of a cu_seqlens."""
+    """The number of sequences of a cu_seqlens tensor."""
     _integers(name, given, 1, "(batch + 1,)")
     if len(given) == 0:
         raise ValueError(f"{name} is empty; wanted batch + 1 entries, the first 0")
@@ -102,9 +102,9 @@ def batch_of_ends(name: str, given: Any) -> int:
 
 
 def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor | None:
-    """cu_seqlens as int64, checked: from 0, never falling, never past the packed rows; with ``validate`` ending exactly there.
+    """cu_seqlens as int64, checked: begins with 0, never decreases, never exceeds the packed rows; with ``validate`` it ends exactly there.
 
-    validate None: on the CPU, where reading costs nothing, all but the exact end; elsewhere nothing, since it would wait for the device.
+    validate None: on the CPU, where reading costs nothing, checks all but the exact end; elsewhere nothing, since reading synchronises.
     """
     if given is None:
         return None
@@ -127,7 +127,7 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
 
 
 def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
-    """(batch,) integers as int64, not negative."""
+    """(batch,) integers as int64, checked to be 0 or more."""
     check_table(name, given, batch, device)
     if given is None:
         return None
@@ -138,7 +138,7 @@ def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) ->
 
 
 def check_table(name: str, given: Any, batch: int, device: torch.device) -> None:
-    """The checks of ``sequence_lengths`` that need no read of the numbers."""
+    """The checks of ``sequence_lengths`` that do not read the values."""
     if given is None:
         return
     _integers(name, given, 1, f"({batch},)")
@@ -162,7 +162,7 @@ def _integers(name: str, given: Any, rank: int, shape: str) -> None:
 
 
 def check_used(sequences: Sequences, ends: Any, name: str, capacity: int | None) -> None:
-    """Raises where a sequence uses more rows than it has."""
+    """Raises if a sequence uses more rows than it has."""
     host = sequences.on_host
     used = host.seqlens_q if name == "seqused_q" else host.seqlens_k
     room = [capacity] * len(used) if capacity is not None else ends.diff().tolist()

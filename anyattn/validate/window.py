@@ -1,4 +1,4 @@
-"""The mask of ``causal`` and ``window_size``: a band of keys around each query's position among them."""
+"""Window mask of ``causal`` and ``window_size``: a band of keys around each query's position among them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from anyattn.sequences.unread_varlen import LengthTables
 
 __all__ = ["TableOffset", "band", "sides_in_sight"]
 
-_FAR = 2**31 - 1  # no length is greater
+_FAR = 2**31 - 1  # upper bound of all lengths
 
 
 class TableOffset(NamedTuple):
-    """The position of each sequence's first query among its keys (keys less queries), which a kernel reads from the call's tables.
+    """The position of each sequence's first query among its keys (keys minus queries), which a kernel reads from the call's tables.
 
-    rows_q, rows_k: a sequence's length where no table has it.
+    rows_q, rows_k: a sequence's length, if no table has it.
     """
 
     tables: LengthTables
@@ -30,13 +30,13 @@ class TableOffset(NamedTuple):
 
 
 def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> tuple[int | None, int | None]:
-    """(left, right) of the band, None where a side hides nothing in sequences of at most so many rows and keys."""
+    """(left, right) of the band, None for a side that hides nothing in sequences of at most ``most_q`` queries and ``most_k`` keys."""
     if not isinstance(window_size, (tuple, list, Sequence)) or len(window_size) != 2:
         raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
     for i, side in enumerate(window_size):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
-    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # further than any key: such a side hides nothing, or everything
+    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # beyond all keys: such a side hides nothing, or everything
     left, right = [None if side in (-1, None) else max(min(side, far), -far) for side in window_size]
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
@@ -48,7 +48,7 @@ def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> t
 
 
 def band(causal: Any, window_size: Any, offset: int | Tensor | TableOffset, most_q: int, most_k: int, device: Any) -> TracedMod | None:
-    """The mask, None if it leaves everything visible."""
+    """The band's mask; None if it hides nothing."""
     left, right = sides_in_sight(causal, window_size, most_q, most_k)
     if left is None and right is None:
         return None
@@ -61,12 +61,12 @@ def _mask(left: int | None, right: int | None, offset: int | Tensor) -> Callable
     return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
 
 
-_kept_mask = lru_cache(maxsize=256)(_mask)  # making a mask traces it; not for offsets in tensors, which the cache would keep alive
+_kept_mask = lru_cache(maxsize=256)(_mask)  # memoised: making a mask traces it; not for tensors, which it would keep alive
 
 
-# ---- offsets that are read from tables
+# ---- offsets read from tables
 
-# the sources of a sequence's length: its rows in use, its end less the one before, or a number for all
+# where a sequence's length comes from: its rows in use, the difference of two ends, or a number for all
 _USED, _ENDS = "used", "ends"
 
 
@@ -83,7 +83,7 @@ def _read_from_tables(left: int | None, right: int | None, offset: TableOffset) 
 def _template(
     left: int | None, right: int | None, keys: str | int, queries: str | int, *dtypes: torch.dtype | None
 ) -> tuple[TracedMod, tuple[int, ...]]:
-    """The mask traced with placeholder tables, and which of (keys', queries') table each of its tensors is."""
+    """The mask traced with placeholder tables, and for each of its tensors whether it is the keys' (0) or the queries' (1) table."""
     tables = [None if dtype is None else torch.zeros(2, dtype=dtype) for dtype in dtypes]
 
     of_keys, of_queries = (_reader(kind, table) for kind, table in zip((keys, queries), tables, strict=True))
@@ -100,7 +100,7 @@ def _template(
 
 
 def _reader(kind: str | int, table: Any) -> Callable:
-    """The length of entry b, in the mod language."""
+    """A function in the mod language that returns the length of entry b."""
     if kind == _USED:
         return lambda b: _length(table[b])
     if kind == _ENDS:
@@ -109,5 +109,5 @@ def _reader(kind: str | int, table: Any) -> Callable:
 
 
 def _length(entry: Any) -> Any:
-    """An entry in 64 bits, in which no sum of a few wraps around, whatever the table holds."""
+    """An entry as int64, clamped so that sums of a few cannot wrap around, for any table contents."""
     return entry.clamp(-_FAR, _FAR) if entry.dtype is torch.int64 else entry.to(torch.int64)

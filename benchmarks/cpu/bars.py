@@ -1,4 +1,4 @@
-"""What has to be reached on a CPU."""
+"""Bars of the CPU benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BARS"]
 
 
 def _ratios(found: Found, dtype: str) -> dict[str, float]:
-    """Of the gallery's variants: all of them or none."""
+    """The ratios of the gallery's variants: all of them or none."""
     return {v: found.ratio(f"forward/{v}/4096/{dtype}", "flex") for v in GALLERY}
 
 

@@ -1,4 +1,4 @@
-"""The CPU's cases, as data."""
+"""Cases of the CPU benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CASES", "GALLERY"]
 
 # each against compiled flex_attention
 GALLERY = tuple(gallery.VARIANTS)
-_MASKS_ONLY = ("sliding_window", "document", "prefix_lm", "sink_window")  # torch SDPA can do these with a dense bool mask
+_MASKS_ONLY = ("sliding_window", "document", "prefix_lm", "sink_window")  # variants that torch SDPA can compute with a dense bool mask
 _DTYPES = ("float32", "bfloat16")
 _MADE = ("causal", "document-causal")
 

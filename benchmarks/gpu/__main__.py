@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu``: times anyattn and its peers on this machine's GPU, prints tables and bars, writes JSON and Markdown.
 
-First all kernels are compiled, by many processes. The timing is done by one child process; when that dies, of a hang, a crash or an error
-on the device, the contestant that was running is left out of its case and a new child goes on.
+First all kernels are compiled by many processes. One child process does the timing; if it dies of a hang, a crash or a device error,
+the contestant that was running is left out of its case, and a new child continues.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from benchmarks.gpu.probes import LONGEST, NAMES, measure
 from benchmarks.store import State, Store, is_done
 
 _DEVICE_LOST = 3
-# The most telling first, for runs that are cut off.
+# The most informative groups first, for runs that are cut off.
 _ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory")
 _GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *NAMES]))
-Step = Case | str  # the latter a probe's name
+Step = Case | str  # a str is a probe's name
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
@@ -100,7 +100,7 @@ def main(
 
 
 def _compile(store: Store, steps: list[Step], limits: Limits, processes: int, seconds: float, hang: float) -> None:
-    """What is still to be timed, ahead of that; and says how long everything will take."""
+    """Compiles the kernels of the steps still to be timed, and prints an estimate of the total time."""
     found, state = store.found(), store.state()
     left = [step for step in steps if isinstance(step, Case) and not is_done(found, step)]
     jobs = [job for job in ahead.jobs_of(left) if not set(job.names) & set(state.banned_in(job.case, job.names))]
@@ -114,7 +114,7 @@ def _compile(store: Store, steps: list[Step], limits: Limits, processes: int, se
 
 
 def _steps(groups: tuple[str, ...], only: str | None, who: str | None) -> list[Step]:
-    """Cases and probes, group by group in the order asked for."""
+    """Cases and probes, group by group in the requested order."""
     cases, steps = chosen(CASES, groups, only, who), list[Step]()
     for group in groups or _GROUPS:
         steps += [case for case in cases if case.group == group]
@@ -131,7 +131,7 @@ def _list(steps: list[Step], limits: Limits) -> None:
 
 
 def _supervise(store: Store, arguments: list[str], deadline: float) -> None:
-    """Child after child until one ends well, time is up, or one dies without having begun anything."""
+    """Starts children until one exits with 0, time is up, or one dies before it started a case."""
     while (left := deadline - time.monotonic()) > 0:
         command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--worker", "--seconds", f"{left:.0f}"]
         try:
@@ -192,7 +192,7 @@ def _work(
 
 
 def _measured(store: Store, state: State, case: Case, limits: Limits, watch: Callable[[str, str], None], cold: bool) -> Record:
-    """Ends the process if the device is lost."""
+    """Measures a case; ends the process if the device is lost."""
     try:
         banned = state.banned_in(case.name, case.contestants)
         return _record(case, limits, banned, lambda contestant: watch(case.name, contestant), cold)
@@ -205,7 +205,7 @@ def _measured(store: Store, state: State, case: Case, limits: Limits, watch: Cal
 
 
 def _record(case: Case, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> Record:
-    """A case that raises is a refusal: the others are still wanted."""
+    """The case's record; a case that raises gets a refusal, and the others still run."""
     try:
         if "" in banned:
             raise RuntimeError(banned[""])
@@ -218,7 +218,7 @@ def _record(case: Case, limits: Limits, banned: dict[str, str], watch: Any, cold
 
 def _where() -> dict[str, Any]:
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
-    arguments = sys.argv[1 : sys.argv.index("--worker")] if "--worker" in sys.argv else sys.argv[1:]  # what the parent was called with
+    arguments = sys.argv[1 : sys.argv.index("--worker")] if "--worker" in sys.argv else sys.argv[1:]  # the arguments of the parent
     place = machine.describe("python -m benchmarks.gpu " + " ".join(arguments))
     return {**place, "gpu": torch.cuda.get_device_name(), "versions": versions}
 

@@ -1,7 +1,7 @@
-"""Compiles what a run will launch, in many processes at once and before anything is timed.
+"""Compilation ahead of a run: builds the kernels that it will launch, in many processes at once, before anything is timed.
 
-Each process builds contestants on the GPU and calls them once, which fills the disk caches of Triton, inductor and CuTe DSL; the process
-that measures then finds everything there. ``python -m benchmarks.gpu.ahead`` is such a process: it reads jobs, one JSON line each, and
+Each process builds contestants on the GPU and calls them once, which fills the disk caches of Triton, Inductor and CuTe DSL, where the
+measuring process then finds all kernels. ``python -m benchmarks.gpu.ahead`` is such a process: it reads jobs, one JSON line each, and
 answers each with one line.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.process import ANSWER, Child, apart
 
 __all__ = ["CACHES", "Done", "Job", "compile_ahead", "jobs_of"]
 
-# The caches that have to be asked for, and threads that would only get into one another's way.
+# Caches that are off by default, and thread counts that keep the processes from competing for cores.
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """failed: contestant -> why."""
+    """The outcome of a job. failed: contestant -> reason."""
 
     job: Job
     seconds: float
@@ -49,10 +49,10 @@ class Done:
 
 
 def jobs_of(cases: Iterable[Case]) -> list[Job]:
-    """What has to be compiled: anyattn's contestants of a case together, every peer alone.
+    """The jobs of a run: anyattn's contestants of a case together, every peer alone.
 
-    Cases that differ by lengths alone share their kernels, but for inductor's, which are compiled for a shape, and those of decoding,
-    which follow the batch.
+    Cases that differ only by lengths share their kernels, except Inductor's, which are compiled for a shape, and those of decoding,
+    which depend on the batch size.
     """
     jobs, seen = [], set()
     for case in cases:
@@ -79,7 +79,7 @@ def compile_ahead(
     echo: Callable[[str], None] = print,
     command: tuple[str, ...] = ("-m", "benchmarks.gpu.ahead"),
 ) -> list[Done]:
-    """Does the jobs in their order, so many at a time, and begins none after so long. hang: a job that takes longer is given up."""
+    """Runs the jobs in order in ``processes`` processes, and starts none after ``seconds``. hang: limit of a job in seconds."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -136,11 +136,11 @@ def _few(names: Iterable[str]) -> str:
     return f"{first} and {len(rest)} more" if rest else first
 
 
-# ---- the other side
+# ---- the child process
 
 
 def answer(job: Job, cases: dict[str, Case], device: str) -> dict[str, str]:
-    """Compiles, and says which contestants failed and why. Raises ``DeviceLost``."""
+    """Compiles a job's contestants; returns those that failed with the reasons. Raises ``DeviceLost``."""
     import torch
 
     from anyattn.testing.harness.runner import prepared

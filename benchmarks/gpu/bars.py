@@ -1,4 +1,4 @@
-"""What has to be reached on an H200, as data: rows of the Hopper forward's table, of the Triton backend's, of compiled programs'."""
+"""Bars on an H200: rows of the tables of the Hopper forward pass, the Triton backend and compiled programs."""
 
 from __future__ import annotations
 

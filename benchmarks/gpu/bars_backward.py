@@ -1,4 +1,4 @@
-"""What the Hopper backward pass has to reach on an H200, as data."""
+"""Bars of the Hopper backward pass on an H200."""
 
 from __future__ import annotations
 

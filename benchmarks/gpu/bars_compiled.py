@@ -1,4 +1,4 @@
-"""What compiled calls and the compiled training step have to reach."""
+"""Bars of compiled calls and of the compiled training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPS = 20
 
 
 def _figures(found: Found, size: str, who: str) -> dict[str, Any]:
-    """Raises ``KeyError`` where the contestant's first step was not tried."""
+    """The contestant's figures. Raises ``KeyError`` if its first step was not tried."""
     figures = found.probes[f"gpt-{size}"]["contestants"][who]
     if "first_s" not in figures and not str(figures.get("error", "")).startswith("first"):
         raise KeyError(who)
@@ -29,7 +29,7 @@ def _over(size: str, who: str, key: str) -> Callable[[Found], float]:
 
 
 def _is_full(size: str, who: str) -> Callable[[Found], float]:
-    """1 if the first step ran, which torch.compile was asked to compile whole, and nothing was broken off."""
+    """1 if the first step ran, compiled by torch.compile as a whole, without graph breaks; else 0."""
     return lambda found: float("first_s" in (mine := _figures(found, size, who)) and not mine.get("breaks", 0))
 
 

@@ -1,4 +1,4 @@
-"""What the Triton backend has to reach on an H200, as data."""
+"""Bars of the Triton backend on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases, as data: what is timed, at which sizes, and against whom."""
+"""Cases of the GPU benchmark: what is timed, at which sizes, and against which peers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DETERMINISTIC = (
     "sliding_window",
     "document",
     "alibi",
-)  # of which a backward pass is timed with ``deterministic=True`` too
+)  # variants whose backward pass is also timed with ``deterministic=True``
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
 _BUILT = ("causal", "equal-documents-causal")
@@ -73,7 +73,7 @@ def _variant(name: str) -> Case:
 
 
 def _backward(name: str, shape: Shape) -> Case:
-    """anyattn-auto: with the forward pass of its own choice. A deterministic one is looked at where atomic additions would pay the most."""
+    """anyattn-auto: with the forward pass of its own choice. Deterministic for the variant in which atomic additions gain the most."""
     peers = ("anyattn-auto", "flex-triton", *(("anyattn-deterministic",) if name == "causal" else ()))
     return gpu_case("backward", "flex", name, shape, peers, backend="triton", is_backward=True)
 
@@ -156,15 +156,15 @@ HOST = [
     *(gpu_case("masks-host", "mask", v, Shape.square(8192, 1, 64), ("flex-mask",), is_host_time=True) for v in _BUILT),
 ]
 
-# the most telling first, for runs that are cut off
+# the most informative first, for runs that are cut off
 CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 
 def chosen(cases: list[Case], groups: tuple[str, ...] = (), only: str | None = None, who: str | None = None) -> list[Case]:
-    """Those of the groups (all of none) whose name the regular expression ``only`` finds something in, in the order of ``groups``.
+    """The cases of the groups (of all groups if there are none) whose name matches the regular expression ``only``, in the groups' order.
 
-    who: of a case's peers only those in whose name this finds something; a case that loses all of them is left out.
+    who: keeps only those of a case's peers whose name matches; a case that loses all of them is left out.
     """
     order = {group: place for place, group in enumerate(groups)}
     found = [c for c in cases if (not groups or c.group in groups) and (only is None or re.search(only, c.name))]

@@ -1,4 +1,4 @@
-"""Host time of a warm compiled call with one attention in it, and of flex calls that anyattn takes: a small one, nobody waits for it."""
+"""Host time of a warm compiled call with one attention in it, and of flex calls that anyattn takes over: small, without synchronising."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def host_times(device: str = "cuda", backend: str = "inductor", limits: Limits = _LIMITS) -> dict[str, Any]:
-    """microseconds: by call. Beside them what bars read: ratios and differences, medians of those within rounds."""
+    """microseconds: by call; plus the figures of the bars: ratios and differences, as medians of those within rounds."""
     import anyattn
 
     qkv = tuple(torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -36,7 +36,7 @@ def host_times(device: str = "cuda", backend: str = "inductor", limits: Limits =
         figures = _versus_flex(rounds)
         if (replace := getattr(anyattn, "replace_flex_attention", None)) is not None:
             with replace():
-                # compiled anew: what Dynamo compiled of torch's function is another graph; direct calls get torch's block mask too
+                # compiled again: Dynamo's graph with torch's function is another one; direct calls get torch's block mask too
                 replaced = {f"replaced {name}": call for name, call in _flex(qkv, device, backend).items()}
                 again = _rounds({**_ours(qkv, flex_attention.create_block_mask, device, backend), **replaced}, limits, errors)
             figures |= _replaced(again)
@@ -46,7 +46,7 @@ def host_times(device: str = "cuda", backend: str = "inductor", limits: Limits =
 
 
 def _ours(qkv: tuple[Tensor, ...], create: Callable[..., Any], device: str, backend: str) -> _Calls:
-    """create: the ``create_block_mask`` that makes the block mask."""
+    """Our calls. create: the ``create_block_mask`` that makes the block mask."""
     import anyattn
 
     block_mask = create(_causal, 1, 1, _SHAPE[2], _SHAPE[2], device=device)
@@ -61,7 +61,7 @@ def _ours(qkv: tuple[Tensor, ...], create: Callable[..., Any], device: str, back
 
 
 def _flex(qkv: tuple[Tensor, ...], device: str, backend: str) -> _Calls:
-    """torch's function, or what it has been replaced with."""
+    """Calls of torch's function, or of its replacement."""
     function = flex_attention.flex_attention
     block_mask = flex_attention.create_block_mask(_causal, 1, 1, _SHAPE[2], _SHAPE[2], device=device)
     compiled = torch.compile(lambda q, k, v: function(q, k, v), fullgraph=True, backend=backend)
@@ -91,7 +91,7 @@ def _versus_flex(rounds: dict[str, tuple[float, ...]]) -> dict[str, float]:
 
 
 def _replaced(rounds: dict[str, tuple[float, ...]]) -> dict[str, float]:
-    """The more of the call without a mask and the one with a block mask."""
+    """The extra time of replaced calls, the larger one of the call without a mask and the one with a block mask."""
     found = {}
     for key, how in (("replaced_extra_us", ""), ("compiled_replaced_extra_us", " compiled")):
         pairs = [(rounds.get(f"replaced flex{how}{tail}"), rounds.get(f"anyattn{how}{tail}")) for tail in ("", ", block mask")]

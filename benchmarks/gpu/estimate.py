@@ -1,4 +1,4 @@
-"""How long a run will take, group by group: by rules of thumb."""
+"""Estimated duration of a run, group by group, by rules of thumb."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.store import is_done
 
 __all__ = ["ahead_seconds", "case_seconds", "described"]
 
-_START = 10.0  # importing torch, waking CUDA
+_START = 10.0  # importing torch, initialising CUDA
 _INPUTS = 0.8
 _SAMPLE_HOST = 0.02
 _SAMPLE = {"decode": 0.007, "mask": 0.006}  # of one contestant in one round, its head start included
 _SAMPLE_OTHER, _SAMPLE_BACKWARD = 0.004, 0.012
-_COMPILED, _ELSE = 3.0, 0.3  # to prepare a contestant: inductor traces and lowers even what it finds compiled
-_COLD = {"flex": 12.0, "fa4": 5.0, "anyattn": 5.0}  # the same without compiling ahead
+_COMPILED, _ELSE = 3.0, 0.3  # to prepare a contestant: Inductor traces and lowers even if the kernels are cached
+_COLD = {"flex": 12.0, "fa4": 5.0, "anyattn": 5.0}  # without compiling ahead
 _PROBES = {
     "memory": 25.0,
     "first-call": 40.0,
@@ -42,12 +42,12 @@ def case_seconds(case: Case, limits: Limits, is_compiled: bool) -> float:
 
 
 def ahead_seconds(jobs: int, flex_jobs: int, processes: int) -> float:
-    """Of compiling ahead: so many jobs, of which so many of inductor."""
+    """Seconds to compile ahead ``jobs`` jobs, of which ``flex_jobs`` are Inductor's."""
     return _START + (flex_jobs * _JOB["flex"] + (jobs - flex_jobs) * _JOB["anyattn"]) / max(1, min(processes, jobs)) if jobs else 0.0
 
 
 def described(steps: Sequence[Case | str], limits: Limits, is_compiled: bool, found: Found, start: float = 0.0) -> list[str]:
-    """A line a group: how many of its cases are left, how long they take, and when they will be done."""
+    """One line per group: how many of its cases are left, how long they take, and when they will be done."""
     lines, total = [], start + _START
     for group in dict.fromkeys(step if isinstance(step, str) else step.group for step in steps):
         members = [step for step in steps if not isinstance(step, str) and step.group == group]

@@ -1,4 +1,4 @@
-"""What one forward and backward pass over a long batch of documents allocates: 60,000 tokens, each attending to its own document's past."""
+"""Memory that a forward and backward pass over a long batch of documents allocates: 60,000 tokens with causal document masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATISTIC = 4  # bytes of a float32
 
 
 class Meter(Protocol):
-    """Watches allocations from ``start`` on. largest: bytes of the largest single one. peak: bytes that were allocated at once."""
+    """Tracks allocations from ``start`` on. largest: bytes of the largest one. peak: most bytes allocated at once."""
 
     def start(self) -> None: ...
 
@@ -27,7 +27,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """By the record that torch's allocator keeps."""
+    """A meter that reads the record of torch's allocator."""
 
     def start(self) -> None:
         torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def _flex(qkv: tuple[Tensor, ...], mask: Callable | None, lengths: list[int], ba
     assert mask is not None
     q, k, v = (t.transpose(0, 1)[None] for t in qkv)  # (1, heads, tokens, head dim), as views
     block_mask = anyattn.create_block_mask(mask, 1, 1, q.shape[2], q.shape[2], device=q.device)
-    # squeezed and not indexed: the derivative of [0] would copy the gradient among zeros, which belongs to the caller and not to us
+    # squeezed, not indexed: the derivative of [0] would copy the gradient into zeros, an allocation of the caller's and not of ours
     return anyattn.flex_attention(q, k, v, None, block_mask, backend=backend).squeeze(0).transpose(0, 1)
 
 
@@ -76,8 +76,8 @@ def long_documents(
 ) -> dict[str, Any]:
     """Runs both passes once, for the first time. Building the block mask counts too.
 
-    largest: the largest allocation, as a multiple of one gradient's. peak: what was allocated at once, as a multiple of the output, the
-    three gradients and two statistics a row. sums: of the absolute values of out, dq, dk and dv, which both functions must agree on.
+    largest: the largest allocation, relative to one gradient. peak: the most allocated at once, relative to the output, the three
+    gradients and two statistics per row. sums: of the absolute values of out, dq, dk and dv, on which both functions must agree.
     """
     random = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(tokens, heads, _WIDTH, generator=random, device=device, dtype=torch.bfloat16) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What needs a process of its own: memory, first calls with a cold and a warm disk cache, how often a kernel is compiled, compiled calls.
+"""Probes that need a separate process: memory, first calls with a cold and a warm disk cache, numbers of compilations, compiled calls.
 
 ``python -m benchmarks.gpu.probes NAME`` prints one JSON object; ``measure(NAME)`` runs that in fresh processes. The compiled training
 step has a process for each contestant (``benchmarks.gpu.gpt``).
@@ -25,13 +25,13 @@ _SHAPES = 1000
 
 
 def _first_call() -> dict[str, Any]:
-    """The first call of a process with a library mask, then the first with a library score mod, with CUDA and torch already awake."""
+    """The first call of a process with a library mask, then the first with a library score mod, after CUDA and torch are initialised."""
     import torch
 
     import anyattn
 
     q, k, v = torch.randn(3, 1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
-    (q @ q.transpose(2, 3)).sum().item()  # CUDA's context and cuBLAS are not ours
+    (q @ q.transpose(2, 3)).sum().item()  # excludes CUDA's context and cuBLAS
     found: dict[str, Any] = {}
     alibi = anyattn.scores.alibi(anyattn.scores.alibi_slopes(8).cuda())
     for name, score in (("causal", None), ("alibi", alibi)):
@@ -44,15 +44,15 @@ def _first_call() -> dict[str, Any]:
 
 
 def _training_call() -> dict[str, Any]:
-    """The first backward call of a process, and what the host spends on a call and its backward pass once all is known; of torch's SDPA
-    the same, for how long autograd itself takes there."""
+    """The first backward call of a process, and the host time of a call and its backward pass once everything is cached; the same for
+    torch's SDPA, as the share of autograd itself."""
     import torch
 
     import anyattn
 
     q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16).unbind())
     scores = q @ k.transpose(2, 3)
-    torch.autograd.grad(scores, (q, k), torch.ones_like(scores))  # CUDA's context, cuBLAS, autograd's thread and imports are not ours
+    torch.autograd.grad(scores, (q, k), torch.ones_like(scores))  # excludes context, cuBLAS, autograd's thread, imports
     gradient, mask, found = torch.randn_like(q), anyattn.masks.causal(), dict[str, Any]()
     calls: dict[str, Callable[[], Any]] = {
         "host_us": lambda: anyattn.flex_attention(q, k, v, mask_mod=mask),
@@ -78,7 +78,7 @@ def _training_call() -> dict[str, Any]:
 
 
 def _hopper_kernels() -> Callable[[], int]:
-    """How many kernels were compiled so far in this process: ``launch.compilations``, a number or a function, else the kernels it keeps."""
+    """The number of kernels compiled so far in this process: ``launch.compilations``, a number or a function, else the loaded kernels."""
     from anyattn.backends.hopper.compile import launch
 
     counter = getattr(launch, "compilations", None)
@@ -88,7 +88,7 @@ def _hopper_kernels() -> Callable[[], int]:
 
 
 def _triton_kernels() -> Callable[[], int]:
-    """How many kernels Triton compiled, or loaded from its disk cache, from now on."""
+    """The number of kernels that Triton compiles, or loads from its disk cache, from now on."""
     import triton
 
     compiled: list[Any] = []
@@ -97,7 +97,7 @@ def _triton_kernels() -> Callable[[], int]:
 
 
 def _compilations(counter: Callable[[], Callable[[], int]], backend: str | None) -> dict[str, Any]:
-    """How many kernels 1,000 random shapes with one mod take, and how many more the same code over other values."""
+    """The number of kernels for 1,000 random shapes with one mod, and how many more for the same code with other captured values."""
     import torch
 
     import anyattn
@@ -117,13 +117,13 @@ def _compilations(counter: Callable[[], Callable[[], int]], backend: str | None)
     anyattn.flex_attention(q, k, v, mask_mod=windowed(37), enable_gqa=True, backend=backend)
     torch.cuda.synchronize()
     used = anyattn.explain(q, k, v, mask_mod=mask, enable_gqa=True, backend=backend).plan.backend
-    if used == "torch":  # it compiles nothing: no figures for the bars
+    if used == "torch":  # compiles nothing: no figures for the bars
         return {"backend": used, "shapes": _SHAPES}
     return {"random_shapes": after_shapes, "new_closure": count() - after_shapes, "shapes": _SHAPES, "backend": used}
 
 
 def _memory() -> dict[str, Any]:
-    """What 60,000 tokens take by each function: the figures of one that fails are missing, and say why."""
+    """The memory of 60,000 tokens by each function; for a function that fails the error replaces the figures."""
     from benchmarks.gpu.memory import FUNCTIONS, CudaMeter, long_documents
 
     found: dict[str, Any] = {}
@@ -155,7 +155,7 @@ LONGEST = {**dict.fromkeys(PROBES, 120.0), **dict.fromkeys(_GPT, 240.0)}  # seco
 
 
 def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu"), who: str | None = None) -> dict[str, Any]:
-    """A probe's figures, or ``{"error": why there are none}``. out, who: the training step's, as on the command line."""
+    """A probe's figures, or ``{"error": reason}``. out, who: as on the command line of the training step."""
     if name in _GPT:
         from benchmarks.gpu.gpt.__main__ import run
         from benchmarks.gpu.gpt.measure import Limits
@@ -164,13 +164,13 @@ def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu")
     if name == "memory":
         return _in_process(name, dict(os.environ), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **dict.fromkeys(CACHE_FOLDERS, folder)}  # empty at first, and nobody else's is spoilt
+        environment = {**os.environ, **dict.fromkeys(CACHE_FOLDERS, folder)}  # empty at first, and separate from all other caches
         if name not in ("first-call", "training-call"):
             return _in_process(name, environment, timeout_s)
         cold, warm = (_in_process(name, environment, timeout_s) for _ in range(2))
     found: dict[str, Any] = {"cold": cold, "warm": warm}
     for key, figures in (("cold_s", cold), ("warm_s", warm)):
-        if figures.get("backend", "torch") != "torch":  # torch's operations compile nothing: no figure for the bars
+        if figures.get("backend", "torch") != "torch":  # torch operations compile nothing: no figure for the bars
             found[key] = figures["causal"]
     return found | {key: warm[key] for key in ("host_us", "host_us_sdpa") if key in warm}
 

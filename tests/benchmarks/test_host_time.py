@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from anyattn import autograd
+from anyattn.call_cache import block_mask
 from anyattn.custom_ops import flex as operators
 from anyattn.validate import flash, flex
 from benchmarks import host_time
@@ -40,6 +41,15 @@ def test_compiled_calls_are_remembered(monkeypatch):
                 for module, function in ((flex, "flex_problem"), (operators, "mods_of_operands")):
                     patched.setattr(module, function, mock.Mock(side_effect=AssertionError(name)))
                 call()
+
+
+def test_block_masks_are_remembered(monkeypatch):
+    with host_time.stubbed(), host_time.listing():
+        for name, call in host_time._block_masks("cpu").items():
+            call()
+            with monkeypatch.context() as patched:
+                patched.setattr(block_mask, "build_block_mask", mock.Mock(side_effect=AssertionError(name)))
+                assert call().kv_indices.shape == (1, 1, 64, 64)
 
 
 def test_another_backends_backward_pass_is_planned_once(monkeypatch):

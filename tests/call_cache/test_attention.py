@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anyattn
 from anyattn import autograd, masks, scores
 from anyattn.call_cache import attention, calls
+from anyattn.mods.tracing.trace import trace
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
 from tests.support.warm_calls import LENGTH, K, Q, V, call, flash, flex, follows, made, narrow, qkv, wide
@@ -55,6 +56,39 @@ MODS = {
     "scale": lambda: {"scale": 0.3},
     "options": lambda: {"kernel_options": {"tile_m": 8}, "mask_mod": narrow},
 }
+
+
+def _by_two_numbers(first, second):
+    return lambda b, h, i, j: (i - j < second) & (i - j >= -first)
+
+
+def _by_one_of_two(first, second):
+    def mask(b, h, i, j):
+        first  # noqa: B018 - captured and unused
+        return i - j < second
+
+    return mask
+
+
+def _by_steps(count, left):
+    def mask(b, h, i, j):
+        found = i - j < left
+        for n in range(count):
+            found = found & (i - j != 5 * n + 1)
+        return found
+
+    return mask
+
+
+@pytest.mark.parametrize("make", [_by_two_numbers, _by_one_of_two, _by_steps])
+def test_a_traced_mod_is_the_same_in_every_call(make):
+    """A program takes its numbers in the order of their use, a function in that of its captures, where some are not used or constants."""
+    for numbers in ((2, 7), (3, 9)):
+        plain, traced = make(*numbers), trace(make(*numbers), "mask")
+        attention.clear()
+        want = call(mask_mod=plain)
+        for mod in (traced, plain, traced, traced, plain):
+            assert torch.equal(call(mask_mod=mod), want)
 
 
 @pytest.mark.parametrize("name", MODS)

@@ -11,6 +11,7 @@ import torch
 
 from anyattn import masks
 from anyattn.block_masks import create_block_mask
+from anyattn.call_cache import block_mask as warm_masks
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import BlockMask, compute_block_sparsity
@@ -105,6 +106,39 @@ def test_long_masks(length: int, no_waits: Callable) -> None:
         ours = create_block_mask(there, None, None, length, length, "cuda")
         torch.cuda.set_sync_debug_mode("default")
         assert_same(ours, create_block_mask(here, None, None, length, length, "cpu"), name)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_warm_calls(separate: bool, no_waits: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closures made anew: a call is not checked again, and its kernels list what it captures."""
+    tables = [torch.arange(1000, dtype=torch.int32) // n for n in (70, 200, 1000)]
+    x, y, z = (torch.arange(1000) // n for n in (30, 100, 170))
+    there = {t.data_ptr(): t.cuda() for t in (*tables, x, y, z)}
+
+    def window(n: int, device: str) -> Callable:
+        return lambda b, h, q, k: (q >= k) & (q - k < n)
+
+    def documents(ids: torch.Tensor, device: str) -> Callable:
+        ids = ids if device == "cpu" else there[ids.data_ptr()]
+        return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+    def of_scratch_memory(n: int, device: str) -> Callable:
+        i, j, m = (t if device == "cpu" else there[t.data_ptr()] for t in (x, y, z))
+        return lambda b, h, q, k: (i[q] == i[k]) | (j[q] == j[k]) & (m[q] == m[k]) | (q == k + n)
+
+    captured: dict[Any, tuple] = {window: (5, 300, 301), documents: tuple(tables), of_scratch_memory: (0, 1, 2)}
+    for make, values in captured.items():
+        theirs = [create_block_mask(make(v, "cpu"), 2, 1, 1000, 900, "cpu", separate_full_blocks=separate) for v in values]
+        for _ in range(2):
+            create_block_mask(make(values[0], "cuda"), 2, 1, 1000, 900, "cuda", separate_full_blocks=separate)
+        with monkeypatch.context() as patched:
+            patched.setattr(warm_masks, "build_block_mask", None)
+            no_waits()
+            made = [create_block_mask(make(v, "cuda"), 2, 1, 1000, 900, "cuda", separate_full_blocks=separate) for v in values]
+            torch.cuda.set_sync_debug_mode("default")
+        for ours, wanted in zip(made, theirs, strict=True):
+            assert_same(ours, wanted, make.__name__)
+            assert ours.is_exact
 
 
 def test_inside_a_cuda_graph() -> None:

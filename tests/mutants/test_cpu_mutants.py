@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import anyattn
 from anyattn.testing import cases
+from tests.call_cache import test_attention as known_attention
+from tests.call_cache import test_block_mask as known_masks
 from tests.call_cache import test_kvcache as known_calls
 from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
@@ -21,6 +24,7 @@ from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
 from tests.support.machines import PLAIN, WITH_BF16, planned_for
 
+_fresh = itertools.count()
 SMALL = cases.Shape(2, 4, 2, 67, 67, 16, 16)
 TALL = cases.Shape(1, 2, 1, 300, 310, 8, 8)
 
@@ -126,6 +130,34 @@ def again(**setting) -> Callable[[], None]:
     return check
 
 
+def hidden_index() -> None:
+    """An index that leaves its table where a captured number lets the mask hide it, and no further."""
+    pytest.importorskip("triton")
+    table = torch.zeros(300)
+    name = f"n{next(_fresh)}"  # code that equals none of an earlier run, which may have left something
+    text = f"[lambda b, h, q, k, {name}=n: (q < {name}) & (table[q + 10] == 0) for n in numbers]"
+    masks = eval(text, {"table": table, "numbers": (290, 291)})
+    with known_masks.as_on_a_gpu() as gpu:
+        known_masks.warmed(gpu, lambda: known_masks.made(masks[0]))
+        try:
+            known_masks.made(masks[1])
+        except ValueError:
+            return
+    raise AssertionError("a mask that reads outside its table is not refused")
+
+
+def far_numbers() -> None:
+    pytest.importorskip("triton")
+    with known_masks.as_on_a_gpu() as gpu:
+        known_masks.test_far_numbers_are_never_warm(gpu, lambda n: lambda b, h, q, k: q < n, 2**40 + 1)
+
+
+def known_mask() -> None:
+    pytest.importorskip("triton")
+    with known_masks.as_on_a_gpu() as gpu:
+        known_masks.test_closures_made_anew(gpu)
+
+
 def splits() -> None:
     batch = seq.ragged([3, 40], [500, 300])
     meaning = seq.Meaning(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))
@@ -171,6 +203,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "places": cache("mods see places"),
     "known": again(),
     "known_pages": again(cached=(41, 8, 62, 11), page_size=3),
+    "known_mask": known_mask,
+    "far_numbers": far_numbers,
+    "hidden_index": hidden_index,
+    "traced_mods": lambda: known_attention.test_a_traced_mod_is_the_same_in_every_call(known_attention._by_two_numbers),
     "pages_by_head": known_calls.test_pages_of_a_sequence_whose_heads_see_other_keys,
     "bits": lambda: kvcache.test_the_batch_changes_no_bit_of_an_entry((20, 20, 20, 20), 1),
     "splits": splits,

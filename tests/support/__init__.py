@@ -1,1 +1,1 @@
-"""What tests share: inputs, references, judges, pretended machines, child processes."""
+"""Shared code of the tests: inputs, references, judges, simulated machines, child processes."""

@@ -1,4 +1,4 @@
-"""What the tests of compiled calls share: compiled beside eager, with gradients and a count of graphs."""
+"""Shared code of the tests of compiled calls: compiled beside eager, with gradients and a count of graphs."""
 
 from __future__ import annotations
 

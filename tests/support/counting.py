@@ -1,4 +1,4 @@
-"""What stands for time and memory in the tests: operations, their bytes, and Python's calls, which are the same on every machine."""
+"""Counts that replace time and memory in the tests: operations, their bytes, and Python calls, which are the same on every machine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Cases of a test that ``make test`` runs: so few that every value of every parameter occurs, or every pair of values; the others are slow.
+"""Covering subsets of test cases: ``make test`` runs enough for every parameter value, or every pair of values; the others are slow.
 
-A product of parameters asks the same of one code path many times. ``@pytest.mark.covering(1)`` keeps cases until each value has been in one
-of them, ``covering(2)`` until each two values of different parameters have met; ``make test-long`` runs all. A case that is a tuple, of
-which a NamedTuple is one, has a parameter in each place. ``covering(1, of=choose)`` looks at ``choose(**parameters)`` instead, a tuple;
-with ``cost=of_case`` the cheapest are kept of those that add as much, by the number ``of_case(**parameters)``.
+A full product of parameters tests the same code path many times. ``@pytest.mark.covering(1)`` keeps cases until each value has occurred in
+one of them, ``covering(2)`` until each two values of different parameters have occurred together; ``make test-long`` runs all. A case that
+is a tuple, including a NamedTuple, has one parameter per element. ``covering(1, of=choose)`` uses ``choose(**parameters)``, a tuple,
+instead; with ``cost=of_case`` the cheapest of the cases that add as much are kept, by the number ``of_case(**parameters)``.
 
-The choice depends on the cases alone: each process of a run makes the same one.
+The choice depends on the cases alone: every process of a run makes the same one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs of ``examples/`` as modules."""
+"""Programs of ``examples/``, imported as modules."""
 
 from __future__ import annotations
 

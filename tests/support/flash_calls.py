@@ -1,4 +1,4 @@
-"""What the tests of FlashAttention's doors share: options, random sequences, ways to store them, and a call with all gradients."""
+"""Shared code of the tests of FlashAttention's functions: options, random sequences, storage forms, and a call with all gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What FlashAttention's doors must give, from the definition: unpacking by plain Python, the mathematics by ``anyattn.oracle``.
+"""Reference of FlashAttention's functions from the definition: unpacking in plain Python, the mathematics by ``anyattn.oracle``.
 
-Nothing else of the library has a part in it. ``dense``, ``packed`` and ``cached`` take the doors' arguments and give the sequences that
-they describe; ``judge`` compares a door's results, laid out as the door returns them, with what the sequences give.
+It uses nothing else of the library. ``dense``, ``packed`` and ``cached`` take the functions' arguments and return the sequences that they
+describe; ``judge`` compares a function's results, in its own layout, with the results of these sequences.
 """
 
 from __future__ import annotations

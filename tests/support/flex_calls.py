@@ -1,4 +1,4 @@
-"""How the tests of this folder call ``flex_attention`` on a case and gather every result by name."""
+"""Calls of ``flex_attention`` on a test case, with every result by name."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Patches of Triton's interpreter (``TRITON_INTERPRET=1``), for where it fails, is slow or computes differently from a GPU.
+"""Patches of Triton's interpreter (``TRITON_INTERPRET=1``) where it fails, is slow or computes differently from a GPU.
 
-Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for all that pytest runs.
+Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for everything that pytest runs.
 
-NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16 where hardware rounds to nearest;
-products and most casts of bfloat16 use the numbers' bits; a comparison of scalars becomes a float when it is broadcast; an integer
-from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at once share one grid position
-(``interpreter_speed`` and ``interpreter_blocks``, which mend what is slow).
+NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16, where hardware rounds to nearest;
+products and most casts of bfloat16 use the raw bits; a comparison of scalars becomes a float when it is broadcast; an integer
+from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at the same time share one grid position
+(``interpreter_speed`` and ``interpreter_blocks`` patch the slow parts).
 Only a process that interprets is patched.
 """
 

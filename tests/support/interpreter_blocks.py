@@ -1,8 +1,8 @@
-"""Faster blocks in Triton's interpreter: constants, types, loads, stores' shapes and matrix products; part of ``interpreter.mend``.
+"""Faster blocks in Triton's interpreter: constants, types, loads, shapes of stores and matrix products; part of ``interpreter.mend``.
 
-Each takes the usual case in a few steps of Python and leaves all else to Triton's own way: constants and ranges are made once, a scalar is
-spread over a block without going through its type, and what is loaded or multiplied is not asked for properties that only a compiler needs.
-The numbers are those of Triton's interpreter, to the bit.
+Each patch handles the usual case in a few steps of Python and leaves all others to Triton's own code: constants and ranges are made once, a
+scalar is broadcast to a block without its type, and loads and products skip properties that only a compiler needs.
+The results are those of Triton's interpreter, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Faster paths of Triton's interpreter, which computes the same numbers with fewer steps in Python; part of ``interpreter.mend``.
+"""Faster code paths for Triton's interpreter that compute the same numbers in fewer Python steps; part of ``interpreter.mend``.
 
-An operation on two tensors of one type goes straight to NumPy, which broadcasts by the same rule; all else (mixed types, bfloat16, int1
-beside integers) takes Triton's own way. Types of blocks, the language's patched functions, and functions rewritten for the interpreter are
-made once and kept. After a launch the whole storage behind a CPU tensor is not copied onto itself, nor are sums of integers computed three
-times for a check that only a GPU makes; reductions by our own functions halve a tile at each step instead of going through it number by
-number; Python gets one large stack chunk for a launch, where it allocates and frees one at each call that just exceeds what it has.
+An operation on two tensors of one type calls NumPy directly, which broadcasts by the same rule; all others (mixed types, bfloat16, int1
+beside integers) take Triton's own path. Block types, the language's patched functions, and functions rewritten for the interpreter are
+made once and cached. After a launch the whole storage behind a CPU tensor is not copied onto itself, and sums of integers are not computed
+three times for a check that only a GPU makes; reductions by our own functions halve a tile at each step instead of going number by number;
+Python gets one large stack chunk per launch, where it would allocate and free one at each call that just exceeds the current chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one limit of seconds in the tests, which tells a hang from work on a busy machine. Nothing else is decided by a clock."""
+"""The only time limit of the tests, which tells a hang from work on a busy machine. Nothing else depends on a clock."""
 
 __all__ = ["HANG"]
 

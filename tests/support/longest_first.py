@@ -1,4 +1,4 @@
-"""Which tests run first. A worker that begins its longest test last keeps all others waiting; the short ones then fill what is left."""
+"""Test order, longest first: a worker that starts its longest test last keeps all others waiting; short tests then fill the gaps."""
 
 from __future__ import annotations
 

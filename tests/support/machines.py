@@ -1,7 +1,7 @@
-"""CPUs that tests plan for, whatever CPU they run on: which path a test takes is the test's choice.
+"""CPUs that tests plan for, independent of the CPU they run on: the test chooses its code path.
 
-``tests/conftest.py`` installs ``WITH_BF16`` for the whole session, or what ``ANYATTN_TEST_CPU`` names. Every path runs on every machine:
-where torch has no instructions for a dtype it computes the same products more slowly.
+``tests/conftest.py`` installs ``WITH_BF16`` for the whole session, or the CPU that ``ANYATTN_TEST_CPU`` names. Every path runs on every
+machine: where torch has no instructions for a dtype it computes the same products more slowly.
 """
 
 from __future__ import annotations

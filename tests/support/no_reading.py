@@ -1,4 +1,4 @@
-"""Fails where a tensor's contents are read: on a GPU the host would wait. For calls whose tensors on the CPU stand for a GPU's."""
+"""Failure on any read of a tensor's contents, which on a GPU would synchronise. For calls whose CPU tensors represent a GPU's."""
 
 from __future__ import annotations
 

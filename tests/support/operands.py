@@ -1,4 +1,4 @@
-"""What the operators take, for calls with mods, a sink and captured tensors of q's device; and the check of what they return."""
+"""Operands of the operators for calls with mods, a sink and captured tensors on q's device; and the check of their results."""
 
 from __future__ import annotations
 

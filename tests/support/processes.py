@@ -1,4 +1,4 @@
-"""Child processes of tests: Triton's interpreter, a compiler's target and a cache are chosen when a module is imported, once a process."""
+"""Child processes of tests, for settings that a module reads once at import: Triton's interpreter, a compiler's target, a cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Batches of sequences of different lengths as plain lists, what attention over them should give, and the forms in which they are stored.
+"""Varlen batches as plain lists, the expected attention over them, and the forms in which they are stored.
 
-The expectation comes from ``anyattn.oracle``, one sequence at a time; nothing else of the library has a part in it.
+The expectation comes from ``anyattn.oracle``, one sequence at a time; it uses nothing else of the library.
 """
 
 from __future__ import annotations

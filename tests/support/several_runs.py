@@ -1,6 +1,6 @@
-"""Several runs of pytest in one process, one after the other, each with variables of its own: what they import is imported once.
+"""Several pytest runs in one process, one after the other, each with its own environment variables: shared imports happen once.
 
-The one argument is JSON: a list of ``[variables, arguments]``, of which a variable that is null is unset. The exit status is the greatest.
+The only argument is JSON: a list of ``[variables, arguments]``; a null variable is unset. The exit status is the largest one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small GPT as people write it, a step of which is judged against the same step in float64 with the plain formula."""
+"""A small GPT in the usual style; its training step is judged against the same step in float64 with the plain formula."""
 
 from __future__ import annotations
 

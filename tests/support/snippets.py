@@ -1,4 +1,4 @@
-"""Python examples of Markdown pages: finding them, and running a page's one after the other as a reader would paste them."""
+"""Python examples of Markdown pages: finds them, and runs a page's one after the other as a reader would paste them."""
 
 from __future__ import annotations
 

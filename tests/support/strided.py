@@ -1,6 +1,6 @@
-"""Layouts of q, k and v that callers have, and what results must be: as ``torch``'s flex lays them out.
+"""Layouts of q, k and v in callers' programs, and the layouts that results must have: those of torch's flex.
 
-A layout makes a (B, H, S, D) tensor of given numbers. ``LAYOUTS`` says of each in which order its dimensions are nested, outermost first.
+A layout makes a (B, H, S, D) tensor with given numbers. ``LAYOUTS`` gives for each the nesting of its dimensions, outermost first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small tile-wise attention, written for these tests alone, with switches that plant errors: what the budget is tried on."""
+"""A small tile-wise attention for these tests alone, with switches that plant errors, to test the error budget."""
 
 from __future__ import annotations
 

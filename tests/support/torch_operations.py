@@ -1,4 +1,4 @@
-"""Mods that use torch's activations, rows of captured tensors, and those that other libraries ship, each with what it captures."""
+"""Mods with torch's activations, with rows of captured tensors, and from other libraries, each with its captured tensors."""
 
 from __future__ import annotations
 

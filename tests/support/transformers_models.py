@@ -1,4 +1,4 @@
-"""Tiny Transformers models with random weights, and what the tests ask of them: logits, gradients and tokens beside eager's."""
+"""Tiny Transformers models with random weights, and their logits, gradients and tokens beside those of eager attention."""
 
 from __future__ import annotations
 

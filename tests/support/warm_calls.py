@@ -1,4 +1,4 @@
-"""What the tests of remembered calls share."""
+"""Shared code of the tests of the call cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Hopper backend: attention on NVIDIA Hopper by CuTe DSL kernels, forward and backward, specialised for each variant's mods.
+"""The Hopper backend: attention forward and backward on NVIDIA Hopper by CuTe DSL kernels, specialised for each variant's mods.
 
-For users of CuTe itself it also exports ``HopperForward``; ``cute_api`` has what goes with it.
+For users of CuTe itself the package also exports ``HopperForward``; ``cute_api`` describes, compiles and launches it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["HopperForward", "backward", "forward", "reads_lists", "repeater"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``HopperForward``, and with it CuTe DSL, at first use."""
+    """Imports ``HopperForward``, and CuTe DSL with it, at first use."""
     if name == "HopperForward":
         from anyattn.backends.hopper.kernel.forward import HopperForward
 

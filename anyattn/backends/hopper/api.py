@@ -1,4 +1,4 @@
-"""The Hopper backend's forward pass: a problem and its plan in, results out."""
+"""The Hopper backend's forward pass: launches the kernel that a plan selects for a problem."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocess
 
 _Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, highest scores
 _NOTHING: Mapping[Config, Any] = {}
-CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
+CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache for K and V of heads computed side by side
 
 
 class _Shared(NamedTuple):
-    """What the calls of one plan share.
+    """State that the calls of one plan share.
 
-    ready: prepared launches by config, which depends on the captured numbers' signs and sizes. documents: how calls are run by their
-    documents, if they are. ready_of: what ready is for calls with block lists, and for the documents of a mask: for each of these.
+    ready: prepared launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
+    documents, None if they are not. ready_of: the prepared launches of calls with block lists or document tables, by these.
     """
 
     special: Special
@@ -47,11 +47,12 @@ class _Shared(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A prepared launch. Calls of the same signature with no tables, or with these, differ in tensors, scale and captured values alone.
+    """A prepared launch. Calls of the same signature without tables, or with the same ones, differ only in
+    tensors, scale and captured values.
 
-    known: the mapping that holds the kernel; empty once kernels are forgotten. empty: allocates results. of_out, of_rows: their layouts.
-    numbers: arguments after the scale. captures: whether anything is captured. is_plain: whether captures can be passed as they are.
-    visits: the tables.
+    known: the mapping that holds the kernel; empty once kernels are forgotten. empty: allocates the results. of_out, of_rows: the layouts
+    of out and of the statistics. numbers: the arguments after the scale. captures: whether anything is captured. is_plain: whether captures
+    can be passed unchanged. visits: the tables.
     """
 
     kernel: Callable[..., None]
@@ -66,7 +67,7 @@ class _Ready(NamedTuple):
 
 
 def forward(problem: Problem, plan: Plan) -> Result:
-    """out and the statistics of a problem that ``plan.reason_against`` has nothing against."""
+    """out and the statistics of a problem that ``plan.reason_against`` accepts."""
     shared = _shared(problem, plan)
     if shared.documents is not None:
         return _by_documents(problem, shared, shared.documents)
@@ -82,17 +83,17 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem with block lists reads them; the same for all calls of a plan."""
+    """Whether the forward pass of a problem with block lists reads them; all calls of a plan agree."""
     shared = _shared(problem, plan)
     return shared.documents is not None or shared.special.listed is not None
 
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
-    """The launches of ``documents.dispatch``, which write to the same results."""
-    # both kernels read the documents' tables, so that these are made even where they cannot be cached
+    """Launches the two kernels of ``documents.dispatch``, which write to the same results."""
+    # both kernels read the documents' tables, so these are made even where they cannot be cached
     call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
     assert call is not None
-    documents, config = call.tables, ways.within.config_for(problem)  # which depends on the score mod alone
+    documents, config = call.tables, ways.within.config_for(problem)  # the config depends on the score mod alone
     if call.answer:
         ready = shared.ready_of.get(documents, _NOTHING).get(config)
         if ready is not None and ready.known:
@@ -110,7 +111,7 @@ def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result
 
 
 def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
-    """The same launch with other tensors and values."""
+    """Repeats a prepared launch with other tensors and values."""
     q, empty = problem.q, ready.empty
     out = empty(*ready.of_out, q.dtype)
     lse = empty(*ready.of_rows, torch.float32) if problem.wants_lse else None
@@ -124,10 +125,10 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
 
 
 def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], _Results | None] | None:
-    """A function that makes a call's launch again with other q, k, v and sink, all else the same: their shapes, strides and device too.
+    """A function that repeats a call's launch with other q, k, v and sink of the same shapes, strides and device, all else unchanged.
 
-    It returns None where the kernel is no longer loaded. There is none for a call whose launch is not prepared, reads block lists or a
-    varlen batch's tables, or passes captured values.
+    The function returns None if the kernel is no longer loaded. The result is None for a call whose launch is not prepared, reads block
+    lists or a varlen batch's tables, or passes captured values.
     """
     shared = _shared(problem, plan)
     if problem.sequences is not None or shared.documents is not None or shared.special.listed is not None:
@@ -163,7 +164,7 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     if problem.sequences is None:
         if special.listed is None:
             _keep(shared.ready, config, arguments, visits)
-        elif problem.blocks is not None:  # frozen, as are their tables; a list that was written to is read anew
+        elif problem.blocks is not None:  # frozen, as are their tables; a modified list is read again
             _keep(shared.ready_of.setdefault(problem.blocks, {}), config, arguments, visits)
     return results
 
@@ -174,7 +175,7 @@ def _results(problem: Problem) -> Result:
 
 
 def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
-    """Launches the kernel; its arguments."""
+    """Launches the kernel and returns its arguments."""
     q = problem.q
     rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
@@ -218,12 +219,12 @@ def _float_sink(sink: Tensor) -> Tensor:
 
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:
-    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles where they can."""
+    """The config of the kernel for ``problem``. packs: whether heads share row tiles if they can."""
     return specialised(problem, packs).config
 
 
 def runs_documents(problem: Problem) -> bool:
-    """Whether ``problem`` is run as sequences, one for each document, where its ids are documents."""
+    """Whether ``problem`` is run as one sequence per document if its ids are documents."""
     return by_document(problem) is not None
 
 
@@ -239,7 +240,7 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
 
 def _section(problem: Problem, groups: int) -> int:
     keys = problem.k.shape[2]
-    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
+    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool; the batch may use a part of it
         keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
     size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
     return heads_side_by_side(size, groups, CACHE_FOR_KEYS)
@@ -261,12 +262,12 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def counter_of(device: torch.device) -> Tensor:
-    """The work counter of a launch: two zeros, which the kernel's blocks increment and the last block resets.
+    """The work counter of a launch: two zeros, which the kernel's thread blocks increment and the last block resets.
 
-    Kernels of one stream run one after another and share it. A CUDA graph may run concurrently and gets its own. It is allocated in a
-    separate thread: a compiled graph's memory pool would take allocations of the calling thread, and reuse them.
+    Kernels of one stream run one after another and share a counter. A CUDA graph may run concurrently and gets its own. The counter is
+    allocated in a separate thread: a compiled graph's memory pool would take allocations of the calling thread and reuse them.
     """
-    # torch.cuda's own functions of these names take microseconds; a CPU's counter is when only compiling
+    # torch.cuda's public functions for this take microseconds; on the CPU the counter exists only for compiling
     if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
@@ -282,7 +283,7 @@ def _zeros_apart(device: torch.device) -> Tensor:
     def allocate() -> None:
         with torch.inference_mode(False), torch.cuda.device(device):
             found.append(torch.zeros(2, dtype=torch.int32, device=device))
-            torch.cuda.current_stream(device).synchronize()  # once for each stream that calls are made on
+            torch.cuda.current_stream(device).synchronize()  # once per stream
 
     thread = threading.Thread(target=allocate)
     thread.start()

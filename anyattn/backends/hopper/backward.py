@@ -33,11 +33,11 @@ _of_lists: WeakKeyDictionary[Any, dict[tuple, _Lists]] = WeakKeyDictionary()
 
 
 class _Shared:
-    """What the backward passes of one plan share that want gradients of the same captured tensors.
+    """The state shared by the backward passes of one plan that compute gradients of the same captured tensors.
 
-    empty: allocates on the device. dense: strides of q, k, v, out and dout in the latest pass of a call without sequences, out's and dout's
-    readable ones, and the layouts of dq, dk and dv: the plan's signature settles the sizes, but hooks of saved tensors may change strides,
-    and dout's are anything.
+    empty: allocates on the device. dense: of the latest call without sequences, the strides of q, k, v, out and dout (of readable out and
+    dout), and the layouts of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change strides, and
+    dout may have any strides.
     """
 
     __slots__ = ("dense", "empty", "ways")
@@ -79,7 +79,7 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
 
 
 def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradients: Gradients, empty: Allocator) -> None:
-    """The launches of ``documents.dispatch``, which write to the same gradients."""
+    """Makes the launches that ``documents.dispatch`` chooses, which write to the same gradients."""
     assert ways.form is not None and ways.within is not None
     call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
     assert call is not None
@@ -97,7 +97,7 @@ def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradie
 
 
 def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) -> Tables:
-    """Of a call that is run as it is; rows of the gradients that belong to no sequence are set to 0 on the way."""
+    """The tables of a call that is not run by documents. Also sets the rows of the gradients that belong to no sequence to 0."""
     if problem.sequences is None:
         if special.listed is None:
             return _NO_TABLES

@@ -1,4 +1,4 @@
-"""``BackwardConfig``: what one compiled Hopper backward kernel is specialised for, and the tiles for each head dimension."""
+"""``BackwardConfig``: the properties that one compiled Hopper backward kernel is specialised for, and its tiles for each head dimension."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
+    "DQ_CHUNK",
     "TALL",
     "BackwardConfig",
     "BackwardTiles",
@@ -22,22 +23,32 @@ __all__ = [
 ]
 
 SHARED_MEMORY = 227 * 1024
-HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only (``padded_for_backward``)
-TILE_N = 128  # keys of a tile, 64 for each warp group that multiplies
-TALL = 80  # rows of a tile that is no multiple of 64
-SHARED_TILE_N = 64  # keys of a tile that the warp groups share: each one makes half the columns of dK, dV and dQ
-ACCUMULATORS = 128  # registers of a thread for dK and dV together
-REGISTERS = (240, 24)  # of a thread that multiplies and of one that loads or adds
-_BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the rows' statistics, and what the tiles behind them begin at
-_HOLDING = 200  # what matrices may take of the first
+HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only (``padded_for_backward``)
+TILE_N = 128  # keys per tile, 64 for each consumer warp group
+TALL = 80  # query rows of a tall tile, no multiple of 64
+SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ
+ACCUMULATORS = 128  # registers per thread for dK and dV together
+REGISTERS = (240, 24)  # of a consumer thread, and of a thread that loads or adds
+_BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
+# registers of a consumer thread for matrices where warp groups share keys; where each has its own, without and with mods and predicates
+_HOLDING_SHARED, _HOLDING, _HOLDING_BESIDE_MODS = 208, 208, 184
+DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
+_DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: shared memory's bandwidth is what limits these kernels
+_DELTA = ("before", "between", "behind")
 
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """tile_m: query rows. tile_n: keys, 64 for each warp group or 64 that they share. q_stages, do_stages: tiles of Q and dO in flight.
+    """Tile sizes. tile_m: query rows. tile_n: keys, 64 for each warp group or 64 that they share. q_stages, do_stages: tiles of Q and dO in
+    flight.
 
-    ds_stages: of dS; where keys are shared, of P. dq_steps: in how many parts a warp group's dQ goes through shared memory.
-    holds_k, holds_v: where keys are shared, a warp group has all of K, of V in registers as the first operand of its scores.
+    ds_stages: tiles of dS; if keys are shared, of P. dq_steps: the number of parts in which a warp group's dQ passes through shared memory.
+    dq_eighths: of eight parts of dQ, those that are added to global memory from registers and never pass through shared memory.
+    holds_k, holds_v: the first columns of K and of V that a warp group keeps in registers as first operand of the products S and dP; the
+    other columns are read from shared memory by each product.
+    delta: when a row's delta is subtracted from dP. "behind": from the finished product. "before": the accumulators of dP begin at -delta,
+    which is loaded before S is multiplied; this takes the fewest registers. "between": loaded between the two products, which then do not
+    overlap, but no register holds -delta while S is multiplied.
     """
 
     tile_m: int
@@ -46,8 +57,10 @@ class BackwardTiles:
     do_stages: int = 2
     ds_stages: int = 2
     dq_steps: int = 1
-    holds_k: bool = False
-    holds_v: bool = False
+    dq_eighths: int = 0
+    holds_k: int = 0
+    holds_v: int = 0
+    delta: str = "behind"
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, TALL, 128):
@@ -61,12 +74,15 @@ class BackwardTiles:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted 1 or 2")
         if self.shares_keys and (self.tile_m, self.ds_stages) != (64, 2):
             raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
-        if not self.shares_keys and (self.holds_k or self.holds_v):
-            raise ValueError("holds_k and holds_v are for tiles whose keys the warp groups share")
+        if not 0 <= self.dq_eighths <= 7:
+            raise ValueError(f"dq_eighths={self.dq_eighths}; wanted 0 to 7: a part of dQ passes through shared memory")
+        if self.delta not in (_DELTA[:1] if self.shares_keys else _DELTA):
+            wanted = "'before'" if self.shares_keys else f"one of {', '.join(map(repr, _DELTA))}"
+            raise ValueError(f"delta={self.delta!r} with tile_n={self.tile_n}; wanted {wanted}")
 
     @property
     def warp_groups(self) -> int:
-        """Warp groups that multiply; one more loads and adds."""
+        """Consumer warp groups, which multiply; one more loads and adds."""
         return 2
 
     @property
@@ -76,18 +92,18 @@ class BackwardTiles:
 
     @property
     def transposes_dq(self) -> bool:
-        """Whether the product makes dQ^T, whose rows a warp group has 64 of, rather than dQ."""
+        """Whether the product computes dQ^T, of which a warp group has 64 rows, rather than dQ."""
         return self.tile_m == TALL
 
     @property
     def exchanged(self) -> int:
-        """Tiles of keys x rows in shared memory: the stages of dS, or those of P and behind them one of dS."""
+        """Tiles of keys x rows in shared memory: the stages of dS, or those of P followed by one of dS."""
         return self.ds_stages + (1 if self.shares_keys else 0)
 
 
 def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
-    """Shared memory: 16-bit tiles of K, V, Q, dO, P and dS, part of dQ in float32; before them barriers, boards and the rows' statistics,
-    and what alignment leaves empty."""
+    """Shared memory in bytes: 16-bit tiles of K, V, Q, dO, P and dS, part of dQ in float32; before them barriers, boards and the row
+    statistics, and padding for alignment."""
     t, (d, dv) = tiles, (head_dim, head_dim_v)
     rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
     before = ceil_div(_BARRIERS_AND_BOARDS + 4 * (t.q_stages + t.do_stages) * t.tile_m, _ALIGNED) * _ALIGNED
@@ -96,16 +112,17 @@ def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig(ModsOfConfig):
-    """One kernel for dK, dV and the sums of dQ. Run-time numbers (lengths, strides, scales, captured values) are no part of it.
+    """The config of one kernel for dK, dV and the sums of dQ. Run-time values (lengths, strides, scales,
+    captured values) are no part of it.
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
     are evaluated in every tile. lists: None, or the layout of the lists of row tiles of each key tile, "dense" (B, H, N, M), "ragged"
-    (H, total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ
-    from batch entry to entry, from query head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what
-    decides inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in their order. sums: of the gradients of
-    captured tensors; ``score`` then has another output for each of them whose factor reads the score.
-    has_entries: a table says where each batch entry's rows are, and another one which tiles of keys there are.
+    (H, total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ between batch entries, between query heads.
+    list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: the predicate inside listed partial tiles.
+    is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
+    has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
+    one the order of the key tiles.
     """
 
     head_dim: int
@@ -150,6 +167,11 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(f"tile_m={TALL} with lists, whose tiles have 64 or 128 rows; wanted one of these")
         if self.tiles.shares_keys and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError("head dimension 96 where warp groups share keys; wanted 128: half of 96 columns is no multiple of 32")
+        for name, columns in (("holds_k", self.head_dim), ("holds_v", self.head_dim_v)):
+            if (held := getattr(self.tiles, name)) not in (0, 32, columns) and not (0 <= held < columns and held % 64 == 0):
+                raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
+        if self.is_deterministic and self.tiles.dq_eighths:
+            raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {ACCUMULATORS}")
         if self.shared_memory > SHARED_MEMORY:
@@ -170,45 +192,55 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def dq_numbers(self) -> int:
-        """float32 numbers of dQ that stand in shared memory at once."""
+        """float32 numbers of dQ in shared memory at a time."""
         return self.tiles.tile_m * self.head_dim // self.tiles.dq_steps
 
     @property
-    def frees_keys(self) -> bool:
-        """Whether a finished tile of keys frees the places of K and V at once: dK and dV leave from those of dQ and dS, which are large
-        enough unless the warp groups share keys, while the next keys are loaded.
+    def dq_chunks(self) -> int:
+        """Chunks of one step of a warp group's part of dQ: ``DQ_CHUNK`` numbers, 4 of each thread."""
+        return self.dq_numbers // (DQ_CHUNK * self.tiles.warp_groups)
 
-        Where all rows see all keys it takes 3 % longer: thread blocks that keep in step read the same rows of Q and dO out of the L2 cache
-        together, and this puts them out of step.
+    @property
+    def dq_direct(self) -> int:
+        """The first of these chunks, which are added to global memory from registers; shared memory passes on the others."""
+        return self.dq_chunks * self.tiles.dq_eighths // 8
+
+    @property
+    def frees_keys(self) -> bool:
+        """Whether a finished key tile frees the stages of K and V at once: dK and dV then leave through the buffers of dQ and dS, which are
+        large enough unless the warp groups share keys, while the next keys are loaded.
+
+        If all rows see all keys, this takes 3 % longer: thread blocks in step read the same rows of Q and dO from the L2 cache together,
+        and freeing early puts them out of step.
         """
         return not self.tiles.shares_keys and (bool(self.bands) or self.lists is not None or self.has_entries)
 
     @property
     def sums_while_made(self) -> bool:
-        """Whether gradients of captured tensors are summed while those of the scores are made: then masks come first."""
+        """Whether gradients of captured tensors are summed while the scores' gradients are computed: then masks are applied first."""
         return any(s.is_running for s in self.sums)
 
     @property
     def gathers(self) -> bool:
-        """Whether threads copy keys out of pages, as ``Config.gathers``: pages are another backend's."""
+        """Whether threads copy keys out of pages, as ``Config.gathers``: never, since this backend has no paged backward pass."""
         return False
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a table says in which order tiles of keys add to a row tile's dQ; else the bands do."""
+        """Whether a table gives the order in which key tiles add to a row tile's dQ; else it follows from the bands."""
         return self.is_deterministic and self.lists is not None
 
     @property
     def scratch(self) -> int:
-        """Bytes in which the warps sum diagonals, where a gradient of a captured tensor is summed so."""
+        """Bytes in which the warps sum diagonals, 0 if no gradient of a captured tensor is summed so."""
         has_diagonals = any(s.kind == "diagonal" for s in self.sums)
         return 4 * 4 * self.tiles.warp_groups * scratch_of_warp(self.tiles.tile_m) * has_diagonals
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """One of the two kernels that go over all rows: before the backward kernel (their statistics, and zeros in the sums of dQ) or,
-    is_after, behind it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
+    """The config of one of the two kernels over all rows: before the backward kernel (row statistics, and zeros in the sums of dQ) or, if
+    is_after, after it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
 
     head_dim: int
     head_dim_v: int
@@ -225,7 +257,7 @@ class RowsConfig:
 
 
 def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """What the head dimensions are padded to.
+    """The padded head dimensions.
 
     >>> padded_for_backward(80, 80), padded_for_backward(192, 96)
     ((96, 96), (192, 128))
@@ -236,24 +268,49 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return d, dv
 
 
-def tall_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
-    """Tiles of more rows, of use where no score mod, no list and no predicate needs registers: fewer visits, and K and V are read by fewer
-    products. None where there are none."""
-    return BackwardTiles(TALL, TILE_N) if head_dim == head_dim_v == 128 else None
+def tall_tiles_for(head_dim: int, head_dim_v: int, is_packed: bool = False) -> BackwardTiles | None:
+    """Tiles of more rows, for calls in which no score mod, list or predicate needs registers: fewer visits, and fewer products read K and
+    V. None if there are none for these head dimensions. is_packed: a table says where sequences are, which takes registers too."""
+    return BackwardTiles(TALL, TILE_N, delta="between" if is_packed else "before") if head_dim == head_dim_v == 128 else None
 
 
-def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:
-    """The tiles for padded head dimensions: of as many keys as the accumulators of dK and dV leave registers for.
+def backward_tiles_for(
+    head_dim: int, head_dim_v: int, is_plain: bool = False, is_bare: bool = False, is_deterministic: bool = False
+) -> BackwardTiles:
+    """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
     is_plain: no score mod is evaluated, and no predicate but words of bits: others need the registers that rows 64 to 127 would take.
-    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts what spills.
+    is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers. is_deterministic: all of dQ
+    passes through shared memory, whose copies are added in a fixed order.
+    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
-    if max(head_dim, head_dim_v) <= 128:
-        return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)
-    wide = [BackwardTiles(64, SHARED_TILE_N, do_stages=stages, dq_steps=steps) for stages, steps in ((2, 1), (2, 2), (1, 2))]
+    if max(head_dim, head_dim_v) > 128:
+        return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0))
+    if is_plain and head_dim == head_dim_v == 64:
+        return BackwardTiles(128, TILE_N, holds_v=64, delta="between")
+    if head_dim == head_dim_v == 128:
+        return BackwardTiles(64, TILE_N, holds_v=32 if is_bare else 0, delta="before")
+    # registers of a thread: dK and dV, S and dP, then V and K
+    room = (_HOLDING if is_bare and head_dim == head_dim_v else _HOLDING_BESIDE_MODS) - (head_dim + head_dim_v) // 2 - 64
+    return _holding(BackwardTiles(64, TILE_N), head_dim, head_dim_v, room)
+
+
+def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int) -> BackwardTiles:
+    """For heads so wide that the warp groups share keys."""
+    steps = [{"do_stages": stages, "dq_steps": steps} for stages, steps in ((2, 1), (2, 2), (1, 2))]
+    wide = [BackwardTiles(64, SHARED_TILE_N, delta="before", **fields) for fields in steps]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
-    # registers of a thread: dK and dV; S, dP and what a mod makes of them, or dQ; then K and V
-    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
-    holds_k = head_dim // 4 <= room
-    room -= head_dim // 4 if holds_k else 0
-    return replace(tiles, holds_k=holds_k, holds_v=head_dim_v // 4 <= room)
+    # registers of a thread: dK and dV; S, dP and a mod's intermediate values, or dQ; then V and K
+    room = _HOLDING_SHARED - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
+    return _holding(replace(tiles, dq_eighths=dq_eighths), head_dim, head_dim_v, room)
+
+
+def _holding(tiles: BackwardTiles, head_dim: int, head_dim_v: int, room: int) -> BackwardTiles:
+    """With as many columns of V, then of K, as ``room`` registers of a thread hold: four columns take one."""
+
+    def columns(width: int, registers: int) -> int:
+        most = max(registers, 0) * 4
+        return width if width <= most else most // 64 * 64 or most // 32 * 32
+
+    of_v = columns(head_dim_v, room)
+    return replace(tiles, holds_v=of_v, holds_k=columns(head_dim, room - of_v // 4))

@@ -1,7 +1,7 @@
 """The three launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq; dq from its sums.
 
-The kernels of calls of one signature are prepared once, with all that follows from sizes where these belong to the signature. A warm pass
-allocates, and calls the kernels with its own tensors, scale and captured values.
+The kernels for the calls of one signature are prepared once, and so are the sizes of a dense call, which its signature determines. A warm
+backward pass allocates its results and calls the kernels with its own tensors, scale and captured values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 
 _ROUNDS = 2  # tiles of keys for each multiprocessor among which the longest go first
 _MANY_ROUNDS = 24  # of them in all: one that is begun late adds no more than 4 %
-# out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, to be written where somebody wants it
+# out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 NO_LISTS: tuple[Tensor | None, ...] = (None,) * 5
@@ -38,8 +38,8 @@ _rows_configs: dict[tuple, RowsConfig] = {}
 
 
 class Tables(NamedTuple):
-    """lists: those and the ranks of ``backward.scheduler.KeyTables``. guard: int32 (1,), with 1 in it no gradient is written, and ``order``
-    has no tiles. kinds: of all these, as far as there are any."""
+    """lists: the lists and ranks of ``backward.scheduler.KeyTables``. guard: int32 (1,); if it is 1, no gradient is written, and ``order``
+    has no tiles. kinds: ``kinds_of`` all of these, () if all are None."""
 
     lists: tuple[Tensor | None, ...] = NO_LISTS
     order: KeyOrder = KeyOrder()
@@ -48,8 +48,8 @@ class Tables(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Shape and strides of the rows' statistics, lse (base 2) and delta: (B, Hq, M, tile_m), and of their sums: (B, Hq, M, tile_m *
-    head_dim); over sequences B is 1, and M counts the row tiles of all. numbers: the last integers of the second launch."""
+    """statistics: the layout of the rows' lse (base 2) and delta, (B, Hq, M, tile_m). sums: that of the sums of dq, (B, Hq, M, tile_m *
+    head_dim). With sequences B is 1, and M counts the row tiles of all of them. numbers: the integer arguments of the second launch."""
 
     statistics: Layout
     sums: Layout
@@ -57,8 +57,8 @@ class _Sizes(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """kernels: those of the three launches, the last None where dq is not wanted. loaded: the mapping that holds one; empty once kernels
-    are forgotten. is_plain: whether captured tensors can be passed as they are. sizes: of a dense call, whose signature settles them."""
+    """kernels: of the three launches; the third is None if dq is not wanted. loaded: the mapping that holds the second kernel; empty once
+    kernels are forgotten. is_plain: whether captured tensors can be passed unchanged. sizes: of a dense call, else None."""
 
     kernels: tuple[Callable[..., None], Callable[..., None], Callable[..., None] | None]
     loaded: Mapping[tuple, Any]
@@ -75,12 +75,12 @@ def launch_all(
     empty: Allocator,
     totals: tuple[Tensor, ...] = (),
 ) -> None:
-    """Writes the gradients of a call. empty: allocates on its device. totals: zeros for the gradients of captured tensors."""
+    """Writes the gradients of a call. empty: allocates on its device. totals: zeros, for the gradients of captured tensors."""
     q, config, scale, (lists, order, of_tables, guard) = problem.q, special.config, problem.scale, tables
     out, lse, dout, dlse, delta = results
     numbers, tensors = special.captured(problem) if special.captures else _NOTHING
     wants_dq, device = q.requires_grad, q.device
-    # what the signature leaves open; it settles q, k, v and the numbers, and with them what is allocated here
+    # what the signature does not determine; it determines q, k, v and the numbers' types, and so what is allocated here
     of_dlse, strides = None if dlse is None else kinds_of((dlse,))[0], tuple([t.stride() for t in tensors]) if tensors else None
     key = (wants_dq, dout.dtype, lse.stride()[-1] == 1, of_dlse, delta is None, of_tables, strides)
     prepared = special.prepared.get(key)
@@ -112,7 +112,7 @@ def launch_all(
 
 
 def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, before: tuple, products: tuple, after: tuple | None) -> None:
-    """Launches that are prepared for the next call, unless no kernel was loaded for them."""
+    """Makes the launches and prepares them for later calls, unless no kernels were loaded."""
     config = special.config
     made: list[tuple[AnyConfig, tuple]] = [(_rows_config(config, False, before[3] is not None), before), (config, products)]
     if after is not None:

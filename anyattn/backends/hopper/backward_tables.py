@@ -1,4 +1,4 @@
-"""Device tables of the Hopper backward kernel: the order of a varlen batch's tiles of keys and its entries, made without host waits."""
+"""Device tables of the Hopper backward kernel: the order of a varlen batch's key tiles and its entries, made without synchronising."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_where", "ra
 
 
 class KeyOrder(NamedTuple):
-    """``backward.scheduler.KeyTables.order`` and ``entries``, None where storage says what they would."""
+    """``backward.scheduler.KeyTables.order`` and ``entries``; None if they follow from dense storage."""
 
     order: Tensor | None = None
     entries: Tensor | None = None
 
     def tiles(self, keys: int, tile_n: int) -> int:
-        """Tiles of keys that there is room for. keys: of one row of storage."""
+        """The number of key tiles that there is room for. keys: of one row of storage."""
         return ceil_div(keys, tile_n) if self.entries is None else len(self.order) - 1  # type: ignore[arg-type]
 
 
@@ -42,12 +42,12 @@ _of_sequences: WeakKeyDictionary[Sequences, dict[int, KeyOrder]] = WeakKeyDictio
 
 
 def row_tiles(problem: Problem, tile_m: int) -> int:
-    """Room for the row tiles of all entries of a varlen batch (``backward.packed.first_tile``)."""
+    """The capacity for the row tiles of all entries of a varlen batch (``backward.packed.first_tile``)."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
 def key_order(problem: Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:
-    """The tables of a call's sequences; rows of the gradients that belong to none of them are set to 0 on the way."""
+    """The tables of a call's sequences; also clears rows of the gradients that belong to none of them."""
     s, k, tile = problem.sequences, problem.k, config.tiles.tile_n
     assert s is not None
     most = most_tiles(problem.batch, s.bound_k, k.shape[0] * k.shape[2], tile)
@@ -62,13 +62,13 @@ def key_order(problem: Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, 
 
 
 def key_order_of_documents(documents: DocumentTables, config: BackwardConfig) -> KeyOrder:
-    """The tables of documents as sequences, kept with them: no tiles where they are none."""
+    """The tables of documents as sequences, cached with them; without tiles if the ids are not documents."""
     return KeyOrder(*documents.in_order(config.tiles.tile_n, False))
 
 
 def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """(counts and indices of the row tiles that visit each tile of keys, ``KeyOrder.entries`` that says where each sequence's are), of the
-    lists that the call brought, or else of predicate ``listed``."""
+    """(counts and indices of the row tiles that visit each key tile, ``KeyOrder.entries`` with the place of each sequence's lists), for the
+    call's lists, or else for lists of predicate ``listed``."""
     from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
 
     assert problem.sequences is not None
@@ -82,13 +82,13 @@ def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | N
 
 
 def order_where(tiles: int, guard: Tensor) -> KeyOrder:
-    """Of a dense call: ``tiles`` where ``guard`` is 0, none where it is 1."""
+    """The order for a dense call: ``tiles`` key tiles if ``guard`` is 0, none if it is 1."""
     nothing = torch.empty((0, 3), dtype=torch.int32, device=guard.device)
     return KeyOrder(counted(nothing, tiles * (1 - guard)))
 
 
 def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:
-    """By one launch for the keys, and one that clears rows of dq."""
+    """The tables by one launch, which also clears rows of dk and dv, and a second launch that clears rows of dq."""
     t, n = s.tables, s.sizes
     by_key = (t.cu_seqlens_k, t.cu_seqlens_q, t.seqused_k, t.seqused_q)
     is_large = s.batch > MOST_ENTRIES[-1]
@@ -112,7 +112,7 @@ def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor,
 
 
 def _in_order(s: Sequences, config: BackwardConfig, most: int) -> KeyOrder:
-    """The same by torch operations. Of a sequence's tiles the first comes first, as turns of a deterministic sum want it."""
+    """The tables by torch operations. A sequence's tiles are in ascending order, as a deterministic sum requires."""
     by_key, tile = s.turned(), config.tiles.tile_n
     order = longest_first(by_key, tile, most)
     tiles = ceil_div(by_key.seqlens_q, tile).sum().clamp(max=most)

@@ -1,4 +1,4 @@
-"""Captured sums: how the backward kernel sums the gradients of captured tensors that a score mod reads, by what indices depend on."""
+"""Captured sums: how the backward kernel sums gradients of captured tensors, by the indices with which a score mod loads them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _FINITE = frozenset(("index", "const", "cast", "add", "sub", "mul", "neg", "abs"
 
 @dataclass(frozen=True)
 class CapturedSum:
-    """What one load adds to the gradient of its tensor.
+    """The contribution of one load to the gradient of its tensor.
 
-    total: which of the launch's totals. place: the load's indices, None of a single number. factor: the derivative of the modified score
-    by the loaded value, None where it is 1; late: instead, which output of the score's expression that is, where it reads the score.
-    has_copies: the total is one of ``privatized_sum``.
-    kind: what shares an entry, and is summed before anything is added to memory.
-        head      all pairs of a head: those of a warp
-        key       the rows of a key: likewise
-        row       the keys of a row: those of a warp
-        diagonal  the pairs of a distance: those of a warp
-        pair      nothing; the indices are positions, the key is the last
-        alone     nothing, and no other pair has the entry: it is stored
-        any       what neighbours in a thread have in common
+    total: which of the launch's totals. place: the load's indices, None for a single number. factor: the derivative of the modified score
+    by the loaded value over that by the score, None for 1. late: instead of factor, the output of the score's expression that is the
+    derivative by the loaded value, if this reads the score or the derivative by the score is no literal or 0. has_copies: the total is one
+    of ``privatized_sum``.
+    kind: which pairs share an entry and are summed before memory additions.
+        head      all pairs of a head, per warp
+        key       all rows of a key, per warp
+        row       all keys of a row, per warp
+        diagonal  all pairs at one distance, per warp
+        pair      none; the indices are positions, the key is the last
+        alone     none, and each entry belongs to one pair: it is stored rather than added
+        any       neighbours in a thread that have the same entry
     """
 
     total: int
@@ -44,12 +45,12 @@ class CapturedSum:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the factor may be infinite, which where a row does not see a key must not matter."""
+        """Whether the factor may be infinite, so that pairs where a row does not see a key must be masked out."""
         return self.factor is not None and any(n.op not in _FINITE for n in self.factor.nodes)
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread's pairs are summed while their gradients are made: of a factor that reads the score few numbers are kept."""
+        """Whether a thread sums its pairs while their gradients are computed: then it keeps few values of a factor that reads the score."""
         return self.late is not None and self.kind in ("head", "key")
 
     def __post_init__(self) -> None:
@@ -60,14 +61,14 @@ class CapturedSum:
 
 
 def diagonals_of(tile_m: int) -> tuple[int, int]:
-    """How many diagonals the tile of a warp has, ``tile_m`` rows by 16 keys; and how far apart the warp's 8 lines of them lie in shared
-    memory, so that no two lanes of a store meet in a bank."""
+    """(diagonals of a warp's tile, ``tile_m`` rows by 16 keys; stride of the warp's 8 lines of them in shared memory). The stride avoids
+    bank conflicts between the lanes of a store."""
     count = tile_m + 15
     return count, count + (9 - count) % 16
 
 
 def scratch_of_warp(tile_m: int) -> int:
-    """Floats of shared memory that a warp sums diagonals in."""
+    """Floats of shared memory in which a warp sums diagonals."""
     return ceil_div(8 * diagonals_of(tile_m)[1] + 16, 32) * 32
 
 
@@ -75,7 +76,7 @@ def scratch_of_warp(tile_m: int) -> int:
 def with_derivatives(expr: Expr, wanted: tuple[int, ...] = (), alone: tuple[int, ...] = ()) -> tuple[Expr, tuple[CapturedSum, ...]]:
     """A score mod's value and its derivative by the score, as the first two outputs, with the sums of the ``wanted`` slots' gradients.
 
-    alone: those of them each of whose entries one pair has. Captured slots are the mod's.
+    alone: those of the wanted slots whose entries each belong to one pair. Slots are numbered as in the mod.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> import torch
@@ -88,7 +89,7 @@ def with_derivatives(expr: Expr, wanted: tuple[int, ...] = (), alone: tuple[int,
     source = gradients.expr
     outputs = [builder.copy(expr, expr.outputs[0]), builder.copy(source, source.outputs[0])]
     deps, copied, sums = dependence(source), _copied(gradients, wanted, alone), []
-    slope = _literal(source, source.outputs[0])  # of which the gradients of all scores are multiples
+    slope = _literal(source, source.outputs[0])  # the scores' gradients contain this factor already
     for load in gradients.loads:
         if load.slot not in wanted:
             continue
@@ -124,11 +125,11 @@ def _places(gradients: Gradients, load: LoadGradient) -> Expr | None:
 
 
 def _copied(gradients: Gradients, wanted: tuple[int, ...], alone: tuple[int, ...]) -> frozenset[int]:
-    """The slots whose totals have copies: to whose entries many pairs may add at a time."""
+    """The slots whose totals have copies, because many pairs may add to one entry at a time."""
     deps, found = dependence(gradients.expr), set()
     for load in gradients.loads:
         places = _indices(gradients, load)
-        is_one = not any(deps[p].q or deps[p].kv for p in places)  # of every warp's every tile
+        is_one = not any(deps[p].q or deps[p].kv for p in places)  # all warps add to the same entry in every tile
         if is_one or contends(gradients.expr, places, deps, moves_along_diagonals(deps, places)):
             found.add(load.slot)
     return frozenset(found & set(wanted) - set(alone))

@@ -1,4 +1,4 @@
-"""``Config``: what one compiled Hopper kernel is specialised for; a config that cannot run raises where it is made."""
+"""``Config``: the properties that one compiled Hopper forward kernel is specialised for; an impossible config raises when it is made."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from anyattn.mods.ir.expr import Expr
 
 __all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
-MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
-# Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
+HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only
+MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30 keys, each up to 2^75, times values still fits float32
+# Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they belong to one head, as without packing.
 PACKED = (4, 8)
-TILE_M = 128  # query rows of every kernel that goes by lists
-LEAST_PIECE = 2  # rows of a piece of a page, below which threads copy faster than the copy engine
+TILE_M = 128  # query rows per tile of every kernel that reads lists
+LEAST_PIECE = 2  # rows of a page piece; for smaller ones threads copy faster than TMA
 _SHARED_MEMORY = 227 * 1024
-_REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
-_NARROW = 96  # head dimension up to which there is a third stage
-_MUCH_WORK = 7  # operations for every pair of a row and a key
-_SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
-_REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
+_REGISTERS_FOR_PIECES = (232, 40)  # with one copy per page piece: the loader then spills with 24
+_NARROW = 96  # largest head dimension with a third stage
+_MUCH_WORK = 7  # operations per (row, key) pair
+_SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller tile
+_REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and a producer thread, by number of consumer warp groups: 65,536 per SM
 
 
 def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The head dimensions of the kernel that computes these: the copy engine pads with zeros.
+    """The head dimensions of the kernel that computes the given ones: TMA pads with zeros.
 
-    Raises ``ValueError`` where one is larger than any kernel's.
+    Raises ``ValueError`` if one is larger than any kernel's.
     """
     if max(head_dim, head_dim_v) > HEAD_DIMS[-1]:
         raise ValueError(f"head_dim={head_dim}, head_dim_v={head_dim_v}; wanted at most {HEAD_DIMS[-1]}")
@@ -48,10 +48,10 @@ def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """tile_m: query rows, 64 for each warp group that multiplies. tile_n: keys. stages: tiles of K and of V in flight.
+    """Tile sizes. tile_m: query rows, 64 per consumer warp group. tile_n: keys. stages: tiles of K and of V in flight.
 
-    ping_pong: the warp groups take turns, one multiplies while another exponentiates. emulated: of 8 exponentials so many are computed by
-    multiplications and additions, where special functions are what a tile waits for.
+    ping_pong: the warp groups take turns: one multiplies while another exponentiates. emulated: how many of 8 exponentials are computed
+    by multiplications and additions, if special functions are the bottleneck of a tile.
     """
 
     tile_m: int
@@ -70,13 +70,13 @@ class Tiles:
 
     @property
     def warp_groups(self) -> int:
-        """Warp groups that multiply; one more loads."""
+        """Consumer warp groups, which multiply; one more loads."""
         return self.tile_m // 64
 
 
 @dataclass(frozen=True)
 class Ask:
-    """How a predicate is evaluated in the kernel. by_row: ``expr``'s outputs are lo, hi, lo, hi, ..., the ranges of keys that a row sees
+    """How the kernel evaluates a predicate. by_row: the outputs of ``expr`` are lo, hi, lo, hi, ..., the ranges of keys that a row sees
     (``row_ranges.RowRanges``), and a key's column is compared with them; else ``expr`` is the mask itself."""
 
     expr: Expr
@@ -84,7 +84,7 @@ class Ask:
 
 
 class ModsOfConfig:
-    """What a config's mods, bands and predicates say of it; the configs of both passes have these fields."""
+    """Properties of a config's mods, bands and predicates; the configs of both passes have these fields."""
 
     score: Expr | None
     bands: tuple[Expr, ...]
@@ -101,30 +101,29 @@ class ModsOfConfig:
 
     @property
     def exprs(self) -> tuple[Expr, ...]:
-        """All expressions, in the order in which their captured numbers and tensors are given: score, bands, partial, always."""
+        """All expressions, in the order in which their captured numbers and tensors are passed: score, bands, partial, always."""
         asked = ((self.partial,) if self.partial else ()) + self.always
         return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
 
 
 @dataclass(frozen=True)
 class Config(ModsOfConfig):
-    """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
+    """The config of one kernel. Run-time values (lengths, strides, scales, window bounds, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
-    is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``score_analysis.factored``,
-    ``bias``). is_bounded: no score exceeds ``MOST``, so exponentials are taken of the scores themselves, without a row maximum.
-    heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
-    position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
+    is_factored: constant factors may be split off the end of the score mod, because they and the scale are above 0
+    (``score_analysis.factored``, ``bias``). is_bounded: no score exceeds ``MOST``, so exponentials are taken without a row maximum.
+    heads_per_tile: query heads that share K, V and a row tile (packed GQA), 1, 4 or 8: row r of a tile is head ``r % heads_per_tile`` of
+    them at the tile's position ``r // heads_per_tile``. Groups of another size leave rows of their last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's position (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
-    per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
-    of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
-    has_order: the row tiles come in a given order. has_count: the order's last row holds the number of its valid rows, which may be known
-    on the device alone. spread: the heads that share one place in the order: "all"
-    (of the batch), "heads" (of an entry) or "none".
-    has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
-    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
-    lanes copy them themselves; no row of K or V is padded.
+    per_entry, per_head: the lists differ between batch entries, between heads. list_cut: (rows, keys) of a list's tile in units of the
+    kernel's tiles. partial: the predicate inside listed partial tiles, None for none. always: predicates that apply in every tile.
+    has_order: a table gives the order of the row tiles. has_count: the order's last row holds its number of valid rows, which may be known
+    only on the device. spread: the heads that share one row of the order: "all" (of the batch), "heads" (of an entry) or "none".
+    has_entries: a table gives the storage of each batch entry. piece: 0, or K and V are a pool of pages, and one copy loads so many rows
+    of a page: a key tile takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are single rows, which the
+    loader's lanes copy themselves; K and V have no padded head dimension.
     has_sink, has_lse, has_max: as the call requests.
     """
 
@@ -192,18 +191,18 @@ class Config(ModsOfConfig):
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     def shared_memory(self, q_stages: int) -> int:
-        """Bytes: 16-bit tiles of Q, whose place O takes, and ``stages`` of K and V; barriers, the board and alignment beside them."""
+        """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""
         tiles, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
         return 2 * (q_stages * tiles.tile_m * max(d, dv) + tiles.stages * tiles.tile_n * (d + dv)) + 3072
 
     @property
     def q_stages(self) -> int:
-        """Tiles of Q in flight: with two the next row tile's Q is there before this one's output has left."""
+        """Tiles of Q in flight: with two, the next row tile's Q is loaded before this one's output has left shared memory."""
         return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies and of one that loads."""
+        """Registers of a consumer thread and of a producer thread."""
         is_cut = 0 < self.piece < self.tiles.tile_n and self.tiles.warp_groups == 2
         return _REGISTERS_FOR_PIECES if is_cut else _REGISTERS[self.tiles.warp_groups]
 
@@ -219,14 +218,14 @@ class Config(ModsOfConfig):
 
 @lru_cache(maxsize=1024)
 def slots(expr: Expr) -> tuple[int, int]:
-    """How many captured numbers and tensors an expression may read: one more than its highest slots."""
+    """How many captured numbers and tensors an expression may read: one more than its highest slot of each kind."""
     numbers = max((int(n.attr) for n in expr.nodes if n.op == "scalar"), default=-1)  # type: ignore[call-overload]
     return numbers + 1, max(expr.tensor_slots, default=-1) + 1
 
 
 @lru_cache(maxsize=1024)
 def sides(ranges: Expr) -> tuple[bool, bool] | None:
-    """Whether one range of keys per row is bounded to the left and to the right by lines parallel to the diagonal; None if otherwise."""
+    """Whether a single range of keys per row is bounded on the left and on the right by lines parallel to the diagonal, else None."""
     if len(ranges.outputs) != 2:
         return None
     found = []
@@ -242,20 +241,20 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
 
 
 def _with_pages(tiles: list[int], page: int) -> int:
-    """Of tiles of so many keys, the largest first, the one for pages of ``page`` rows: the largest whose pieces are not small, or, where
-    all are, the one with the largest pieces. Tiles much smaller than the largest are none."""
+    """The tile width for pages of ``page`` rows, of candidates with the largest first: the largest whose page pieces are not small, or, if
+    all are small, the one with the largest pieces. Widths below 5/8 of the largest are not considered."""
     large = [n for n in tiles if n * 8 >= tiles[0] * 5]
     return max(large, key=lambda n: (min(math.gcd(n, page), _SMALL), n))
 
 
 def _reads_pairs(ask: Ask, has_whole_tiles: bool) -> bool:
-    """Whether a predicate reads a tensor for every pair. has_whole_tiles: a tile has 128 keys, and a read may be one for all of them."""
+    """Whether a predicate loads from a tensor per pair. has_whole_tiles: a tile has 128 keys, so that one load may serve all of them."""
     rest = parts_of(ask.expr, ask.by_row, "kv_idx", TILE_M)[1] if has_whole_tiles else ask.expr
     return not ask.by_row and rest is not None and reads_apart(rest)
 
 
 def _asks_much(ask: Ask) -> bool:
-    """Whether so much of a predicate is computed for every pair that registers for 128 keys do not suffice beside a third stage."""
+    """Whether a predicate computes so much per pair that registers for 128 keys do not suffice beside a third stage."""
     rest = None if ask.by_row else parts_of(ask.expr, False, "kv_idx", TILE_M)[1]
     return rest is not None and work_by_pair(rest) >= _MUCH_WORK
 
@@ -269,13 +268,13 @@ def tiles_for(
     page: int = 0,
     is_packed: bool = False,
 ) -> Tiles:
-    """The tiles for padded head dimensions: as large as registers allow without spilling.
+    """The tiles for padded head dimensions: as large as registers allow without spills.
 
-    ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts what spills.
+    ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts spills.
 
-    A score mod, or predicates besides bands, need registers that three warp groups do not have, and what reads a table for every score
-    needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
-    is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
+    A score mod, or predicates besides bands, need more registers than three warp groups leave, and a table load per score needs even
+    more. tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a
+    page, 0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)

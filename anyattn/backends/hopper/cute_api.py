@@ -1,4 +1,4 @@
-"""CuTe API: compiling and launching ``HopperForward`` by ``cute.compile``, with its optional arguments filled in.
+"""CuTe API: compiles and launches ``HopperForward`` by ``cute.compile``, with its optional arguments filled in.
 
 >>> import torch
 >>> q = torch.zeros(1, 4, 256, 128, dtype=torch.bfloat16)
@@ -6,9 +6,9 @@
 >>> described.config.has_right, described.config.head_dim
 (True, 128)
 
-From there, ``given = arguments(described, q, k, v, out, counter)``, ``kernel = cute.compile(HopperForward(described.config),
-*placeholders(given), stream)``, and ``kernel(*as_cute(given), stream)``, as often as there are arguments: lengths, strides, scales and what
-mods capture are run-time. ``examples/cute_kernel.py`` runs.
+Then ``given = arguments(described, q, k, v, out, counter)``, ``kernel = cute.compile(HopperForward(described.config),
+*placeholders(given), stream)``, and ``kernel(*as_cute(given), stream)`` with any arguments: lengths, strides, scales and captured values
+are run-time. ``examples/cute_kernel.py`` is a complete example.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def describe(
 ) -> Described:
     """The config for dense attention with these mods, plain Python or CuTe functions, each as in ``flex_attention``.
 
-    q: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D or Dv), bfloat16 or float16; the dtype and head dimensions decide, other sizes are run-time.
-    pack_gqa: query heads that share K and V share row tiles, 4 of them or 8, as their number here is at most 4 or not.
-    Raises ``BackendError`` where heads that are to share row tiles see different keys, and ``ValueError`` where no kernel can do this, or
-    where the mask needs lists of tiles, which only a ``Config`` written by hand takes.
+    q: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D or Dv), bfloat16 or float16; the config depends on dtype and head dimensions, other sizes are
+    run-time. pack_gqa: query heads that share K and V share row tiles, 4 of them if at most 4 share K and V in these tensors, else 8.
+    Raises ``BackendError`` if heads that should share row tiles see different keys, and ``ValueError`` if no kernel can run this, or
+    if the mask needs lists of tiles, which only a ``Config`` written by hand accepts.
     """
 
     def read(mod: Callable, kind: str) -> TracedMod:
@@ -107,14 +107,14 @@ def arguments(
     workers: int | None = None,
     **tables: Any,
 ) -> tuple:
-    """All that ``HopperForward.__call__`` takes, in order, without the stream; which says more of each.
+    """All arguments of ``HopperForward.__call__``, which documents them, in order and without the stream.
 
-    described: what ``describe`` gave, with this call's captured values unless ``scalars`` and ``tensors`` bring others, or a config.
+    described: the result of ``describe``, with this call's captured values unless ``scalars`` and ``tensors`` replace them, or a config.
     q, k, v, out, lse, highest, sink: torch's or CuTe's tensors. counter: two int32 zeros, left as zeros; launches that may overlap need
-    two. scale: default 1 / sqrt(D). workers: thread blocks, by default one for each of the 132 multiprocessors, but no more than there
-    is work. tables: partial_count, partial_index, full_count, full_index, order, entries, pages, where the config has them.
+    separate ones. scale: default 1 / sqrt(D). workers: thread blocks, by default one for each of the 132 multiprocessors, but no more than
+    there are work items. tables: partial_count, partial_index, full_count, full_index, order, entries, pages, if the config has them.
 
-    Raises ``ValueError`` where an argument that the config needs is missing, or one is given that it does not have.
+    Raises ``ValueError`` if an argument that the config needs is missing, or one that it does not have is given.
     """
     config, *captured = described if isinstance(described, Described) else (described, (), ())
     scalars, tensors = (tuple(old if new is None else new) for old, new in zip(captured, (scalars, tensors), strict=True))
@@ -135,7 +135,7 @@ def arguments(
 
 
 def _check_signs(config: Config, scale: float, scalars: tuple[int | float, ...]) -> None:
-    """Raises unless factors that are applied after finding a row's maximum are above 0."""
+    """Raises unless the factors that are applied after the row maximum are above 0."""
     if config.score is not None and not config.is_factored:
         return
     cure = "a number above 0, or a Config with a score and is_factored=False"
@@ -169,14 +169,14 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
 def placeholders(given: tuple) -> tuple:
     """Placeholders for ``arguments`` of torch tensors in ``cute.compile``: sizes and strides of any value, no memory, no GPU needed."""
     kinds, _ = kinds_of(indexable(given))
-    # ``as_cute`` lays a last dimension out with stride 1, whatever a tensor's is
+    # ``as_cute`` gives the last dimension stride 1, also if the tensor's is another
     return tuple(build.examples(tuple(abs(kind) if isinstance(kind, int) else kind for kind in kinds)))
 
 
 def as_cute(given: tuple) -> tuple:
-    """``arguments`` as CuTe's own types: torch tensors laid out as ``placeholders`` says, numbers of 32 bits; CuTe's stay as they are.
+    """``arguments`` as CuTe's own types: torch tensors in the layout of ``placeholders``, 32-bit numbers; CuTe's own stay unchanged.
 
-    Tensors are not copied, but for captured ones whose last stride is not 1.
+    Tensors are not copied, except captured ones whose last stride is not 1.
     """
     return tuple(_as_cute(item, is_nested=False) for item in indexable(given))
 

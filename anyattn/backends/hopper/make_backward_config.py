@@ -1,4 +1,4 @@
-"""Making a ``BackwardConfig`` from a problem, and why the backward kernel cannot run one."""
+"""Conversion of a problem to a ``BackwardConfig``, and the reasons against the backward kernel."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ __all__ = [
 
 
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
-_MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
-_WIDEST_SUMS = 128  # head dimension of the kernels whose fragments sums are written for
+_MOST_WORK = 64  # operations per pair of the mod and its derivative together; see ``plan``
+_WIDEST_SUMS = 128  # head dimension of the kernels whose fragments support captured sums
 _MOST_SUMS = 4  # loads whose derivatives are summed
 _TALL_COST = (
     0.955,
     0.965,
-)  # time of a pair in a tall tile over that in another one, without a mask and under a causal one (docs/measured.md)
-_ROWS = 64  # what a list's rows are joined to a multiple of
+)  # time per pair in a tall tile relative to another one, without a mask and under a causal one (docs/measured.md)
+_ROWS = 64  # a list's rows are joined to a multiple of this
 
 
 @dataclass(frozen=True)
 class BackwardSpecial:
-    """What calls of the same signature share.
+    """State that calls of the same signature share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
@@ -75,7 +75,7 @@ class BackwardSpecial:
         return any(numbers or tensors for _, numbers, tensors in self.sources)
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The numbers and tensors of ``config.exprs``, one after the other."""
+        """The captured numbers and tensors of ``config.exprs``, expression by expression."""
         numbers: list[int | float] = []
         tensors: list[Tensor] = []
         for at, count, tensor_count in self.sources:
@@ -87,7 +87,7 @@ class BackwardSpecial:
 
 
 def specialised_backward(problem: Problem) -> BackwardSpecial:
-    """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
+    """The config and call state of the backward kernel for ``problem``; reads no tensor."""
     plan = mask_plan(problem, _ABILITIES)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
@@ -97,10 +97,13 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     d, dv = _padded(problem)
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
     is_bare = score is None and not asked and listed is None
-    tiles = backward_tiles_for(d, dv, is_plain=is_bare or (score is None and _are_words(problem, asked)))
-    if is_bare and (tall := tall_tiles_for(d, dv)) is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
+    is_plain = is_bare or (score is None and _are_words(problem, asked))
+    tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
+    is_packed = problem.sequences is not None
+    tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
+    if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
         tiles = tall
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
+    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
     list_tile = None
     if listed is None:
         flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
@@ -116,7 +119,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
 
 def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
     """Whether predicates are words of bits in tiles of 128 rows, of which the lists' tiles consist: then they take no more registers than
-    none, and no row is visited that would not be in tiles of 64."""
+    no predicate, and 128-row tiles visit no rows that 64-row tiles would skip."""
     blocks = problem.blocks
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
@@ -132,8 +135,8 @@ def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
 
 
 class BackwardWays(NamedTuple):
-    """How calls of the same signature are launched. special: for the call as it is. form, within: of its mask, and for its documents as
-    sequences, if they can be run so and the ids turn out to be documents (``documents.dispatch``)."""
+    """How calls of the same signature are launched. special: the call as it is. form: that of its mask, and within: its documents as
+    sequences, if they can be run so; used if the ids turn out to be documents (``documents.dispatch``)."""
 
     special: BackwardSpecial
     form: DocumentForm | None = None
@@ -141,7 +144,7 @@ class BackwardWays(NamedTuple):
 
 
 def backward_ways(problem: Problem) -> BackwardWays:
-    """The ways of ``problem``; reads no tensor."""
+    """How ``problem`` is launched; reads no tensor."""
     special = specialised_backward(problem)
     as_sequences = not (special.wanted or special.config.tiles.shares_keys)
     if special.listed is None or not as_sequences or (found := over_unknown_documents(problem)) is None:
@@ -154,12 +157,12 @@ def backward_ways(problem: Problem) -> BackwardWays:
 
 
 def _layout(blocks: Any) -> str:
-    """Of the lists of a call over sequences; those that are made are flat."""
+    """The layout of a call's lists over sequences; lists that are made here are flat."""
     return "flat" if blocks is None or blocks.layout == "flat" else "ragged"
 
 
 def _differing(problem: Problem, listed: int) -> dict[str, bool]:
-    """Whether lists differ from entry to entry and from head to head."""
+    """Whether lists differ between batch entries and between heads."""
     if problem.sequences is not None:
         if problem.blocks is not None:
             return {"per_head": problem.blocks.mask_block_cnt.shape[0] > 1}
@@ -172,14 +175,14 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
 
 
 def _pays(problem: Problem, bands: list[Expr], tall: BackwardTiles, tiles: BackwardTiles) -> bool:
-    """Whether tall tiles take less time: fewer visits, but more rows past the last one, and more pairs at a causal edge that none sees.
+    """Whether tall tiles take less time: fewer visits, but more rows past the last one, and more pairs at a causal edge that no row sees.
 
-    Windows, whose length is a captured number, keep the others, and so do documents, whose number is not known here.
+    Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other tiles.
     """
     entries = 1.0 if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
     if entries == 0.0 or any(sides(band) != (False, True) for band in bands):
         return False
-    queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # of packed sequences on average
+    queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # averages for packed sequences
 
     def pairs(t: BackwardTiles) -> float:
         rows = ceil_div(queries, t.tile_m) * t.tile_m if problem.sequences is None else queries + t.tile_m / 2
@@ -194,7 +197,7 @@ def _padded(problem: Problem) -> tuple[int, int]:
 
 
 def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:
-    """The tile in which lists in tiles of ``tile`` are read."""
+    """The tile to which lists in tiles of ``tile`` are joined."""
     return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tiles.tile_n) * tiles.tile_n
 
 
@@ -203,7 +206,7 @@ def _ask(part: MaskPart) -> Ask:
 
 
 def reason_against_backward(problem: Problem) -> str | None:
-    """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else why not, for people."""
+    """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else the reason against it, as text."""
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])

@@ -1,4 +1,4 @@
-"""Making a ``Config`` from a problem, and mapping the captured values of its expressions to the call's mods."""
+"""Conversion of a problem to a ``Config``, and of its mods' captured values to the order of the config's expressions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from anyattn.problem import Problem
 
 __all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
 
-# The kernel keeps two ranges of a row in registers. Tiles follow from bands alone, of which there may be several.
+# The kernel keeps two ranges per row in registers. Tiles follow from bands alone, of which there may be several.
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
-# Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
-# instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
+# How many of 8 exponentials after a cap are polynomials: then 104 operations of the special-function pipe, at 8 clocks each, and 577
+# instructions in all compare with 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
 _EMULATED = 3
-_SCORE = -1  # among sources, beside numbers of predicates
+_SCORE = -1  # the score mod among sources, which are else numbers of predicates
 
 
 class Special(NamedTuple):
-    """What calls of the same signature share.
+    """State that calls of the same signature share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
-    positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
+    positive: the score mod's numbers that must be above 0 if ``config.is_factored``.
     may_be_bounded: whether its numbers may bound the scores.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
     """
@@ -50,7 +50,7 @@ class Special(NamedTuple):
     may_be_bounded: bool
 
     def config_for(self, problem: Problem) -> Config:
-        """The config, which depends on the sign and size of numbers that the score mod captures."""
+        """The config, which depends on the signs and sizes of the score mod's captured numbers."""
         if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
             return _varied(self.config, False, False)
         if self.may_be_bounded and is_bounded(self.config, problem.score.scalars):  # type: ignore[union-attr]
@@ -58,12 +58,12 @@ class Special(NamedTuple):
         return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The numbers and tensors of ``config.exprs``, one after the other."""
+        """The captured numbers and tensors of ``config.exprs``, expression by expression."""
         numbers: list[int | float] = []
         tensors: list[Tensor] = []
         for at, count, tensor_count in self.sources:
             mod = problem.score if at == _SCORE else problem.predicates[at]
-            if mod is not None:  # the score mod that stands for none captures nothing
+            if mod is not None:  # the identity score mod captures nothing
                 numbers += mod.scalars[:count]
                 tensors += mod.tensors[:tensor_count]
         if any(type(x) is int and abs(x) >= MOST_NUMBER for x in numbers):
@@ -72,9 +72,9 @@ class Special(NamedTuple):
 
 
 def specialised(problem: Problem, packs: bool | None = None) -> Special:
-    """What the kernel for ``problem`` is specialised for; reads no tensor.
+    """The config and call state of the kernel for ``problem``; reads no tensor.
 
-    packs: whether heads share row tiles where they can, None for what ``problem`` says.
+    packs: whether heads share row tiles if they can, None for the preference of ``problem``.
     """
     plan = mask_plan(problem, _ABILITIES)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
@@ -98,8 +98,9 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
 
 
 class ByDocument(NamedTuple):
-    """What calls of the same signature share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
-    for lists of tiles, where the ids turn out not to be documents. Both kernels read how many row tiles they have: one has none."""
+    """State that calls of the same signature share if their documents are run as sequences. form: that of their masks. within: the kernel
+    for the sequences; listed: the kernel for lists of tiles, if the ids are not documents. Both kernels read their number of row tiles,
+    which is 0 for one of them."""
 
     form: DocumentForm
     within: Special
@@ -107,7 +108,7 @@ class ByDocument(NamedTuple):
 
 
 def by_document(problem: Problem) -> ByDocument | None:
-    """How a call is run by its documents, None without block lists that follow from the mask, or where the rest of the mask is not bands.
+    """How a call is run by its documents, None without block lists that follow from the mask, or if the rest of the mask is not bands.
     Reads no tensor. Heads are not packed, since the documents' lengths are unknown."""
     if (found := over_unknown_documents(problem)) is None:
         return None
@@ -135,14 +136,14 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
 
 
 def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
-    """The head dimensions, the tiles, and how K and V come from pages. wanted: what ``tiles_for`` asks besides."""
+    """The head dimensions, the tiles, and the config's fields for pages. wanted: the other arguments of ``tiles_for``."""
     given, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
     dims = padded(*given)
     tiles = tiles_for(*dims, **wanted)
     piece = math.gcd(page, tiles.tile_n) if page else 0
     if 0 < piece < LEAST_PIECE and dims == given:
         return dims, tiles_for(*dims, **{**wanted, "page": 1}), {"piece": 1, "gathers": True}
-    if piece % 2 and dims[0] == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
+    if piece % 2 and dims[0] == 96:  # a copy starts at a multiple of 128 bytes, which hold two rows' parts of 64 bytes
         dims = (128, 128)
         tiles = tiles_for(*dims, **wanted)
         piece = math.gcd(page, tiles.tile_n)
@@ -157,7 +158,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     if packed > 1:
         (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
     if d == dv == 128 and packed == 1 and score is None and list_tile is None and not (asks or flags.get("bands") or pages["piece"]):
-        tiles = replace(tiles, ping_pong=False)  # faster on an H200 where all tiles are bare; where some are masked it is slower
+        tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
@@ -165,7 +166,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
-    """The config's fields that say how sequences and lists are stored, and the rows of a page, 0 without pages."""
+    """The config's fields for the storage of sequences and lists, and the rows of a page, 0 without pages."""
     sequences, blocks = problem.sequences, problem.blocks
     depends = [d for p in problem.predicates for d in dependence(p.expr)]
     if sequences is None:
@@ -188,19 +189,19 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
 
 
 def tile_of(blocks: Any) -> tuple[int, int]:
-    """The tile of block lists. One that holds a whole sequence is enlarged to whole tiles of the kernel's."""
+    """The tile of block lists. A tile that holds a whole sequence is enlarged to a multiple of the kernel's tile."""
     lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
     rows, keys = (ceil_div(size, TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
     return rows, keys
 
 
 def fitting(tile: tuple[int, int]) -> tuple[int, int]:
-    """The tile in which lists in tiles of ``tile`` are read."""
+    """The tile to which lists in tiles of ``tile`` are converted."""
     return (ceil_div(tile[0], TILE_M) * TILE_M, ceil_div(tile[1], TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
 
 
 def list_tile_misfit(tile: tuple[int, int]) -> bool:
-    """Whether lists in such tiles cannot be read by a kernel whose own are smaller parts of them."""
+    """Whether lists in such tiles cannot be read because the kernel's tiles do not divide them."""
     return bool(tile[0] % TILE_M or tile[1] % 16)
 
 
@@ -209,7 +210,7 @@ def _ask(part: MaskPart) -> Ask:
 
 
 def _identity() -> TracedMod:
-    """The identity score mod: with it the scale is applied before a row's maximum is found, as a negative scale needs."""
+    """The identity score mod: with it the scale is applied before the row maximum is computed, as a negative scale requires."""
     builder = Builder()
     return TracedMod("score", builder.build(builder.add("score", dtype=torch.float32)), (), (), "identity")
 

@@ -14,22 +14,22 @@ from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
 
 __all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "why_apart"]
 
-_WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are worth a kernel that packs
+_WORTH = 0.9  # packing must leave at most this fraction of the row tiles
 
 
 def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
-    """How many heads share a row tile of ``tile_m`` rows, 1 for none.
+    """How many heads share a row tile of ``tile_m`` rows, 1 for no packing.
 
-    score: the kernel's. fields: the config's that say what lists and bands there are. asked: what is preferred; where the heads of a group
-    do not see the same tiles they are apart all the same.
+    score: the kernel's score mod. fields: the config's fields for lists and bands. asked: the caller's preference; heads that see
+    different tiles are not packed in any case.
 
-    A tile takes the time of its keys, however many of its rows are in use: packing pays where it makes fewer tiles. Only sizes that the
-    host knows decide, and there are few kernels: 4 or 8 heads, whatever the ratio.
+    The time of a tile depends on its keys, not on how many of its rows are in use: packing pays if it makes fewer tiles. The decision uses
+    only sizes that the host knows, and there are few kernels: 4 or 8 heads for any ratio.
     """
     ratio = problem.qhead_per_kvhead
     if asked is False or ratio == 1 or reason_against_packing(fields):
         return 1
-    # of 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, and it cannot keep them all ahead
+    # with 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, too many values to prefetch
     is_wide = score is not None and is_foreseen(score)
     packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
     length = _queries(problem)
@@ -47,21 +47,21 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
 
 
 def why_apart(config: Config, ratio: int) -> str | None:
-    """Why a config's heads do not share row tiles though packing is wanted; None where they do or there is nothing to share."""
+    """Why a config does not pack heads though packing is wanted; None if it packs or there is nothing to pack."""
     if config.heads_per_tile > 1 or ratio == 1:
         return None
     return reason_against_packing({"per_head": config.per_head, "spread": config.spread, "bands": config.bands})
 
 
 def _queries(problem: Problem) -> int:
-    """Queries of an entry; of unread sequences about their mean."""
+    """Queries per entry; for sequences whose lengths are on the device roughly their mean."""
     if problem.sequences is None:
         return problem.q.shape[2]
     return queries_each(problem.q.shape[0] * problem.q.shape[2], problem.batch, problem.bound_q)
 
 
 def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:
-    """The row tiles of ``length`` queries of the ``ratio`` heads that share K and V.
+    """The row tiles of ``length`` queries for the ``ratio`` heads that share K and V.
 
     >>> row_tiles(16, 8, 128, 1), row_tiles(16, 8, 128, 8)
     (8, 1)
@@ -70,5 +70,5 @@ def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:
 
 
 def groups_of(ratio: int, packed: int) -> int:
-    """Into how many groups that share row tiles the heads are cut that share K and V."""
+    """The number of groups, each sharing row tiles, for the query heads of a K/V head."""
     return ceil_div(ratio, packed)

@@ -1,4 +1,4 @@
-"""The Hopper backend's plan, which problems it computes, and why not the others."""
+"""The Hopper backend's plan, the problems that it computes, and the reasons against others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from anyattn.problem import Problem
 
 __all__ = ["plan_of", "reason_against"]
 
-_MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
+_MOST_WORK = 64  # operations per pair: with twice as many a kernel takes 40 seconds to compile and spills registers
 _UNKNOWN = frozenset((torch.uint16, torch.uint32))
 
 
 def reason_against(problem: Problem) -> str | None:
-    """None if the kernel can run ``problem``, else why not, for people."""
+    """None if the kernel can run ``problem``, else the reason against it, as text."""
     q, v = problem.q, problem.v
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
@@ -57,7 +57,7 @@ def _against_mod(mod: TracedMod) -> str | None:
         return f"the {mod.kind} mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for"
     dtypes = {node.dtype for node in mod.expr.nodes if not is_weak(node.dtype)}
     found = dtypes & _UNKNOWN
-    if mod.kind == "mask":  # its comparisons are exact
+    if mod.kind == "mask":  # a mask's comparisons are exact
         found |= {d for d in dtypes if category(d) == "float" and d is not torch.float32}
     if found:
         return f"the {mod.kind} mod computes in {', '.join(sorted(map(str, found)))}"
@@ -70,7 +70,7 @@ def _against_lists(problem: Problem) -> str | None:
         return None
     rows, keys = tile_of(blocks)
     if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in (rows, keys)):
-        return None  # joined to larger tiles, for the mask says the rest
+        return None  # the lists are converted to larger tiles, since the mask is evaluated in them
     return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
 
 
@@ -84,7 +84,7 @@ def _against_layout(problem: Problem) -> str | None:
 
 
 def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward, against: str | None) -> Plan:
-    """The plan; does not read the mask's row ranges, which on a GPU would wait for them. options: ``validate.flex.kernel_options``.
+    """The plan; does not read the mask's row ranges, for which it would have to synchronise. options: ``validate.flex.kernel_options``.
     against: why the backward pass is another backend's (``reason_against_backward``)."""
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)

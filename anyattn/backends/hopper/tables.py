@@ -1,4 +1,4 @@
-"""Device tables that the Hopper kernel reads: lists of tiles, the order of row tiles, a varlen batch's entries."""
+"""Device tables that the Hopper forward kernel reads: lists of tiles, the order of row tiles, a varlen batch's entries."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ class TablesOnHost(NamedTuple):
     pages: Tensor | None = None
 
 
-# what was made for a batch or for lists, as long as they live; both are frozen
+# tables of a batch or of lists, for as long as these live; both are frozen
 _of_sequences: WeakKeyDictionary[Sequences, dict[Any, Any]] = WeakKeyDictionary()
 _of_lists: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-# out, lse, highest scores, as far as the call wants them
+# out, lse, highest scores, None if the call does not want them
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def visits_of(problem: Problem, special: Special, results: Results | None = None) -> TablesOnHost:
-    """All tables of a call. Those of a mask without lists are made anew for each.
+    """All tables of a call. For a mask without lists they are made in every call.
 
-    Of ``StoredSequences`` the rows of ``results``, which it needs, that belong to no sequence are set to 0 and -inf on the way.
+    For ``StoredSequences`` the same launch clears those rows of ``results`` that belong to no sequence to 0 and -inf; results are
+    required then.
     """
     sequences, blocks, config = problem.sequences, problem.blocks, special.config
     if special.listed is None:
@@ -68,13 +69,13 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
 
 
 def visits_of_documents(documents: DocumentTables, config: Config) -> TablesOnHost:
-    """Tables of documents as sequences, kept with them: no row tiles where they are none."""
+    """Tables of documents as sequences, cached with them; without row tiles if the ids are not documents."""
     order, entries = documents.in_order(config.tile_q, config.has_right)
     return TablesOnHost(order=order, entries=entries)
 
 
 def visits_beside_documents(problem: Problem, special: Special, documents: DocumentTables) -> TablesOnHost:
-    """Tables of the call's lists, kept with the documents: no row tiles where these are run as sequences."""
+    """Tables of the call's lists, cached with the documents; without row tiles if the documents are run as sequences."""
     visits = visits_of(problem, special)
     key = ("hopper", special.list_tile, special.config.spread, problem.q.shape[:3])
     known = documents.prepared.get(key)
@@ -96,12 +97,12 @@ def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
 
 
 def _tensors(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Those of dense or ragged lists, as the kernel takes them."""
+    """The tensors of dense or ragged lists, in the kernel's order."""
     return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
 
 
 def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
-    """Lists made for a mask that has none."""
+    """Lists for a mask that has none."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists
 
@@ -113,14 +114,14 @@ def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: boo
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
-    """Those that the call brought, or else the mask's."""
+    """The call's ragged lists, or else lists of ``mask``."""
     from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
 
     assert problem.sequences is not None
     if problem.blocks is not None:
         return RaggedLists.of(problem.blocks)  # type: ignore[arg-type]
     found = ragged_lists(mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
-    if per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate sees h
+    if per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate depends on h
         found = RaggedLists(*(t if t is None or t.ndim == 1 else t.expand(problem.heads_q, -1) for t in found))  # type: ignore[arg-type]
     return found
 
@@ -147,9 +148,9 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
 
 
 def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
-    """(order, entries) by one launch, which also clears the results' rows of no sequence.
+    """(order, entries) by one launch, which also clears the results' rows that belong to no sequence.
 
-    Made anew for each call: the tables' contents may have changed in ways that torch does not count, and clearing is a launch anyway.
+    Made in every call: the tables' contents may change without a new torch version counter, and clearing needs a launch anyway.
     """
     out, device = results[0], results[0].device
     is_large = s.batch > MOST_ENTRIES[-1]
@@ -173,7 +174,8 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
 
 
 def wiping_blocks(x: Tensor) -> tuple[int, int]:
-    """(thread blocks that wipe rows of a (rows of storage, heads, positions, D) tensor, heads for which they go side by side)."""
+    """(thread blocks that clear rows of a (rows of storage, heads, positions, D) tensor, number of heads
+    over which they are distributed)."""
     heads = x.shape[1]
     return min(ceil_div(x.shape[0] * x.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads)), heads
 
@@ -183,8 +185,8 @@ def _in_order(s: Sequences, config: Config, most: int) -> tuple[Tensor, Tensor]:
     return of_all_heads(longest_first(s, config.tile_q, most, ends_with_row=config.has_right)), entries_table(s)
 
 
-_ROWS_AT_ONCE = THREADS  # of storage that a block checks, one a thread
-_MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit at once
+_ROWS_AT_ONCE = THREADS  # of storage that a block checks, one per thread
+_MOST_BLOCKS = 528  # four per multiprocessor of an H200; two fit at once
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""``TablesConfig``: what the kernel that makes a varlen batch's tables is specialised for."""
+"""``TablesConfig``: the properties that the kernel for a varlen batch's tables is specialised for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 __all__ = ["MOST_ENTRIES", "THREADS", "TablesConfig"]
 
-THREADS = 1024  # of a block, and bins of costs
-MOST_ENTRIES = (2048, 16384)  # four bytes each in shared memory
+THREADS = 1024  # per block; also the number of cost bins
+MOST_ENTRIES = (2048, 16384)  # largest batches of the two variants; four bytes per entry in shared memory
 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """tile_m: query rows of the big kernel's tiles. ends_with_row: a row sees keys up to its own place. most_entries: of a batch.
+    """tile_m: query rows of the attention kernel's tiles. ends_with_row: a row sees keys up to its own
+    position. most_entries: largest batch.
 
-    by_key: the tiles are of keys, which the kernel is given as queries, and the order has one more row, which says how many there are.
-    is_sorted: the costliest tiles come first; else all tiles are in the order of their sequences, each one's from the first on.
+    by_key: the tiles are key tiles, keys are passed as queries, and the order has one row more, which holds the number of tiles.
+    is_sorted: the most expensive tiles come first; else all tiles are in the order of their sequences, from each one's first tile on.
     """
 
     tile_m: int

@@ -1,4 +1,4 @@
-"""The torch backend: attention by torch operations, for the CPU and any other device that torch runs on."""
+"""Torch backend: attention by torch operations, for the CPU and any other device that torch supports."""
 
 from anyattn.backends.torch.api import backward, forward, reads_lists
 from anyattn.backends.torch.combine import combine

@@ -1,4 +1,4 @@
-"""The torch backend's entry points: a problem and its plan in, results out."""
+"""Entry points of the torch backend: compute the results of a problem and its plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _call(problem: Problem, plan: Plan) -> Call:
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem reads the block lists that it has; the same for all calls of a plan."""
+    """Whether the forward pass of a problem reads its block lists; the same for all calls of a plan."""
     return problem.blocks is not None
 
 
@@ -40,7 +40,8 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
-    """Each split computes its keys of every row tile, in the statistics' dtype; the sink is added when they are combined."""
+    """Forward pass with split-KV: each split covers its keys of every row tile,
+    in the statistics' dtype; the sink is added when combining."""
     call = _call(problem.like(sink=None, wants_lse=True), plan)
     parts = []
     for split in range(plan.num_splits):
@@ -58,7 +59,7 @@ def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed."""
     call = _call(problem, plan)
-    if lse is None:  # the forward pass kept whole spans
+    if lse is None:  # a forward pass over whole spans saves no log-sum-exp
         return *unstreamed.backward(call, dout), None
     return backward_pass.backward(call, out, lse, dout, dlse)
 

@@ -1,8 +1,8 @@
-"""ATen's flash-attention CPU kernel for large rectangles of (rows x keys) without a mask.
+"""ATen's flash-attention CPU kernel for large unmasked rectangles of (rows x keys).
 
 In float32 without a score mod that kernel runs at the speed of the matrix product, a few per cent faster than streaming tiles through torch
-operations. It returns output and log-sum-exp, so a rectangle is simply the state from which a row tile's streaming starts; its backward
-takes the whole row's output and log-sum-exp, so the parts' gradients add up.
+operations. It returns output and log-sum-exp, so a rectangle's result is the initial state of a row tile's online softmax; its backward
+pass takes the whole row's output and log-sum-exp, so the gradients of the parts add up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from anyattn.backends.torch.tiles import Call, Heads
 __all__ = ["Rectangle", "RowBlock", "blocks", "few_rows", "has_few_rows"]
 
 _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
-_ROWS = 1024  # the kernel wants tall rectangles: 0.98 of its speed from here on, 0.93 at 256
+_ROWS = 1024  # the kernel needs tall rectangles: from here on 0.98 of its speed, at 256 rows 0.93
 _FEW_ROWS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_LEAST = 512  # fewer rows or keys are not worth a call of their own
+_LEAST = 512  # a separate call does not pay for fewer rows or keys
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rectangle:
     hi: int
 
     def rows_of(self, x: Tensor, row_tile: RowTile, heads: Heads) -> Tensor:
-        """The part of ``x`` (count, stacked rows, n) that belongs to a row tile; both hold their rows descending."""
+        """The part of ``x`` (count, stacked rows, n) that belongs to a row tile; in both, rows are in descending order."""
         stacked = x.view(heads.count, -1, self.q_hi - self.q_lo, x.shape[-1])
         part = stacked[:, :, self.q_hi - row_tile.q_hi : self.q_hi - row_tile.q_lo]
         return part.reshape(heads.count, -1, x.shape[-1])
@@ -64,14 +64,14 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Adjacent row tiles with the rectangle that they share, if any; the row tiles then lack its keys."""
+    """Adjacent row tiles and the rectangle that they share, if any; the segments of the row tiles then exclude its keys."""
 
     row_tiles: tuple[RowTile, ...]
     rectangle: Rectangle | None
 
 
 def blocks(call: Call, group: Group) -> Iterator[RowBlock]:
-    """The row tiles of ``group`` in blocks, each with a rectangle where ATen's kernel can serve one."""
+    """The row tiles of ``group`` in blocks, each with a rectangle where ATen's kernel can be used."""
     if not group.row_tiles or group.row_tiles[-1].q_hi < _LEAST or not _is_served(call):
         yield RowBlock(group.row_tiles, None)
         return
@@ -114,7 +114,7 @@ def _without(segments: tuple[Segment, ...], rectangle: Rectangle) -> tuple[Segme
 
 
 def has_few_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether ``few_rows`` computes with tensors like these, of one dtype and head_dim."""
+    """Whether ``few_rows`` supports such tensors, which have one dtype and head_dim."""
     if q.device.type != "cpu" or q.dtype not in _FEW_ROWS_DTYPES or not hasattr(torch.ops.aten, _FORWARD):
         return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -123,8 +123,8 @@ def has_few_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def few_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of a few rows in one call of the kernel, without gradients.
 
-    q: (B, H, rows, D); k, v: (B, H, keys, D), the last dimension contiguous. bias: (B, 1, 1, keys) in q's dtype, 0 or -inf. is_causal: row
-    i sees the keys up to i, and those that bias shows. Returns out (B, H, rows, D) and the natural log-sum-exp (B, H, rows); 0 and
-    meaningless where a row sees nothing.
+    q: (B, H, rows, D); k, v: (B, H, keys, D), with a contiguous last dimension. bias: (B, 1, 1, keys) in q's dtype, 0 or -inf. is_causal:
+    row i sees only keys up to i. Returns out (B, H, rows, D) and the natural log-sum-exp (B, H, rows); in a row without visible keys out
+    is 0 and the log-sum-exp is meaningless.
     """
     return getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)

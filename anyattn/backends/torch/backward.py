@@ -1,7 +1,7 @@
 """Streaming backward pass on the forward's tiles, with probabilities recomputed from the saved log-sum-exp.
 
 With P the probabilities of a row, dP = dO V^T and delta = rowsum(dO * O) - dLSE, the derivative by the modified score is
-dS = P * (dP - delta) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once: dQ is finished there, dK, dV
+dS = P * (dP - delta) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once, which completes its dQ; dK, dV
 and the captured tensors' gradients are summed over the tiles in a fixed order, so that reruns agree bitwise.
 """
 
@@ -25,12 +25,13 @@ from anyattn.backends.torch.workspace import zeros_in_order
 
 __all__ = ["backward"]
 
-_FAR = 1024.0  # a base-2 log-sum-exp beyond this has lost the digits of the sum below 2^-13
+_FAR = 1024.0  # beyond this a base-2 log-sum-exp cannot represent the sum to 2^-13
 
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """Per query row: base-2 log-sum-exp (+inf where a row sees nothing, so that its probabilities are 0), delta, and the clean inputs."""
+    """Per query row: base-2 log-sum-exp (+inf in a row without visible keys,
+    so that its probabilities are 0), delta, and cleaned inputs."""
 
     lse: Tensor  # (B, Hq, Sq, 1)
     delta: Tensor  # (B, Hq, Sq, 1)
@@ -42,8 +43,8 @@ class _Statistics:
         stat, q = call.problem.stat_dtype, call.problem.q
         blind = torch.isneginf(lse)
         idle = blind if call.problem.sink is None else blind | _sees_only_the_sink(call.problem.sink, q, out, lse, dout)
-        if bool(idle.any()):  # NaN in a row that sees nothing must not be multiplied by its zero probabilities
-            # finite values stay: a row that the sink's share merely hides from its 16-bit output has keys with weights of its own
+        if bool(idle.any()):  # 0 x NaN: a row without visible keys has zero probabilities
+            # finite values are kept: a row whose 16-bit output only looks like the sink alone has keys with nonzero weights
             dout, q = (torch.where(idle[..., None], finite_or_zero(t), t) for t in (dout, q))
         delta = (dout.to(stat) * out).sum(-1)
         if dlse is not None:
@@ -52,11 +53,11 @@ class _Statistics:
 
 
 def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """(B, Hq, Sq): rows that see no key and have a value in q or dout that is not finite; rows without one may be True or False."""
+    """(B, Hq, Sq): rows that see no key and have a non-finite value in q or dout; for rows without such a value the result is arbitrary."""
     if is_finite(q) and is_finite(dout):
         return torch.zeros_like(lse, dtype=torch.bool)
     logit = sink.to(lse.dtype)[:, None]
-    rounding = 4 * torch.finfo(lse.dtype).eps * logit.abs()  # the logit goes to base 2 and back
+    rounding = 4 * torch.finfo(lse.dtype).eps * logit.abs()  # the logit was converted to base 2 and back
     return ((lse - logit).abs() <= rounding) & (out == 0).all(-1)
 
 
@@ -77,7 +78,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         heads.add_to_keys(dv, operands.dv)
     dsink = None
     if problem.sink is not None:
-        # the sink's probability is a row's exp2(sink - lse); its value is 0, so only delta remains of dP - delta
+        # the sink's probability in a row is exp2(sink - lse); its value is 0, so dP - delta is -delta
         share = torch.exp2(problem.sink.to(stat)[:, None, None] * LOG2E - statistics.lse)
         dsink = (share * statistics.delta).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
     return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), dsink, *scores.captured.results()
@@ -86,9 +87,9 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
 def _with_starts(
     call: Call, group: Group, heads: Heads, statistics: _Statistics, operands: _Operands, rows: tuple[Tensor, Tensor, Tensor] | None
 ) -> Iterator[tuple[RowTile, Tensor | None]]:
-    """The row tiles with the dQ that their rectangles contribute; the rectangles' dK and dV are added to the group's.
+    """The row tiles with their rectangles' contributions to dQ; the rectangles' dK and dV are added to the group's.
 
-    rows: dout, out and lse as given; None where lse has a gradient, which ATen's kernel does not support.
+    rows: dout, out and lse as given; None if lse has a gradient, which ATen's kernel does not support.
     """
     if rows is None:
         yield from ((row_tile, None) for row_tile in group.row_tiles)
@@ -105,12 +106,12 @@ def _with_starts(
 
 
 class _Operands:
-    """A group's K and V as matrices, and their gradients' sums."""
+    """A group's K and V as matrices, and the sums of their gradients."""
 
     def __init__(self, call: Call, heads: Heads):
         stat, device = call.problem.stat_dtype, call.problem.q.device
         self.keys, self.values = (heads.keys(x, name).whole() for name, x in (("k", call.problem.k), ("v", call.problem.v)))
-        # 0 x NaN: the scores come from the keys as they are, everything weighted by them from finite ones
+        # 0 x NaN: scores are computed from the keys as given; products with weights use keys without non-finite values
         self.finite_keys = self.keys
         if not call.all_finite:
             self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
@@ -119,7 +120,7 @@ class _Operands:
 
 
 class ScoreGradients:
-    """Scores and their derivatives on one tile, their normalisers, and the gradients of the score mod's captured tensors."""
+    """Scores and their derivatives on a tile, the rows' normalisers, and the gradients of the score mod's captured tensors."""
 
     def __init__(self, call: Call):
         self.call, self.scores = call, Scores(call)
@@ -127,7 +128,7 @@ class ScoreGradients:
         self.dtype = call.problem.stat_dtype
 
     def modified(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-        """(count, rows, columns) masked scores in base 2, and their derivative by the score where it is not 1."""
+        """(count, rows, columns) masked scores in base 2, and their derivative by the score; None if that is 1."""
         if self.scores.mod is None:
             return self._wide(self.scores.of(q, keys[:, chunk.lo : chunk.hi], tile, chunk)), None
         score = self._wide(self.scores.products(q, keys[:, chunk.lo : chunk.hi], 1.0))
@@ -138,11 +139,11 @@ class ScoreGradients:
     def normaliser(
         self, q: Tensor, keys: Tensor, heads: Heads, row_tile: RowTile, lse: Tensor, is_whole: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """What is subtracted from a row's base-2 scores to give the logarithms of its probabilities, as two terms (count, rows, 1).
+        """The terms to subtract from a row's base-2 scores to get the logarithms of its probabilities, two tensors (count, rows, 1).
 
-        Far from 0 the log-sum-exp has no digits left for the sum: 1,000 scores of -1e9 would each get the probability 1. There the row's
-        maximum and the logarithm of its sum are computed again, and kept as two terms. is_whole: the row tile holds all keys that its rows
-        see; none are in a rectangle, which has no score mod and so no such scores.
+        Far from 0 the log-sum-exp cannot represent the logarithm of the sum: 1,000 scores of -1e9 would each get probability 1. There the
+        row maximum and the logarithm of the sum are recomputed and kept as two terms. is_whole: the row tile contains all keys that its
+        rows see. Otherwise some are in a rectangle; a rectangle has no score mod, so such scores do not occur.
         """
         shift = self.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
         far = torch.isfinite(lse) & (lse.abs() > _FAR)
@@ -193,7 +194,7 @@ def _row_tile(
         scores.captured.add(row_heads(dscore, tile), tile, chunk.asked)
         if by_score is not None:
             dscore = row_heads(dscore, tile).mul_(by_score)
-            call.masks.zero(dscore, tile, chunk.asked)  # the derivative of a hidden score may be anything
+            call.masks.zero(dscore, tile, chunk.asked)  # the derivative at a hidden score is arbitrary
             dscore = dscore.view(p.shape)
         narrow = _narrow(call, dscore, "ds")
         _accumulate(operands.dk[:, here], narrow, q, scale)
@@ -206,7 +207,7 @@ def _narrow(call: Call, x: Tensor, name: str) -> Tensor:
 
 
 def _accumulate(total: Tensor, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
-    """``total += factor * x^T y`` per matrix."""
+    """``total += factor * x^T y`` for each matrix."""
     if total.dtype == x.dtype:
         total.baddbmm_(x.transpose(1, 2), y, alpha=factor)
     else:

@@ -1,8 +1,8 @@
 """Gradients of the float tensors that a score mod captures, in the torch backend.
 
-A load ``table[i, j]`` contributes dS * d(mod)/d(load) at its indices. How those are summed depends on what the indices see: plain indices
-(``bias[h, q_idx]``) name a slice of the tensor; indices of q_idx - kv_idx alone are summed along the tile's diagonals first; whatever
-else goes through one indexed addition.
+A load ``table[i, j]`` contributes dS * d(mod)/d(load) at its indices. The way to sum these depends on the indices: plain indices
+(``bias[h, q_idx]``) name a slice of the tensor; for indices of q_idx - kv_idx alone, sums along the tile's diagonals come first; all other
+indices go through one indexed addition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AXES = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
 
 
 class CapturedGradients:
-    """The modified score with its derivatives on one tile, and the sums of each captured tensor's gradient."""
+    """The modified score and its derivatives on a tile, and the gradient sum of each captured tensor."""
 
     def __init__(self, call: Call, is_additive: bool):
         self.call = call
@@ -44,7 +44,7 @@ class CapturedGradients:
         builder = Builder()
         value = builder.copy(score.expr)
         derivatives = [builder.copy(gradients.expr, w) for w in wanted]
-        # of an additive mod the derivatives do not see the score, and the modified score is computed elsewhere
+        # the derivatives of an additive mod do not depend on the score, and its modified score is computed elsewhere
         joint = builder.build(*derivatives[1:]) if is_additive else builder.build(value, *derivatives)
         if not is_additive:
             joint = lowered(joint, (LOG2E, *(1.0 for _ in derivatives)), is_half=call.problem.q.element_size() == 2)
@@ -57,14 +57,15 @@ class CapturedGradients:
                 self.totals[g.slot] = zeros(tuple(tensor.shape), call.problem.stat_dtype, tensor.device)
 
     def modified(self, score: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """The mod's value in base 2 and its derivative by the score (None where it is 1) on a tile of scores."""
+        """The mod's value in base 2 on a tile of scores, and its derivative by the score (None if that is 1)."""
         value, by_score, *self._by_load = self.bound.on(tile, score)
         modified = self.call.workspace.take("modified", tile.shape, score.dtype)
         value = modified.copy_(value) if isinstance(value, Tensor) else modified.fill_(value)
         return value, None if self.by_score_is_one else by_score
 
     def add(self, dscore: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
-        """Adds the contributions of ``dscore`` (b, h, rows, columns), the derivative by the modified score, to each captured tensor."""
+        """Adds the contributions of ``dscore`` (b, h, rows, columns), the derivative by the modified
+        score, to each captured tensor's gradient."""
         if not self.loads:
             return
         by_load = self._by_load if self._by_load is not None else self.bound.on(tile)
@@ -72,7 +73,7 @@ class CapturedGradients:
             part = dscore
             if isinstance(factor, Tensor) or factor != 1:
                 part = dscore * factor
-                self.call.masks.zero(part, tile, asked)  # the derivative at a hidden score may be anything
+                self.call.masks.zero(part, tile, asked)  # the derivative at a hidden score is arbitrary
             total.add(self.totals[load.slot], part, tile)
 
     def results(self) -> tuple[Tensor | None, ...]:
@@ -88,7 +89,7 @@ def _is_one(expr: Expr, position: int) -> bool:
 
 
 class _Sum:
-    """How one load's contributions are summed into its tensor's gradient."""
+    """The summation of one load's contributions into its tensor's gradient."""
 
     def __init__(self, call: Call, expr: Expr, load: LoadGradient):
         problem, score = call.problem, call.problem.score
@@ -104,7 +105,7 @@ class _Sum:
             self.plain = [n.attr for n in nodes]
         self.diagonal = any(d.diagonal for d in deps) and all(d.diagonal or d.per_head for d in deps)
         if problem.sequences is not None and any(d.b for d in deps):
-            self.diagonal = False  # sequences do not share their diagonals
+            self.diagonal = False  # sequences have different diagonals
         builder = Builder()
         copied = builder.build(*(builder.copy(expr, p) for p in positions)) if nodes else None
         self.bound = None if copied is None else bind(copied, score.scalars, score.tensors, problem)
@@ -131,7 +132,7 @@ class _Sum:
         target += part
 
     def _add_diagonals(self, total: Tensor, part: Tensor, tile: Tile) -> None:
-        """Entry y of a tile's diagonal sums is over its scores with q - kv = q_hi - 1 - k_lo - y, as in ``Bound.diagonal``."""
+        """Entry y of a tile's diagonal sums covers the scores with q - kv = q_hi - 1 - k_lo - y, as in ``Bound.diagonal``."""
         assert self.bound is not None
         batch, heads, rows, columns = part.shape
         width = rows + columns - 1
@@ -150,6 +151,6 @@ class _Sum:
         part = part.sum(shared, keepdim=True) if shared else part
         flat, part = flat.expand(part.shape).reshape(-1), part.reshape(-1)
         if self.problem.deterministic and part.is_cuda:
-            total.view(-1).index_put_((flat,), part, accumulate=True)  # sorts first; index_add_ adds in whatever order threads come
+            total.view(-1).index_put_((flat,), part, accumulate=True)  # sorts first; the order of index_add_'s additions depends on threads
         else:
             total.view(-1).index_add_(0, flat, part)

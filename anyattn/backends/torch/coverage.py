@@ -1,7 +1,7 @@
-"""Coverage: the ranges of keys that each tile of query rows reads, and the predicates that decide inside them.
+"""Coverage: the ranges of keys that each tile of query rows reads, and the predicates that mask inside them.
 
-A *row tile* is a run of query rows that are computed together for a block of batch entries and heads (a *group*) whose lists agree. Its
-*segments* are disjoint ascending ranges of keys: every row sees a segment without predicates completely.
+A *row tile* is a run of query rows that are computed together for a block of batch entries and heads (a *group*) with equal lists. Its
+*segments* are disjoint ascending ranges of keys; in a segment without predicates every row sees every key.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
 
-# Of keys in tensors on the host any ranges and lists can be combined, and lists that a call brings cost nothing.
+# On the host any row ranges and lists can be intersected, and a call's own lists cost nothing.
 _ABILITIES = MaskAbilities(most_ranges=MAX_RANGES, reads_tensors=True, drops_blocks=False, most_lists=None)
-_TILE_N = 128  # width of the tiles in which a mask without row ranges is classified, and keys are divided among splits
-_FEW_KEYS, _TOGETHER = 256, 64  # sequences of a cache with at most so many keys are computed together, at most so many of them
-_SCORES_OF_A_SEQUENCE = 2**21  # of a cache, at once, over all its heads
+_TILE_N = 128  # tile width for classifying masks without row ranges, and for dividing keys among splits
+_FEW_KEYS, _TOGETHER = 256, 64  # sequences of a KV cache with at most so many keys are computed together, so many at a time
+_SCORES_OF_A_SEQUENCE = 2**21  # scores of a KV cache sequence computed at once, over all its heads
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys ``lo <= kv < hi``; ``predicates`` are the positions in ``Problem.predicates`` to be evaluated there."""
+    """Keys ``lo <= kv < hi``; ``predicates`` are the places in ``Problem.predicates`` of those to evaluate there."""
 
     lo: int
     hi: int
@@ -49,9 +49,9 @@ class RowTile:
 
 @dataclass(frozen=True)
 class Group:
-    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree.
+    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists are equal.
 
-    is_small: sequences of a cache with few keys. Their number must not change a bit of any result.
+    is_small: sequences of a KV cache with few keys. Results must not depend, bit for bit, on their number.
     """
 
     b_lo: int
@@ -64,13 +64,13 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """The groups, and for each predicate its row ranges, ``Problem.row_limits``, or None where it must be evaluated."""
+    """The groups, and for each predicate its row ranges (``Problem.row_limits``), or None if it must be evaluated."""
 
     groups: tuple[Group, ...]
     ranges: tuple[tuple[Tensor, Tensor] | None, ...]
 
 
-# One source of segments: for a (b, h) its row tiles' stretches as (lo, hi, is_full); dims says over what it is broadcast.
+# One source of segments: for each (b, h) the stretches of its row tiles as (lo, hi, is_full). batch or heads of 1 are broadcast.
 @dataclass(frozen=True, eq=False)
 class _Source:
     predicate: int | None
@@ -80,7 +80,7 @@ class _Source:
 
 
 def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
-    """Row tiles of ``tile_m`` rows for every batch entry and head, at most ``pairs_at_once`` (batch, head) pairs to a group."""
+    """Groups with row tiles of ``tile_m`` rows, at most ``pairs_at_once`` (batch, head) pairs to a group."""
     plan, ranges = mask_plan(problem, _ABILITIES), problem.row_limits
     assert not plan.always, "torch runs no CuTe functions"
     sources = []
@@ -99,7 +99,7 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
 
 
 def _classified(mask: TracedMod, predicate: int, tile_m: int, problem: Problem) -> _Source:
-    """Stretches of a mask without row ranges, whose tiles are classified."""
+    """Stretches of a mask without row ranges, from its tile classes."""
     if problem.sequences is not None:
         s = problem.sequences
         flat = classify_ragged(mask, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
@@ -110,7 +110,7 @@ def _classified(mask: TracedMod, predicate: int, tile_m: int, problem: Problem) 
 
 
 def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
-    """The part of every row tile that one of ``splits`` workers computes: an equal share of the key tiles between its first and last."""
+    """The part of every row tile for one of ``splits`` workers: an equal share of the key tiles between its first and last."""
 
     def part(row_tile: RowTile) -> RowTile:
         if not row_tile.segments:
@@ -125,7 +125,7 @@ def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
 
 
 def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int, problem: Problem) -> _Source:
-    """Per row tile and range: every row sees [max lo, min hi), some row sees [min lo, max hi)."""
+    """Stretches from row ranges: per row tile and range, every row sees [max lo, min hi), and some row sees [min lo, max hi)."""
     empty = lo >= hi
     big = torch.iinfo(lo.dtype).max
     rows = _rows_of_tiles(lo.shape[-1], tile_m, problem)
@@ -141,7 +141,7 @@ def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int, problem: P
 
 
 def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
-    """(tiles, tile_m): the rows of each row tile among all concatenated rows; a short tile repeats its last row."""
+    """(tiles, tile_m): each row tile's rows in the numbering of all concatenated rows; a short tile repeats its last row."""
     device = problem.q.device
     within = torch.arange(tile_m, device=device)
     if problem.sequences is None:
@@ -160,7 +160,7 @@ def _tile_counts(problem: Problem, tile_m: int) -> list[int]:
 
 
 def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
-    """[h][row tiles of all sequences] as [b][h][row tile]."""
+    """Reorders [h][row tiles of all sequences] to [b][h][row tile]."""
     found, start = [], 0
     for count in counts:
         found.append([tiles[start : start + count] for tiles in per_head])
@@ -169,7 +169,7 @@ def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
 
 
 def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
-    """Ranges of the classes (H or 1, tiles of all sequences), as ``tile_classes_varlen.classify_ragged`` lays them out."""
+    """Stretches from tile classes (H or 1, tiles of all sequences), in the order of ``tile_classes_varlen.classify_ragged``."""
     assert problem.sequences is not None
     assert tile[0] % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {tile[0]}"
     host = problem.sequences.on_host
@@ -185,7 +185,7 @@ def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | 
 
 
 def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, int, bool]]:
-    """Adjacent tiles of one class as one stretch; empty ones are left out."""
+    """Runs of adjacent tiles of one class as stretches; empty tiles are left out."""
     stretches, start = [], 0
     for kind, run in groupby(classes):
         end = start + sum(1 for _ in run)
@@ -196,7 +196,7 @@ def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, in
 
 
 def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
-    """Disjoint ascending (lo, hi, full) stretches of a union of ranges given as (some_lo, some_hi, every_lo, every_hi)."""
+    """The union of ranges (some_lo, some_hi, every_lo, every_hi) as disjoint ascending stretches (lo, hi, full)."""
     found = [r for r in found if r[0] < r[1]]
     if len(found) == 1:
         some_lo, some_hi, every_lo, every_hi = found[0]
@@ -218,7 +218,7 @@ def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
 
 
 def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, problem: Problem) -> _Source:
-    """Stretches of adjacent listed tiles of one kind; the lists' row tiles are a multiple of ``tile_m`` or equal to it."""
+    """Stretches of adjacent listed tiles of one kind; the height of the lists' tiles is a multiple of ``tile_m``."""
     block_m, block_n = blocks.tile
     assert block_m % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {block_m}"
     batch, heads, rows = blocks.mask_block_cnt.shape
@@ -251,7 +251,7 @@ def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> li
 
 
 def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
-    """(batch, head) rectangles whose stretches agree, cut to ``pairs_at_once`` pairs and to whole or single K/V heads."""
+    """Rectangles of (batch, head) with equal stretches, of at most ``pairs_at_once`` pairs and of whole K/V heads or parts of one."""
     if problem.sequences is not None:
         return _ragged_groups(problem, sources, tile_m, pairs_at_once)
     by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
@@ -270,9 +270,9 @@ def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once
 
 
 def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
-    """One sequence to a group, or, of a cache, neighbours that are alike and have few keys.
+    """One group per sequence or, for a KV cache, per run of ``alike`` neighbours with few keys.
 
-    How a sequence of a cache is computed follows from it alone, so that its bits do not depend on the batch.
+    The computation of a KV cache's sequence depends on that sequence only, so that its bits do not depend on the batch.
     """
     assert problem.sequences is not None
     s, host = problem.sequences, problem.sequences.on_host
@@ -321,7 +321,7 @@ def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
 
 
 def _intersect(seqlen_k: int, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
-    """The intersection of all sources; a segment has the predicates of those sources that are not full there."""
+    """The intersection of all sources; a segment has the predicates of the sources that are not full there."""
     segments = [Segment(0, seqlen_k)] if seqlen_k else []
     for source in sources:
         stretches = source.stretches[min(at[0], source.batch - 1)][min(at[1], source.heads - 1)][tile]

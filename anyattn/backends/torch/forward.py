@@ -39,16 +39,16 @@ _FEW_ROWS = 32
 
 
 class Scores:
-    """Modified, masked scores of one tile, in base 2."""
+    """Modified and masked scores of a tile, in base 2."""
 
     def __init__(self, call: Call):
         self.call = call
         self.bias: Bound | None = None
         self.mod: Bound | None = None
-        self.shift: Bound | None = None  # a bias that is the same along a row: the probabilities do not see it, only the statistics do
+        self.shift: Bound | None = None  # a bias that is constant along a row: it changes the statistics, but not the probabilities
         problem = call.problem
         score = problem.score
-        if score is not None and problem.has_pairs:  # else nothing is scored
+        if score is not None and problem.has_pairs:  # otherwise there are no scores
             bias = additive_bias(score.expr, LOG2E)
             expr = bias or lowered(score.expr, (LOG2E,), is_half=problem.q.element_size() == 2)
             bound = bind(expr, score.scalars, score.tensors, problem)
@@ -58,11 +58,11 @@ class Scores:
                 self.shift = bound
             else:
                 self.bias = bound
-        # a mod is computed in the statistics' dtype whatever the inputs' is: positions and biases do not fit bfloat16
+        # mods are computed in the statistics' dtype for any input dtype: bfloat16 cannot represent positions and biases
         self.dtype = call.dtype if self.bias is None and self.mod is None else problem.stat_dtype
 
     def shift_of(self, tile: Tile, like: Tensor) -> Tensor | float:
-        """What ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
+        """The value that ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
         if self.shift is None:
             return 0.0
         value = self.shift.on(tile)[0]
@@ -72,11 +72,11 @@ class Scores:
         return value.to(like.dtype).expand(batch, heads, rows, 1).reshape(like.shape)
 
     def products(self, q: Tensor, keys: Tensor, factor: float, name: str = "scores") -> Tensor:
-        """(count, rows, columns) of ``factor * scale * q k^T``, keys (count, columns, D); the memory is reused by the next call."""
+        """``factor * scale * q k^T`` (count, rows, columns), for keys (count, columns, D); the memory is reused by the next call."""
         out = self.call.workspace.take(name, (q.shape[0], q.shape[1], keys.shape[1]), q.dtype)
         alpha = factor * self.call.problem.scale
         if q.shape[1] <= _FEW_ROWS and q.element_size() == 2:
-            # a 16-bit product of few rows with K^T runs at a fifth of the speed of K with few columns
+            # with few rows, 16-bit q K^T runs at a fifth of the speed of K q^T
             flipped = self.call.workspace.take(f"{name}, keys first", (q.shape[0], keys.shape[1], q.shape[1]), q.dtype)
             torch.baddbmm(flipped, keys, q.transpose(1, 2), beta=0, alpha=alpha, out=flipped)
             return out.copy_(flipped.transpose(1, 2))
@@ -95,7 +95,7 @@ class Scores:
         elif self.mod is not None:
             modified = self.mod.on(tile, view, owns_score=True)[0]
             if not isinstance(modified, Tensor) or modified.shape != view.shape:
-                modified = view.copy_(modified) if isinstance(modified, Tensor) else view.fill_(modified)  # a mod that ignores the score
+                modified = view.copy_(modified) if isinstance(modified, Tensor) else view.fill_(modified)  # the mod ignores the score
             view = modified if modified.is_contiguous() else view.copy_(modified)
         self.call.masks.apply(view, tile, chunk.asked)
         return view.view(scores.shape)
@@ -124,7 +124,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
                 store(heads.place(highest, row_tile)[..., None], hidden, tile, call.workspace)
             if problem.sink is not None:
                 row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
-            # a sum of nothing is 0, and so is its acc; every other one is far above the least normal number
+            # an empty sum is 0, and so is its acc; any other sum is far above the least normal number
             store(heads.place(out, row_tile), acc.div_(row_sum.clamp_min(torch.finfo(stat).tiny)), tile, call.workspace)
             if lse is not None:
                 store(heads.place(lse, row_tile)[..., None], row_max.mul_(LN2).add_(row_sum.log()), tile, call.workspace)
@@ -134,7 +134,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
 def _with_starts(
     call: Call, group: Group, heads: Heads, keys: KeyRows, values: KeyRows
 ) -> Iterator[tuple[RowTile, tuple[Tensor, Tensor] | None]]:
-    """The row tiles with the normalised output and base-2 log-sum-exp of their rectangles, or None."""
+    """The row tiles with the normalised output and base-2 log-sum-exp of their rectangles, or None without one."""
     for block in blocks(call, group):
         if block.rectangle is None:
             yield from ((row_tile, None) for row_tile in block.row_tiles)
@@ -145,17 +145,17 @@ def _with_starts(
 
 
 class Values:
-    """V as a batch of matrices, its products guarded on demand: 0 x NaN must not reach the output of a row that does not see the NaN.
+    """V as a batch of matrices whose products are guarded on demand: 0 x NaN must not reach the output of a row that does not see the NaN.
 
-    The guard costs a read of all of V and a second product, so a row tile is first computed without it; only where the result is not
-    finite is it computed again, guarded. The guard replaces by zeros, which changes no bit of any other row.
+    The guard reads all of V and computes a second product, so a row tile is first computed without it, and again with the guard only if
+    the result is not finite. The guard replaces non-finite values by zeros, which changes no bit of any other row.
     """
 
     def __init__(self, rows: KeyRows, is_guarded: bool):
         self.rows, self.is_guarded = rows, is_guarded
 
     def weighted(self, p: Tensor, chunk: Chunk, name: str) -> Tensor:
-        """(count, rows, Dv) of ``p @ v``; the memory is reused by the next call with the same ``name``."""
+        """``p @ v`` (count, rows, Dv); the memory is reused by the next call with the same ``name``."""
         values = self.rows.run(chunk.lo, chunk.hi)
         out = self.rows.workspace.take(name, (*p.shape[:2], values.shape[-1]), p.dtype)
         if not self.is_guarded:
@@ -163,7 +163,7 @@ class Values:
         bad = torch.isfinite(values).logical_not_()
         result = torch.bmm(p, values.masked_fill(bad, 0.0), out=out)
         seen = torch.bmm((p != 0).to(p.dtype), bad.to(p.dtype))
-        return result.masked_fill_(seen > 0, math.nan)  # a row that does see it gets what the definition says
+        return result.masked_fill_(seen > 0, math.nan)  # rows that do see the value get NaN, by definition
 
 
 def _stream(
@@ -171,15 +171,15 @@ def _stream(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile.
 
-    start: the normalised output and the base-2 log-sum-exp of keys that are not among the tile's segments.
+    start: the normalised output and the base-2 log-sum-exp over keys that are not in the tile's segments.
     """
     stat = call.problem.stat_dtype
     q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q", is_only_read=True)
     shape = (q.shape[0], q.shape[1], 1)
-    lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
+    lowest = torch.finfo(call.dtype).min / 2  # not -inf: -inf - (-inf) would be NaN
     acc = row_sum = row_max = None
     if start is not None:
-        acc, row_max = (t.clone() for t in start)  # the caller may come again
+        acc, row_max = (t.clone() for t in start)  # the caller may run this again
         row_sum = torch.ones_like(row_max)
     for chunk in chunks(row_tile, call.plan.tile_n):
         s = scores.of(q, keys.run(chunk.lo, chunk.hi), heads.tile(row_tile, chunk), chunk)
@@ -201,8 +201,8 @@ def _stream(
 
 
 def _exp2(x: Tensor, is_small: bool) -> Tensor:
-    """2^x in place of x. torch's exp2 computes the last elements of its memory, which do not fill a vector, with another rounding; exp
-    does not, and takes four times as long, which is nothing where there is little to do."""
+    """2^x, in place. torch's exp2 rounds the last elements, which do not fill a vector, differently. exp does not; it takes four times as
+    long, which does not matter for small inputs."""
     return x.mul_(LN2).exp_() if is_small else x.exp2_()
 
 
@@ -211,7 +211,7 @@ def _narrow(call: Call, p: Tensor) -> Tensor:
 
 
 def _is_cache(problem: Problem) -> bool:
-    """Whether one entry's bits must not depend on another's: then no decision may depend on the whole batch."""
+    """Whether an entry's bits must not depend on other entries; then no decision may depend on the whole batch."""
     return problem.sequences is not None and problem.sequences.is_cache
 
 
@@ -221,13 +221,13 @@ def _is_finite(bound: Bound) -> bool:
 
 
 def sink_logits(sink: Tensor, heads: Heads, tile: Tile, like: Tensor) -> Tensor:
-    """The sink's logit in base 2 of every row, shaped as ``like`` (count, stacked rows, 1)."""
+    """The sink's base-2 logit for every row, shaped as ``like`` (count, stacked rows, 1)."""
     batch, count, rows, _ = tile.shape
     return (sink[heads.q_heads].to(like.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(like.shape)
 
 
 def _add_sink(sink: Tensor, heads: Heads, acc: Tensor, row_max: Tensor, row_sum: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """The maximum and the sum with one more key per row, whose score is the head's logit and whose value is 0; rescales ``acc``."""
+    """Row maximum and row sum with the sink as one more key, with the head's logit as score and 0 as value; rescales ``acc``."""
     logit = sink_logits(sink, heads, tile, row_max)
     new_max = torch.maximum(row_max, logit)
     rescale = _exp2(row_max - new_max, heads.group.is_small)

@@ -1,4 +1,4 @@
-"""Keys or values of one group as a batch of matrices, whole or by runs of keys, from dense, cached or paged storage."""
+"""Keys or values of a group as a batch of matrices, whole or in runs of keys, from dense, cached or paged storage."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from anyattn.backends.torch.workspace import Workspace
 
 __all__ = ["KeyRows", "PoolRows"]
 
-_GAP = 64  # bytes between tokens, a cache line: without it p @ v takes 1.6 times as long in float32, for 8 heads of 128
+_GAP = 64  # padding in bytes between tokens, one cache line: without it p @ v takes 1.6 times as long in float32, for 8 heads of 128
 
 
 class KeyRows:
-    """(count, keys, D) of one group: one matrix per (batch entry, K/V head).
+    """(count, keys, D) for one group: one matrix per (batch entry, K/V head).
 
-    x: (batch entries, K/V heads, keys, D), a view of storage; with ``pool_rows`` instead a page pool (pages, K/V heads of the call,
-    page_size, D).
-    is_read_once: each key is read once, so copies are made run by run into memory that stays in the CPU's cache. Copied runs are laid out
-    head by head, which matrix products read faster than a KV cache's own layout: that pays for the copy. Only products of 32 bits and more
-    read a sequence's pages as fast in the pools' layout, token by token, if tokens are not a power of two apart; there they are gathered
-    so, all heads at once, which takes 0.6 of the time.
+    x: (batch entries, K/V heads, keys, D), a view of storage; with ``pool_rows`` a page pool (pages, K/V heads of the call, page_size, D).
+    is_read_once: each key is read once, so copies are made run by run, in memory that stays in the CPU's cache. A copied run is laid out
+    head by head: matrix products read that layout faster than a KV cache's, which pays for the copy. An exception are products of 32 bits
+    and more with pages of a single sequence: they read the pool's layout, token by token, equally fast if tokens are not a power of two
+    apart. So tokens are gathered with all heads at once, which takes 0.6 of the time.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class KeyRows:
             self._whole = copied.to(dtype).reshape(self.shape)
 
     def run(self, lo: int, hi: int) -> Tensor:
-        """(count, hi - lo, D) in the dtype of the products; memory of a copied run is lent until the next."""
+        """(count, hi - lo, D) in the dtype of the products; the memory of a copied run is reused by the next run."""
         return self._copy(lo, hi) if self._whole is None else self._whole[:, lo:hi]
 
     def whole(self) -> Tensor:
@@ -95,10 +94,10 @@ class KeyRows:
 
 
 class PoolRows:
-    """Where the keys of one group are in page pools of the call: (batch entries x K/V heads, keys) rows of a pool seen as (rows, D).
+    """The rows of a group's keys in the call's page pools: (batch entries x K/V heads, keys), for a pool seen as (rows, D).
 
     storage_rows: int64 (batch entries, keys), each key's row in a pool seen as (pages x page_size). kv_heads: the heads of the group.
-    is_joint: the group may have several batch entries; then it is laid out alike however many there are.
+    is_joint: the group may have several batch entries; the layout is then the same for any number of them.
     """
 
     def __init__(self, storage_rows: Tensor, kv_heads: slice, is_joint: bool):
@@ -106,7 +105,7 @@ class PoolRows:
         self._by_token: Tensor | None = None
 
     def tokens(self, pool: Tensor) -> Tensor | None:
-        """``pool`` (pages, K/V heads, page_size, D) as (rows, K/V heads of the group x D), None where that is no view or of no use."""
+        """``pool`` (pages, K/V heads, page_size, D) as (rows, K/V heads of the group x D); None if that is not a view or is not used."""
         if self.is_joint or pool.device.type != "cpu":
             return None
         by_token, (_, heads, _, width) = pool.transpose(1, 2), pool.shape
@@ -115,10 +114,10 @@ class PoolRows:
         return by_token.view(-1, heads * width)[:, self.kv_heads.start * width : self.kv_heads.stop * width]
 
     def of(self, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """``pool`` (pages, K/V heads, page_size, D) as (rows, D), and the rows."""
+        """``pool`` (pages, K/V heads, page_size, D) as (rows, D), and the group's rows."""
         _, heads, page_size, width = pool.shape
-        by_token = pool.transpose(1, 2)  # how a pool is stored: (pages, page_size, heads, D)
-        if self._by_token is not None and by_token.is_contiguous():  # the same for keys and values
+        by_token = pool.transpose(1, 2)  # the usual storage order of a pool: (pages, page_size, heads, D)
+        if self._by_token is not None and by_token.is_contiguous():  # shared by keys and values
             return by_token.view(-1, width), self._by_token
         head = torch.arange(self.kv_heads.start, self.kv_heads.stop, device=pool.device)[:, None]
         rows = self.storage_rows[:, None]
@@ -128,7 +127,7 @@ class PoolRows:
         if pool.is_contiguous():
             page, slot = rows // page_size, rows % page_size
             return pool.view(-1, width), ((page * heads + head) * page_size + slot).flatten(0, 1)
-        # any other strides: the tokens in use are brought together first, for the pool may be far larger than they are
+        # other strides: gathers the tokens in use first, since the pool may be much larger
         found = by_token[self.storage_rows // page_size, self.storage_rows % page_size]  # (entries, keys, heads, D)
         token = torch.arange(rows.numel(), device=pool.device).view(len(rows), 1, -1)
         return found.reshape(-1, width), (token * heads + head).flatten(0, 1)

@@ -1,23 +1,23 @@
-"""Mod runner: evaluates a mod on one tile of scores at a time, with everything hoisted that does not change from tile to tile.
+"""Mod runner: evaluates a mod on one tile of scores at a time; everything that does not change from tile to tile is hoisted.
 
-Each node of the expression belongs to one stage, by what it depends on:
+Each node of the expression belongs to one stage, by its dependences:
 
 =========  ===========================  ==================================================
-stage      computed                     kept as
+stage      computed                     stored as
 =========  ===========================  ==================================================
-per_head   once a call                  (B or 1, H or 1, 1, 1)
-row        once a call                  (B or 1, H or 1, Sq, 1), a tile takes its rows
-col        once a call                  (B or 1, H or 1, 1, Sk), a tile takes its columns
-diagonal   once a call                  (B or 1, H or 1, Sq + Sk - 1), a tile is a sheared view
-entry_col  once a call                  (1, H or 1, 1, all keys), of a batch of sequences where a column also sees b
-tile       for every tile               (b, h, rows, columns), in place where the operand is not needed again
+per_head   once per call                (B or 1, H or 1, 1, 1)
+row        once per call                (B or 1, H or 1, Sq, 1), a tile takes its rows
+col        once per call                (B or 1, H or 1, 1, Sk), a tile takes its columns
+diagonal   once per call                (B or 1, H or 1, Sq + Sk - 1), a tile is a sheared view
+entry_col  once per call                (1, H or 1, 1, all keys), in a varlen batch where a column also depends on b
+tile       for every tile               (b, h, rows, columns), in place if the operand is not needed again
 =========  ===========================  ==================================================
 
-The rows of a tile stand in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one,
-and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
+The rows of a tile are in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one, and
+a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
 
-In a batch of sequences of different lengths rows are concatenated, (1, H or 1, all rows, 1); columns and diagonals are those of the longest
-sequence, which the others share.
+In a varlen batch rows are concatenated, (1, H or 1, all rows, 1); columns and diagonals are those of the longest sequence, and the other
+sequences use parts of them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
 class Tile(NamedTuple):
-    """The coordinates of a tile: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
+    """The coordinates of a tile: half-open ranges of batch entries, query heads,
+    query rows and keys; rows and keys count from 0 in a sequence.
 
-    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences
-    are concatenated; seqlen_q and seqlen_k of each, None where every entry is all of its storage.
+    q_first: the position of query row 0 for mods. row_base, key_base: the (first) sequence's first row and key when all sequences are
+    concatenated. seqlen_q, seqlen_k: of each sequence, None if every entry fills its storage.
     """
 
     b_lo: int
@@ -70,11 +71,12 @@ class Tile(NamedTuple):
         return (self.b_hi - self.b_lo, self.h_hi - self.h_lo, self.q_hi - self.q_lo, self.k_hi - self.k_lo)
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
-        """The tile's rows of what is concatenated along ``dim``; of several sequences one after the other along dimension ``dim - 2``."""
+        """The tile's rows of ``x``, whose dimension ``dim`` is the concatenation;
+        several sequences are stacked along dimension ``dim - 2``."""
         return self._entries(x, dim, dim - 2, self.row_base, self.seqlen_q, self.q_lo, self.q_hi)
 
     def keys_of(self, x: Tensor, dim: int) -> Tensor:
-        """The same for keys, several sequences along dimension ``dim - 3``."""
+        """The tile's keys of ``x``, as ``rows_of``; several sequences are stacked along dimension ``dim - 3``."""
         return self._entries(x, dim, dim - 3, self.key_base, self.seqlen_k, self.k_lo, self.k_hi)
 
     def _entries(self, x: Tensor, dim: int, entry_dim: int, base: int, size: int | None, lo: int, hi: int) -> Tensor:
@@ -90,7 +92,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Staging:
-    """An expression cut in stages: each node's stage, the hoisted nodes that tiles read, and each tile node's last reader."""
+    """An expression divided into stages: each node's stage, the hoisted nodes that tiles read, and each tile node's last reader."""
 
     stage: tuple[str, ...]
     boundary: tuple[int, ...]
@@ -125,7 +127,7 @@ def _staging(expr: Expr, is_ragged: bool) -> _Staging:
 
 
 class Bound:
-    """An expression with its captured values and lengths: ``on(tile, score)`` gives its outputs there."""
+    """An expression with its captured values and lengths; ``on(tile, score)`` returns its outputs on a tile."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class Bound:
         device: torch.device,
         sequences: Sequences | None = None,
     ):
-        expr = expr.without_detach  # its value would share the operand's memory
+        expr = expr.without_detach  # a detach result would share the operand's memory
         self.expr, self.tensors = expr, tensors
         self.staging = _staging(expr, sequences is not None)
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
@@ -254,7 +256,8 @@ def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
 
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
-    """``expr`` prepared for the tiles of ``problem``; for a cache by operations whose rounding does not depend on the rest of the batch."""
+    """``expr`` prepared for the tiles of ``problem``; for a KV cache with operations whose
+    rounding does not depend on the rest of the batch."""
     if problem.sequences is not None and problem.sequences.is_cache:
         expr = steady(expr)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)

@@ -1,4 +1,4 @@
-"""The torch backend's plan: tiles, splits and the dtype of products, by the machine's cache and fast dtypes."""
+"""Plan of the torch backend: tiles, splits and the dtype of products, from the machine's cache and fast dtypes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from anyattn.sequences.split_kv import MOST_SPLITS
 
 __all__ = ["plan_of"]
 
-_SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
+_SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which fits a CPU's last-level cache
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
 _FEW_ROWS = 16
 
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """options: ``validate.flex.kernel_options``. reason: why torch computes it, for people."""
+    """The torch backend's plan. options: ``validate.flex.kernel_options``. reason: for choosing torch, for people."""
     plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
     if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
@@ -30,7 +30,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
 
 
 def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
-    """The plan with the requested tiles; a row tile must divide the block mask's, so there the nearest smaller divisor is taken."""
+    """The plan with the requested tiles; a row tile must divide the block mask's, so with one the nearest smaller divisor is used."""
     if "tile_m" in options:
         tile_m = options["tile_m"]
         if problem.blocks is not None:
@@ -45,7 +45,7 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
 
 
 def _bounded_splits(asked: int) -> tuple[int, list[str]]:
-    """The number of splits, bounded so that each is worth a partial result; and why it is bounded."""
+    """The number of splits, bounded so that each split is worth its partial result, and the reason for the bound."""
     if asked <= MOST_SPLITS:
         return asked, []
     return MOST_SPLITS, [f"keys in {MOST_SPLITS} pieces, not {asked}: each is a partial result to keep and to merge"]
@@ -73,25 +73,25 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     if whole_spans:
         why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
         if problem.blocks is None and width >= 8 * tile_m and problem.seqlen_q >= 4 * tile_m:
-            tile_m *= 2  # fewer copies of the keys side by side, fewer additions to their gradients
+            tile_m *= 2  # fewer gathered copies of the keys, fewer additions to their gradients
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     tile_n_backward = min(tile_n, 2**16 // tile_m)
-    # the rows' widths were read from what the masks capture
+    # the widths of rows may have been read from tensors that masks capture
     is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
     return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
-    """Whether a row tile's scores are kept whole, for torch's fused softmax, instead of being streamed with a running maximum.
+    """Whether a row tile's scores are computed whole, for torch's fused softmax, instead of being streamed with a running maximum.
 
-    In 16 bits that takes the scores in the products' dtype, which is what the plain formula does too: 2.6 times as fast as torch's SDPA in
-    bfloat16 on a CPU with bfloat16 instructions, against 1.8 for streaming. In float32 streaming wins, for narrow windows too.
+    In 16 bits this needs scores in the products' dtype, as in the plain formula: 2.6 times as fast as torch's SDPA in bfloat16 on a CPU
+    with bfloat16 instructions, against 1.8 for streaming. In float32 streaming is faster, for narrow windows too.
     """
     if problem.sequences is not None and problem.sequences.is_cache:
-        return False  # a choice by the widths of the batch would let one entry change another's last bits
+        return False  # the choice depends on the widths in the whole batch, so one entry would change another's last bits
     if problem.seqlen_q <= _FEW_ROWS:
-        return False  # laying keys side by side costs D / rows of the products
+        return False  # gathering keys costs D / rows of the products
     plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
     ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
     return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
@@ -113,7 +113,7 @@ def _tile_m(problem: Problem, is_half: bool, why: list[str]) -> int:
 
 
 def _mean_width(limit: tuple[Tensor, Tensor] | None) -> float:
-    """Keys that a row sees on average, by row ranges; infinite where there are none."""
+    """The mean number of keys that a row sees, by row ranges; infinite without row ranges."""
     if limit is None or limit[0].numel() == 0:
         return math.inf
     lo, hi = limit

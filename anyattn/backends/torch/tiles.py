@@ -34,13 +34,13 @@ __all__ = [
     "store",
 ]
 
-_ALIGNED = 64  # bytes, as torch's memory on a CPU
+_ALIGNED = 64  # bytes: alignment of torch's CPU allocations
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Adjacent keys ``lo:hi`` computed at once; ``asked`` are the ranges in which predicates decide."""
+    """Adjacent keys ``lo:hi`` that are computed at once; ``asked`` are the segments in which predicates must be evaluated."""
 
     lo: int
     hi: int
@@ -48,7 +48,7 @@ class Chunk:
 
 
 def chunks(row_tile: RowTile, width: int) -> list[Chunk]:
-    """The row tile's segments, adjacent ones joined, cut to at most ``width`` keys (evenly, so that no chunk is a sliver)."""
+    """The row tile's segments, with adjacent ones joined, cut evenly to at most ``width`` keys."""
     found: list[Chunk] = []
     segments = row_tile.segments
     start = 0
@@ -68,7 +68,7 @@ def chunks(row_tile: RowTile, width: int) -> list[Chunk]:
 
 
 class Heads:
-    """A group's tensors as batches of matrices: one per (batch entry, K/V head), query heads that share K/V stacked as rows."""
+    """A group's tensors as batches of matrices: one per (batch entry, K/V head), with the query heads that share K/V stacked as rows."""
 
     def __init__(self, problem: Problem, group: Group, dtype: torch.dtype, workspace: Workspace):
         ratio = problem.qhead_per_kvhead
@@ -95,14 +95,14 @@ class Heads:
 
     @cached_property
     def pool_rows(self) -> PoolRows | None:
-        """Where the sequences' keys are in page pools, None without pages."""
+        """The rows of the sequences' keys in page pools; None without pages."""
         sequences = self.problem.sequences
         if sequences is None or sequences.page_table is None:
             return None
         return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads, self.group.is_small)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
-        """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
+        """Adds ``part`` (count, keys, D) to this group's part of ``total``, which is stored as the keys are."""
         if self.pool_rows is None:
             target = total[self.k_rows, self.kv_heads, self.keys_used]
             target += part.view(target.shape)
@@ -120,10 +120,10 @@ class Heads:
     def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None, is_only_read: bool = False) -> Tensor:
         """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``mod_runner``.
 
-        The memory is reused by the next call with the same ``name``; is_only_read: it may be that of ``x``.
+        The memory is reused by the next call with the same ``name``. is_only_read: the result may be a view of ``x``.
         """
         part = x[self.q_rows, self.q_heads, self.q_start + lo : self.q_start + hi]
-        # single rows, as of a decode step, have the copy's layout, down to the alignment, on which last bits may depend
+        # a single row, as in a decode step, has the same layout as its copy, and the same alignment, on which last bits may depend
         if is_only_read and hi - lo == 1 and x.dtype == (dtype or self.dtype) and part.is_contiguous() and part.data_ptr() % _ALIGNED == 0:
             return part.view(self.count, -1, part.shape[-1])
         out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
@@ -135,19 +135,19 @@ class Heads:
 
 
 def rows_of_queries(problem: Problem, width: int, dtype: torch.dtype) -> Tensor:
-    """(B, Hq, Sq, width), stored as the queries are, uninitialised but for rows of storage that belong to no sequence: 0."""
+    """(B, Hq, Sq, width), stored as the queries are; uninitialised, except that storage rows of no sequence are 0."""
     out = empty_in_order(problem.q, width, dtype)
     return out.zero_() if _has_unused_rows(problem) else out
 
 
 def statistic_of_queries(problem: Problem) -> Tensor:
-    """(B, Hq, Sq), contiguous, uninitialised but for rows of storage that belong to no sequence: -inf."""
+    """(B, Hq, Sq), contiguous; uninitialised, except that storage rows of no sequence are -inf."""
     out = empty(tuple(problem.q.shape[:3]), problem.stat_dtype, problem.q.device)
     return out.fill_(-math.inf) if _has_unused_rows(problem) else out
 
 
 def blank_unused_rows(problem: Problem, lse: Tensor) -> None:
-    """Sets ``lse`` (B, Hq, Sq) to -inf where a row of storage belongs to no sequence."""
+    """Sets ``lse`` (B, Hq, Sq) to -inf in storage rows that belong to no sequence."""
     if _has_unused_rows(problem):
         assert problem.sequences is not None
         s = problem.sequences
@@ -169,7 +169,8 @@ def row_heads(x: Tensor, tile: Tile) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether ``x`` holds neither NaN nor infinity, by its sum, in its own dtype where that cannot overflow (which copies nothing)."""
+    """Whether ``x`` contains neither NaN nor infinity, judged by its sum,
+    in its own dtype if that cannot overflow (which avoids a copy)."""
     return math.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None).item())
 
 
@@ -178,7 +179,7 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 
 def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
-    """``out``, filled with ``x`` (b, h, rows, n) rows reversed. flip would take fresh memory, whose page faults cost more than the copy."""
+    """Writes ``x`` (b, h, rows, n) with reversed rows to ``out``. flip would allocate memory, whose page faults cost more than the copy."""
     if x.shape[2] == 1:
         return out.copy_(x)
     backwards = torch.arange(x.shape[2] - 1, -1, -1, device=x.device)
@@ -196,10 +197,11 @@ def store(target: Tensor, x: Tensor, tile: Tile, workspace: Workspace) -> None:
 
 @dataclass(frozen=True)
 class _Cover:
-    """A visibility as bit patterns of a score dtype: ``keep`` is all ones where visible, ``fill`` is -inf where not, else zero.
+    """Visible pairs as bit patterns of a score dtype: ``keep`` is all ones where visible and 0
+    elsewhere, ``fill`` is the reverse with -inf.
 
     ``score & keep | fill`` hides any value, NaN included, in two passes of integer arithmetic; masked_fill takes about 15
-    times as long (1.85 against 0.11 ns an element).
+    times as long (1.85 against 0.11 ns per element).
     """
 
     keep: Tensor
@@ -220,22 +222,22 @@ class _Cover:
 
 
 class Masks:
-    """The predicates of one call, as row ranges where they are such, else evaluated."""
+    """The predicates of a call: as row ranges if they have them, else evaluated."""
 
     def __init__(self, problem: Problem, coverage: Coverage):
         self.problem, self.coverage = problem, coverage
         self._bound: dict[int, Bound] = {}
-        # a predicate of q - kv alone looks the same in every tile that lies on the same diagonals
+        # a predicate of q - kv alone is the same in all tiles on the same diagonals, so its cover is cached
         self._is_diagonal = tuple(_sees_distance_only(p.expr) for p in problem.predicates)
         self._known: dict[tuple, _Cover] = {}
 
     def apply(self, scores: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
-        """Hides from ``scores`` (b, h, rows, columns) of ``tile`` what the predicates of ``asked`` hide."""
+        """Sets ``scores`` (b, h, rows, columns) of ``tile`` to -inf where a predicate of ``asked`` hides them."""
         for target, cover in self._covers(scores, tile, asked):
             cover.hide(target)
 
     def zero(self, values: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
-        """Sets ``values`` to 0 where a predicate of ``asked`` hides, NaN included."""
+        """Sets ``values`` to 0 where a predicate of ``asked`` hides them, NaN included."""
         for target, cover in self._covers(values, tile, asked):
             cover.zero(target)
 
@@ -286,7 +288,7 @@ def _sees_distance_only(expr: Expr) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One pass over one problem: its plan, tiles, masks, scratch memory and the dtype of its products."""
+    """One pass over a problem: its plan, tiles, masks, scratch memory and the dtype of its products."""
 
     problem: Problem
     plan: Plan
@@ -300,5 +302,5 @@ class Call:
 
     @cached_property
     def all_finite(self) -> bool:
-        """Whether k and v hold only finite values (a sum that overflows says no, which only costs time). Reads all of both."""
+        """Whether k and v contain only finite values; False too if their sum overflows, which only costs time. Reads all of both."""
         return is_finite(self.problem.k) and is_finite(self.problem.v)

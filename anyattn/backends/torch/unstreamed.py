@@ -1,8 +1,9 @@
 """Unstreamed forward and backward pass: all visible scores of a row tile at once, for low precision without a score mod.
 
 The scores stay in the products' dtype, as in the plain formula, and torch's fused softmax and its fused backward do the rest: nothing is
-rescaled, and the backward needs neither the log-sum-exp nor delta. What a row tile sees may lie in several runs of keys; they are copied
-side by side, which costs D / tile_m of the tile and gives the products the contiguous operands that they would copy themselves anyway.
+rescaled, and the backward needs neither the log-sum-exp nor delta. The keys that a row tile sees may be in several runs; these are gathered
+into one buffer, which costs D / tile_m of the tile and gives the products the contiguous
+operands that they would otherwise copy themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Spans:
 
 
 class _Rows:
-    """One group's operands and the probabilities of its row tiles."""
+    """A group's operands, and the probabilities of its row tiles."""
 
     def __init__(self, call: Call, heads: Heads, needs_finite: bool):
         self.call, self.heads = call, heads
@@ -43,7 +44,7 @@ class _Rows:
             self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
 
     def gathered(self, name: str, x: Tensor, spans: _Spans) -> Tensor:
-        """(count, width, D): the rows of ``x`` at the runs, contiguous."""
+        """(count, width, D): the rows of ``x`` in the runs, contiguous."""
         if len(spans.runs) == 1 and spans.width == x.shape[1] and x.is_contiguous():
             return x
         out = self.call.workspace.take(name, (x.shape[0], spans.width, x.shape[2]), x.dtype)
@@ -64,7 +65,7 @@ class _Rows:
         torch.baddbmm(scores, q, self.transposed("keys^T", keys), beta=0, alpha=call.problem.scale, out=scores)
         self._each_run(row_tile, spans, scores, call.masks.apply)
         torch.softmax(scores, -1, out=scores)
-        # a row that sees nothing has become NaN; all it meets is hidden, so zeroing what is hidden clears it
+        # a row without visible keys is NaN now; zeroing hidden entries clears it
         self._each_run(row_tile, spans, scores, call.masks.zero)
         return scores
 
@@ -129,7 +130,7 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
     keys = rows.gathered("keys", rows.keys, spans)
     p = rows.probabilities(row_tile, spans, q, keys)
     if spans.runs and any(r.asked for r in spans.runs) and not (is_finite(q) and is_finite(do)):
-        # a row that sees nothing may hold anything, and 0 x NaN must not reach dK and dV
+        # a row without visible keys may hold any values, and 0 x NaN must not reach dK and dV
         blind = (p.amax(-1, keepdim=True) == 0).expand(-1, -1, 1)
         q, do = q.masked_fill(blind, 0), do.masked_fill(blind, 0)
     _add_to_runs(dv, _product(call, p.transpose(1, 2), do), spans, 1.0)
@@ -143,7 +144,7 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
 
 
 def _product(call: Call, x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y`` in memory that the next product reuses."""
+    """``x @ y``, in memory that the next product reuses."""
     return torch.bmm(x, y, out=call.workspace.take("product", (x.shape[0], x.shape[1], y.shape[2]), x.dtype))
 
 

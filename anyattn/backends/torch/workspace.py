@@ -1,7 +1,7 @@
-"""Memory allocation of the torch backend, in one place, so that tests can poison uninitialised memory.
+"""Memory allocation of the torch backend, in one place so that tests can poison uninitialised memory.
 
-A ``Workspace`` has named scratch buffers that are reused from tile to tile: a fresh tensor of more than a few MB costs page faults on
-every use (measured on the CPU: they tripled the time of a 16 MB tile).
+A ``Workspace`` has named scratch buffers that are reused from tile to tile: a new tensor of more than a few MB costs page faults at every
+use (measured on the CPU: they tripled the time of a 16 MB tile).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def empty_in_order(like: Tensor, last: int, dtype: torch.dtype) -> Tensor:
-    """A result of ``like``'s shape but for the last dimension, dense in its stride order."""
+    """An uninitialised result of ``like``'s shape except for the last dimension, dense, in ``like``'s stride order."""
     return _allocate_strided((*like.shape[:-1], last), dense_strides(like, last), dtype=dtype, device=like.device)
 
 
@@ -52,6 +52,6 @@ class Workspace:
             return held
         size = math.prod(shape)
         if held is None or held.numel() < size:
-            held = self._held[name, dtype] = empty(shape, dtype, self.device)  # exactly this shape: one tile takes each buffer once
+            held = self._held[name, dtype] = empty(shape, dtype, self.device)  # without spare room: a tile takes each buffer once
             return held
         return held.view(-1)[:size].view(shape)

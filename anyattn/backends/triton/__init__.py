@@ -1,4 +1,4 @@
-"""The Triton backend: kernels for any GPU that Triton supports; see ``api.py``. Imported at first use, since Triton is an extra."""
+"""Triton backend: kernels for any GPU that Triton supports; see ``api.py``. Imported at first use, since Triton is an optional extra."""
 
 from anyattn.backends.triton.api import forward
 from anyattn.backends.triton.append_rotary import append

@@ -1,4 +1,4 @@
-"""The Triton backend's entry point: the forward pass; a problem and its plan in, results out."""
+"""Forward entry point of the Triton backend: computes the results of a problem and its plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from anyattn.triton_tools.launch import strides_of
 __all__ = ["forward", "source_of"]
 
 
-_LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
+_LEAST_SCALE = 1e-30  # positive; times the limits of a score it is neither 0 nor infinite
 
 
 _FORWARD = Signature(
@@ -64,7 +64,7 @@ _FORWARD = Signature(
 
 
 class _Target(NamedTuple):
-    """Where one launch writes. parts: how many splits, and the distances between their statistics and their outputs."""
+    """The output tensors of one launch. parts: number of splits, then the strides from one split's statistics and outputs to the next's."""
 
     out: Tensor
     lse: Tensor | None
@@ -73,12 +73,12 @@ class _Target(NamedTuple):
 
 
 def forward(problem: Problem, plan: Plan) -> Result:
-    """out and the statistics of a problem that ``plan.reason_against`` has nothing against."""
+    """out and the statistics of a problem that ``plan.reason_against`` accepts."""
     return _forward(problem, plan, forms_of(problem, plan))
 
 
 def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
-    # rows that belong to no sequence are 0 and -inf; no program visits them
+    # rows of no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
         return _forward_by_splits(problem, plan, fill)
@@ -93,7 +93,7 @@ def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
 
 
 def _planned(form: Form, problem: Problem, plan: Plan) -> Plan:
-    """The plan for one form of ``problem``, whose own is ``plan``."""
+    """The plan for one form of ``problem``; ``plan`` is that of the problem itself."""
     if form.problem is problem:
         return plan
     key = "documents", form.problem.batch
@@ -112,7 +112,7 @@ def _with(plan: Plan, tiles: Tiles) -> Plan:
 
 
 def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
-    """The plan with the fastest tiles."""
+    """The plan with the fastest measured tiles."""
     plan = replace(plan, is_tuned=False)
     question = autotune.forward_question(problem, chosen.program, plan.heads_per_tile, plan.num_splits)
 
@@ -123,18 +123,18 @@ def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
 
 
 def source_of(problem: Problem) -> str:
-    """The generated source of a problem's kernel, for people to read; it calls functions of these modules."""
+    """The generated source for a problem, for people to read; it calls functions of the kernel modules."""
     q, v = problem.q, problem.v
     out = torch.empty(1, dtype=q.dtype, device=q.device).expand(*q.shape[:3], v.shape[3])
     return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
 def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
-    """Each split writes its part of every row, in float32; the sink is added when they are merged."""
+    """Forward pass with split-KV: each split writes its part of every row, in float32; the sink is added when they are combined."""
     q, count = problem.q, plan.num_splits
     shape = _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
-    lses = _statistic(problem, (count,), torch.inf if fill else None)  # as no split can compute it: a row of no sequence
+    lses = _statistic(problem, (count,), torch.inf if fill else None)  # +inf, which no split can compute, marks rows of no sequence
     highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
     _launch(Form(problem), plan, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
     out = empty_in_order(q, last=shape[3])
@@ -146,7 +146,7 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
 
 def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
-    # autotuned launches are looked up on every call
+    # the key of an autotuned launch is looked up at every call
     kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
     chosen = None if kept.knows_lists else program_of(problem)
     if chosen is not None and plan.is_tuned:
@@ -230,8 +230,8 @@ def _is_raw(problem: Problem) -> bool:
 
 
 def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
-    """L2 grouping of heads: how many heads programs compute at a time, and the number of such groups per entry; (0, 1) without grouping.
-    grid: row tiles, heads or groups that share tiles, entries and splits."""
+    """L2 grouping of heads: the number of heads that programs compute at a time, and of such groups per entry; (0, 1) without grouping.
+    grid: row tiles; heads, or groups that share tiles; entries times splits."""
     problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
     has_few = has_few_rows(problem, capability)
     if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
@@ -246,15 +246,15 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
-    """``Ways.is_described`` as far as the call allows: 1 (descriptors of keys made in the kernel) needs rows at one stride and tiles
-    without gaps (no pages, no list tile cut unevenly); 2 (made with the launch) also dense storage, or documents that share it, whose tiles
-    may hold keys of the next one; 3 (output too) dense calls whose tiles lie in one list tile each; 4 also
-    describes queries."""
+    """The greatest ``Ways.is_described`` up to ``wanted`` that the call allows. 1 (descriptors of keys, made in the kernel) needs rows at
+    one stride and tiles without gaps: no pages, and list tiles that are multiples of tile_n. 2 (made with the launch) also needs dense
+    storage, or documents that share it, whose tiles may contain keys of the next document. 3 (output too) needs a dense call without
+    splits, and list tiles that are multiples of tile_m. 4 describes queries too."""
     problem, is_dense = form.problem, found.entries is None
     k, v = problem.k, problem.v
     if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
         return 0
-    if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row's stride may be anything
+    if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row may have any stride
         return 0
     if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
         return 1
@@ -264,7 +264,7 @@ def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target
 
 
 def _has_places(x: Tensor) -> bool:
-    """Whether all rows of x are distinct in memory, at multiples of 16 bytes."""
+    """Whether all rows of x are distinct in memory and at multiples of 16 bytes."""
     return x.numel() > 0 and all(
         s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
     )

@@ -1,4 +1,4 @@
-"""Appending and rotary embedding of a decoding step in one launch of ``kernels.append_rotary``, without waiting for the device."""
+"""Appending and rotary embedding of a decoding step: one launch of ``kernels.append_rotary``, without synchronising."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["append"]
 
-_ELEMENTS = 1024  # of a block of lines: eight for each of 128 threads, which is what one load of 16 bits brings
-_ALIGNMENT = 8  # elements; 16 bytes of the shortest dtype
+_ELEMENTS = 1024  # elements of a block of lines: eight for each of 128 threads, one 16-bit load instruction each
+_ALIGNMENT = 8  # elements: 16 bytes of the smallest dtype
 _MOST_LINES = 2**31
 
 
 def append(step: CacheStep) -> Tensor:
     """Writes the new rows into the caches, keys rotated; returns the queries, rotated too, in their own layout.
 
-    Without rotary tables the queries are returned as they are. No table is read on the host: rows beyond an entry's capacity, on a page
+    Without rotary tables the queries are returned unchanged. No table is read on the host: rows beyond an entry's capacity, on a page
     outside the pool or in a cache row that does not exist are not written, and a row at a position beyond the rotary tables becomes NaN. If
-    two entries write one place, either may win.
+    two entries write to one place, either may win.
     """
     turned = step.q if step.cos is None else torch.empty_like(step.q, memory_format=torch.contiguous_format)
     lines = _lines(step)
@@ -38,7 +38,7 @@ def append(step: CacheStep) -> Tensor:
     tensors, numbers, last_strides = _tensors(step, turned), _numbers(step, programs), _last_strides(step)
     from anyattn.backends.triton.kernels.append_rotary import cache_step
 
-    # a fused multiply-add rounds once, and would give other bits than the torch operations
+    # a fused multiply-add rounds only once, so its bits would differ from those of the torch operations
     sizes = {"LINES": per_program, "BLOCK_D": blocks[0], "BLOCK_DV": blocks[1], "enable_fp_fusion": False}
     options = {**_options(step, numbers, width), **sizes}
     run_plain(cache_step, sum(programs), (*tensors, *numbers), last_strides, step.q.device, options)
@@ -46,13 +46,13 @@ def append(step: CacheStep) -> Tensor:
 
 
 def _lines(step: CacheStep) -> tuple[int, int, int]:
-    """Rows times heads of the new keys, the new values and the queries, as far as there is something to do."""
+    """Rows times heads of the new keys, of the new values and of the queries; 0 where there is nothing to do."""
     new = 0 if step.k is None else step.k.shape[:-1].numel()
     return new, new, 0 if step.cos is None else step.q.shape[:-1].numel()
 
 
 def _tensors(step: CacheStep, turned: Tensor) -> tuple[Tensor, ...]:
-    """``kernels.append_rotary.TENSORS``; an absent one is replaced by any tensor."""
+    """The arguments ``kernels.append_rotary.TENSORS``; an absent one is replaced by any tensor."""
     tables = step.tables
     cached = _side_by_side(tables.cached)
     k, v = (step.k, step.v) if step.k is not None and step.v is not None else (step.q, step.q)
@@ -68,7 +68,7 @@ def _side_by_side(table: Tensor) -> Tensor:
 
 
 def _numbers(step: CacheStep, programs: list[int]) -> tuple[int, ...]:
-    """``kernels.append_rotary.NUMBERS``."""
+    """The arguments ``kernels.append_rotary.NUMBERS``."""
     sizes, (heads_kv, width), table = step.sizes, step.k_cache.shape[2:], step.tables.page_table
     new = (0, 0, 0) if step.k is None else _strides(step.k)
     new_v = (0, 0, 0) if step.v is None else _strides(step.v)
@@ -84,7 +84,7 @@ def _numbers(step: CacheStep, programs: list[int]) -> tuple[int, ...]:
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of entries, rows and heads; packed rows belong to one entry."""
+    """Strides of entries, rows and heads; packed rows belong to one entry."""
     return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
 
 
@@ -94,9 +94,9 @@ def _last_strides(step: CacheStep) -> tuple[int, ...]:
 
 
 def _options(step: CacheStep, numbers: tuple[int, ...], width: tuple[int, int]) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """The constants and options that the kernel is compiled for."""
     packed_new, packed_q = step.k is not None and step.k.ndim == 3, step.q.ndim == 3
-    steps = ceil_div(step.sizes.batch.bit_length(), 4) * 4 if packed_new or packed_q else 0  # few sizes: each is a compilation
+    steps = ceil_div(step.sizes.batch.bit_length(), 4) * 4 if packed_new or packed_q else 0  # few values, since each one is compiled
     strides = numbers[:15]
     return {
         "NEW_IS_PACKED": packed_new,

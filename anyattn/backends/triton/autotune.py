@@ -25,15 +25,16 @@ __all__ = ["Question", "backward_question", "best", "forget", "forward_question"
 
 _RUNS = 5
 _MANY = 4096  # rows
-_STORED = 2  # the form of the file on disk: one of an earlier form is neither read nor replaced
-_LEAST_STEP, _WIDEST_STEP = 16, 128  # keys of a tile, among all that are measured
+_STORED = 2  # format version of the file on disk; files of an earlier version are neither read nor replaced
+_LEAST_STEP, _WIDEST_STEP = 16, 128  # least and greatest tile_n of all measured tiles
 _known: dict[Question, Tiles] = {}
 
 
 class Question(NamedTuple):
-    """The key of a winner. device: its name. kind: of mask, mods and what else makes another kernel, in words. Of the forward
-    pass: few_rows, those of an entry, a power of two, where tiles of fewer rows than usual do, else 0; group, rows of a position, a power
-    of two; is_short, see ``tile_config.forward_tiles``."""
+    """The key of a measured winner. device: its name. kind: words for the mask, the mods and other properties that select a kernel. Forward
+    pass
+    only: few_rows, the rows of an entry, a power of two, if few rows have smaller tiles, else 0; group, rows of a position, a power of two;
+    is_short, see ``tile_config.forward_tiles``."""
 
     pass_name: str
     device: str
@@ -45,7 +46,7 @@ class Question(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, bool, int]:
-        """The row counts that ``tile_config.candidates`` takes."""
+        """The row arguments of ``tile_config.candidates``."""
         return self.few_rows or _MANY, self.is_short, self.group
 
     @property
@@ -65,7 +66,7 @@ def forward_question(problem: Problem, program: Program, packed: int, splits: in
 
 
 def backward_question(name: str, problem: Problem, program: Program, words: Sequence[str]) -> Question:
-    """words: what makes another kernel, besides mask and mods."""
+    """words: properties that select a kernel, besides mask and mods."""
     shape = replace(shape_of(problem), is_band=program.has_band)
     return Question(name, _name(problem.q.device), shape, _kind(problem, program, words))
 
@@ -88,8 +89,8 @@ def _kind(problem: Problem, program: Program, more: Sequence[str]) -> str:
 
 
 def _pages(size: int, is_padded: bool) -> str:
-    """Pages by the tiles that fit them (``FITS`` of ``kernels.forward``): a tile divides a page, or a page a tile. Of other sizes with the
-    same tiles the answer is the same. is_padded: tiles begin anywhere."""
+    """Page sizes by the tiles that fit them (``FITS`` of ``kernels.forward``): a tile divides a page, or a page a tile. Sizes that fit the
+    same tiles have the same winner. is_padded: tiles begin at any place."""
     power = min(size & -size, _WIDEST_STEP)
     if power == _WIDEST_STEP and not is_padded:
         return f"pages of {power} or more"
@@ -99,9 +100,9 @@ def _pages(size: int, is_padded: bool) -> str:
 
 
 def best(question: Question, device: torch.device, measure: Callable[[Tiles], float]) -> Tiles:
-    """The fastest tiles, measured if they are not known. measure: seconds; what fails with a tile is not chosen.
+    """The fastest tiles, measured if they are not known. measure: returns seconds; tiles with which it raises are not chosen.
 
-    Inside of a CUDA graph, where nothing can be measured, the default.
+    During CUDA graph capture, when nothing can be measured, the default tiles.
     """
     if question not in _known:
         possible = candidates(question.pass_name, question.shape, tile_config.capability_of(device), *question.rows)
@@ -119,7 +120,7 @@ def _measured(question: Question, possible: list[Tiles], measure: Callable[[Tile
         try:
             found[tiles] = measure(tiles)
         except (RuntimeError, ValueError, _triton_error()):
-            continue  # too many registers, or more shared memory than was thought
+            continue  # too many registers, or more shared memory than estimated
     fastest = min(found, key=lambda t: found[t]) if found else possible[0]
     facts: dict[str, Any] = {
         "name": f"tiles of {question.pass_name}: {question.kind}", "head_dim": question.shape.d,
@@ -139,7 +140,7 @@ def _has_tiles(payload: Payload) -> bool:
 
 
 def _tiles_in(payload: Payload, possible: list[Tiles]) -> Tiles:
-    """The stored winner, if it is still among the candidates."""
+    """The stored winner, if it is still a candidate."""
     kept = next((t for t in possible if _numbers(t) == payload.facts.get("tiles")), None)
     return possible[0] if kept is None else kept
 
@@ -152,7 +153,7 @@ def _triton_error() -> type[Exception]:
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call on the device, after one that compiles."""
+    """The median time of a call on the device, after a first call, which compiles."""
     call()
     times = []
     for _ in range(_RUNS):
@@ -166,5 +167,5 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def forget() -> None:
-    """Forgets what is in memory; for tests."""
+    """Clears the winners in memory; for tests."""
     _known.clear()

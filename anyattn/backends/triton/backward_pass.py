@@ -73,7 +73,7 @@ _PREPARE = Signature(
 
 
 class _Results(NamedTuple):
-    """Of the forward pass, and their gradients. dout: its last dimension is contiguous."""
+    """Results of the forward pass, and their gradients. dout: its last dimension is contiguous."""
 
     out: Tensor
     lse: Tensor
@@ -82,7 +82,7 @@ class _Results(NamedTuple):
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
     if problem.sequences is not None and problem.sequences.page_table is not None:
         return _of_pages(problem, plan, out, lse, dout, dlse)
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
@@ -91,7 +91,8 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
 
 
 class _Passes(NamedTuple):
-    """What the calls of a plan share. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. kept: launches by kernel."""
+    """Properties that the calls of a plan share. tiles: of "dq" and "dkdv". range_count:
+    ``Program.range_count``. kept: launches by kernel."""
 
     tiles: dict[str, Tiles]
     range_count: int
@@ -103,7 +104,7 @@ class _Passes(NamedTuple):
 
 
 def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
-    if plan.is_tuned:  # autotuned launches are looked up on every call
+    if plan.is_tuned:  # autotuned launches are looked up at every call
         return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
     key = "backward" if form.documents is None else "backward by documents"
     found = plan.prepared.get(key)
@@ -113,7 +114,7 @@ def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
 
 
 def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
-    """The same of a call whose keys are in pages; results: what ``backward`` takes besides."""
+    """``backward`` for keys in pages; results: its other arguments."""
     assert problem.sequences is not None
     dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
     found = [
@@ -124,21 +125,21 @@ def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | Non
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
-    """The fastest tiles of each kernel, one kernel after the other."""
+    """The fastest tiles of each kernel, measured one kernel after the other."""
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
         passes = _Passes.of(problem, {**tiles, name: other})
         return autotune.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
-    for name in _kernels_of(problem):  # of what is not launched every tile takes the same time
+    for name in _kernels_of(problem):  # for a kernel that is not launched all tiles would take the same time
         question = autotune.backward_question(name, problem, program, _words_of(name, problem))
         tiles = {**tiles, name: autotune.best(question, device, partial(measure, name))}
     return tiles
 
 
 def _words_of(name: str, problem: Problem) -> list[str]:
-    """What makes another kernel of the same mask and mods."""
+    """Properties besides mask and mods that select a kernel."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
@@ -148,7 +149,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
 
 
 class _Shared(NamedTuple):
-    """What the launches share. dq, dk, dv: None where not needed."""
+    """The tensors that all launches share. dq, dk, dv: None if not needed."""
 
     q: Tensor
     k: Tensor
@@ -160,13 +161,13 @@ class _Shared(NamedTuple):
 
     @property
     def filled(self) -> tuple[Tensor, ...]:
-        """The gradients, with any tensor of the right shape in place of those that are not needed and that no kernel writes."""
+        """The gradients; those that are not needed, which no kernel writes, are replaced by any tensor of the right shape."""
         q, k, v, dout, *found = self
         return (q, k, v, dout, *[own if d is None else d for d, own in zip(found, (q, k, v), strict=True)])
 
 
 class _Prepared(NamedTuple):
-    """What ``kernels.backward.prepare_tile`` writes. lse, delta, spans: by row tiles of ``tile_m`` positions."""
+    """The outputs of ``kernels.backward.prepare_tile``. lse, delta, spans: by row tiles of ``tile_m`` positions."""
 
     lse: Tensor
     delta: Tensor
@@ -175,7 +176,7 @@ class _Prepared(NamedTuple):
 
 
 def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
-    """forms: in which it is launched."""
+    """forms: the forms in which the call is launched, each with its passes."""
     wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
     if problem.sequences is not None:  # no program visits rows of no sequence
@@ -196,7 +197,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
-    """The kernels that compute the needed gradients, in the order of their launches. dq's adds to captured tensors' gradients too."""
+    """The kernels of the needed gradients, in launch order. dq's kernel also adds to captured tensors' gradients."""
     has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
@@ -210,7 +211,7 @@ def _read(total: Tensor, own: Tensor) -> Tensor:
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Buffers for the gradients of captured tensors: single values in the tensors' own dtype; sums, which may have a million terms, in a
-    more exact dtype, privatized (``privatized_sum``) where many pairs add to few entries; or ``deterministic_sum``'s."""
+    more precise dtype, privatized (``privatized_sum``) where many pairs add to few entries; or those of ``deterministic_sum``."""
     wanted, score, device = problem.wanted_slots, problem.score, problem.q.device
     if score is None:
         return ()
@@ -242,13 +243,13 @@ def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:
-    """(B, Hq, Sq), where a sink wants it."""
+    """A buffer (B, Hq, Sq) for delta if the sink's gradient is needed, else None."""
     sink, q = problem.sink, problem.q
     return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
 
 
 def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
+    """The gradient of the sink's logits: minus the sink's probability times delta in each row, summed per head."""
     sink = problem.sink
     if sink is None or delta is None:
         return None
@@ -257,12 +258,12 @@ def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | No
 
 
 def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
-    """By the row tiles that dk and dv will visit."""
+    """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     kept, tile_m, count = passes.kept["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
     places, device = _places(problem, tile_m), out.device
     slots = problem.heads_q * places
-    # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
+    # one more tile: a row tile that begins inside a slot, because of the lists' tiles, is read past the slot's end
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     found = tables.tables_of(problem, None, tile_m, form.documents)
@@ -296,9 +297,9 @@ def _prepared_first(form: Form, found: tables.Tables, tensors: tuple[Tensor | No
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
-    """How many heads programs go through at a time; see ``kernels.backward._place``."""
+    """The number of heads that programs process at a time; see ``kernels.backward._place``."""
     q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
-    is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
+    is_ragged = problem.sequences is not None  # its programs process all entries of a head
     heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
     rows = q.shape[2] * ratio if by_key else k.shape[2] // ratio
     head_bytes = rows * (k.shape[3] + problem.v.shape[3]) * q.element_size() * (q.shape[0] if is_ragged else 1)
@@ -306,7 +307,7 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
 
 
 def _places(problem: Problem, tile_m: int) -> int:
-    """Row tiles of one head that have a place of their own; see ``kernels.backward._slot``."""
+    """The number of slots for row tiles of one head; see ``kernels.backward._slot``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
@@ -318,7 +319,7 @@ def _launch(
     prepared: _Prepared,
     totals: tuple[Tensor, ...],
 ) -> None:
-    """One kernel: "dq" and what ``totals`` sum, or "dkdv"."""
+    """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"."""
     problem, by_key, used, kept = form.problem, name != "dq", passes.tiles[name], passes.kept[name]
     q, k, v, dout, dq, dk, dv = shared
     make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
@@ -351,7 +352,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
-        # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
+        # a band has few tiles and many of them are partial, so the prologues of two loops cost too much
         constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:

@@ -1,4 +1,4 @@
-"""Combination of partial results over parts of the keys, by their log-sum-exps, in one kernel (``kernels.combine``)."""
+"""Combination of partial results over parts of the keys by their log-sum-exps, as one kernel (``kernels.combine``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PARTS_AT_ONCE = 8
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """outs: float32 (parts, ..., Dv), lses: float32 (parts, ...), natural logarithm -> out (..., Dv) in ``dtype``, lse (...) in float32.
 
-    A part whose lse is -inf has seen nothing: its output is ignored. sink: a logit that broadcasts with lse and is added to the
-    denominator once. Without gradients.
+    A part with lse -inf has seen no key: its output is ignored. sink: a logit, broadcast with lse, that is added to the denominator once.
+    No gradients.
     """
     lead = outs.shape[1:-1]
     out, lse = (torch.empty(shape, dtype=t, device=outs.device) for shape, t in ((outs.shape[1:], dtype), (lead, torch.float32)))
@@ -33,10 +33,10 @@ def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch
 
 
 def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None, has_unused: bool) -> None:
-    """Writes ``combine``'s results: outs (parts, B, H, S, Dv) and lses (parts, B, H, S) contiguous but for the first dimension, out
-    (B, H, S, Dv) at any strides with a contiguous last dimension, lse (B, H, S) contiguous, sink (B, H, S) at any strides.
+    """Writes the results of ``combine``. outs (parts, B, H, S, Dv) and lses (parts, B, H, S) are contiguous except in the first dimension;
+    out (B, H, S, Dv) has any strides with a contiguous last dimension, lse (B, H, S) is contiguous, sink (B, H, S) has any strides.
 
-    has_unused: a row whose lses are +inf, which no part can compute, belongs to no sequence and gives 0 and -inf whatever the sink.
+    has_unused: a row with lses of +inf, which no part can compute, belongs to no sequence and gives 0 and -inf for any sink.
     """
     parts, _, heads, positions, width = outs.shape
     rows = lses.numel() // max(1, parts)

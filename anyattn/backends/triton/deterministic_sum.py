@@ -1,10 +1,10 @@
 """Deterministic sums of float32 terms that threads add atomically in any order: exact sums in integer accumulators.
 
 A float32 is an integer of 24 bits times a power of two. Each of an entry's *planes* is an int64 that sums the terms of ``width``
-neighbouring powers of two, shifted to the least of them; so a term is one addition to one plane, and no term is rounded, however much
-larger others are. As many bits as the number of terms has are left free, which is what decides how many powers of two a plane serves.
-Three more planes count the terms that are +inf, -inf and NaN. (The idea of an accumulator for all exponents is Kulisch's; bins of them
-added by the hardware are those of Demmel and Hida, SIAM J. Sci. Comput. 25(4), 2004.)
+neighbouring powers of two, shifted to the least of them. A term is one addition to one plane, and no term is rounded, however large the
+others are. An int64 needs spare bits for carries, as many as the number of terms has; this determines how many powers of two a plane
+covers. Three more planes count the terms that are +inf, -inf and NaN. (An accumulator for all exponents is Kulisch's idea; binning
+exponents and adding the bins in hardware is that of Demmel and Hida, SIAM J. Sci. Comput. 25(4), 2004.)
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["additions_of", "describe", "is_exact", "planes_for", "read", "reason_against", "zeros"]
 
-_POWERS = 254  # that float32 has
+_POWERS = 254  # number of powers of two in float32
 _OTHERS = 3
 _MOST_ADDITIONS = 2**38
 _LEAST_ROOM = 4 << 30  # bytes
-_SHARE = 8  # of the device's memory, where that is more
+_SHARE = 8  # of the device's memory, if that is more
 _BLOCK = 256
 
 
 def planes_for(additions: int) -> int:
-    """How many planes an entry of at most so many terms has.
+    """The number of planes for an entry with at most ``additions`` terms.
 
     >>> planes_for(1), planes_for(2**26)
     (10, 23)
@@ -44,17 +44,17 @@ def planes_for(additions: int) -> int:
 
 
 def zeros(shape: Sequence[int], additions: int, device: torch.device) -> Tensor:
-    """Sums of no terms: int64, of ``shape`` and a last dimension of planes, each plane contiguous."""
+    """Zero sums: int64, of ``shape`` and a last dimension of planes; each plane is contiguous."""
     return torch.zeros((planes_for(additions), *shape), dtype=torch.int64, device=device).movedim(0, -1)
 
 
 def is_exact(total: Tensor) -> bool:
-    """Whether the ``total`` of a tensor's gradient is one of these, not of floats."""
+    """Whether the ``total`` of a tensor's gradient is a deterministic sum rather than a float tensor."""
     return total.dtype is torch.int64
 
 
 def read(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the terms, rounded once; where terms are not finite, what additions of floats give."""
+    """The sum of the terms, rounded once; with non-finite terms the result of float additions."""
     from anyattn.backends.triton.kernels.deterministic_sum import read_sums
 
     found = torch.empty(sums.shape[:-1], dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=sums.device)
@@ -66,8 +66,8 @@ def read(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
-    """Those of the ``wanted`` slots whose gradients are summed this way, and how many terms an entry has at most: where the call is to be
-    deterministic and an entry may have several."""
+    """The ``wanted`` slots whose gradients are summed this way, with the greatest number of terms of an entry: those with entries of
+    several terms, if the call is deterministic."""
     score = problem.score
     if not problem.deterministic or score is None or not wanted:
         return {}
@@ -77,7 +77,8 @@ def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
 
 
 def _additions(problem: Problem, slot: int) -> int:
-    """No entry of a captured tensor's gradient has more terms: of each load, those of the pairs that its indices do not tell apart."""
+    """An upper bound on the terms of an entry of a captured tensor's gradient: for each load the pairs that
+    its indices do not distinguish."""
     assert problem.score is not None
     extents = [("b", problem.batch), ("h", problem.heads_q)]
     if problem.sequences is None:
@@ -108,7 +109,7 @@ def _bytes(problem: Problem, additions: dict[int, int]) -> int:
 
 
 def reason_against(problem: Problem) -> str | None:
-    """None if the sums of a call find room."""
+    """None if there is memory for the sums of a call, else the reason against it."""
     additions = _additions_of_all(problem)
     if max(additions.values(), default=0) > _MOST_ADDITIONS:
         return f"with deterministic=True it adds up no more than 2^{_MOST_ADDITIONS.bit_length() - 1} terms of a captured tensor's gradient"
@@ -119,14 +120,14 @@ def reason_against(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=64)
 def _room(device: torch.device) -> int:
-    """Bytes that the sums of a call may take."""
+    """The bytes that the sums of a call may take."""
     if device.type != "cuda":
         return _LEAST_ROOM
     return max(_LEAST_ROOM, torch.cuda.get_device_properties(device).total_memory // _SHARE)
 
 
 def describe(problem: Problem) -> str | None:
-    """For ``explain``: what makes the gradients of captured tensors deterministic, None where nothing has to."""
+    """For ``explain``: how the gradients of captured tensors are made deterministic; None if nothing is needed."""
     if not (need := _bytes(problem, _additions_of_all(problem))):
         return None
     return f"deterministic: gradients of captured tensors are added up as whole numbers, in {math.ceil(need / 2**20)} MiB"

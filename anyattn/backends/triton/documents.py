@@ -1,4 +1,4 @@
-"""The forms in which a call is launched by Triton: as it is, over its documents as sequences, or both (``documents.dispatch``)."""
+"""Forms in which Triton launches a call: unchanged, over its documents as sequences, or both (``documents.dispatch``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Form", "form_of_documents", "forms_of", "reads_lists"]
 
 
 class Form(NamedTuple):
-    """problem: as these launches see it. guard: ``tables.Tables.guard``. documents: whose sequences the problem is over, None where it is
-    the call itself."""
+    """problem: of this form's launches. guard: ``tables.Tables.guard``. documents: those whose sequences the problem is over; None for the
+    call itself."""
 
     problem: Problem
     guard: Tensor | None = None
@@ -26,8 +26,8 @@ class Form(NamedTuple):
 
 
 def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
-    """The document form by which a call is run, None where it is not run so: also with splits, and where a document's own mask has more
-    ranges than a kernel keeps. The same for all calls of one signature."""
+    """The document form with which a call is run; None if it is not: with splits, and if a document's own mask has more ranges than a
+    kernel keeps. The result is the same for all calls of one signature."""
     if num_splits > 1 or (found := over_unknown_documents(problem)) is None:
         return None
     form, within = found
@@ -35,7 +35,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem with block lists reads them; the same for all calls of a plan."""
+    """Whether the forward pass of a problem reads its block lists; the same for all calls of a plan."""
     return masks_of(problem).uses_blocks or _document_form(problem, plan) is not None
 
 

@@ -14,7 +14,7 @@ from anyattn.problem import Problem
 
 __all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
 
-FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts whose functions a kernel calls
+FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # program parts whose functions a kernel calls
 
 
 def programs_along_batch(problem: Problem, found: Tables) -> int:
@@ -30,12 +30,12 @@ def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> Sizes:
 
 
 def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:
-    """What specialises every kernel that reads the problem's storage."""
+    """The constants of every kernel that reads the problem's storage."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
     return {
         "RANGES": chosen.program.range_count, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
         "HAS_ENTRIES": found.entries is not None, "HAS_GUARD": found.guard is not None,
-        # of 16 bits there is nothing to choose, and to name what a GPU does not have (TF32, on most of AMD's) is an error
+        # irrelevant for 16 bits, and naming a precision that a GPU lacks (TF32 on most of AMD's) is an error
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """Prepared launches: a warm call substitutes pointers, the scale and captured scalars.
 
-The key of a launch is what its other arguments, its kernel and its grid hang on: sizes, strides and alignment, the mods' expressions and
-the masks' numbers. It is compared for every call, whatever the plan that keeps the launch was chosen for. It is no ``call_cache``
-signature: it describes a checked problem and its tables, after the plan, and one alignment for all pointers together.
+The key of a launch contains everything that its other arguments, its kernel and its grid depend on: sizes, strides and alignment, the mods'
+expressions and the masks' numbers. It is compared at every call, independent of the call that the plan was made for. It is not a
+``call_cache`` signature: it describes a checked problem and its tables, after planning, with one alignment for all pointers together.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from anyattn.triton_tools.fast_launch import Handle
 
 __all__ = ["First", "Kept", "facts_of", "kept_of", "prepare"]
 
-_MOST = 64  # launches of one plan, and descriptors of one launch
+_MOST = 64  # most launches of a plan, and most descriptors of a launch
 _UNKNOWN = object()
 
 
 class Kept:
-    """The launches of one kernel for the calls of a plan, by key. lists: ``Chosen.lists``, unless a mask whose lists are made anew."""
+    """The launches of one kernel for the calls of a plan, by key. lists: ``Chosen.lists``, unless that is a
+    mask whose lists are made anew."""
 
     def __init__(self) -> None:
         self.lists: Any = _UNKNOWN
@@ -40,7 +41,7 @@ class Kept:
         return self.lists is not _UNKNOWN
 
     def put(self, key: tuple, ready: Ready | None, chosen: Chosen) -> None:
-        """Keeps a launch, unless there is none that can be made again."""
+        """Stores a launch, if it can be repeated."""
         if ready is None or not (chosen.lists is None or isinstance(chosen.lists, str)):
             return
         if len(self.ready) >= _MOST:
@@ -50,7 +51,7 @@ class Kept:
 
 
 def kept_of(plan: Plan, name: str) -> Kept:
-    """What a plan keeps of the launches called ``name``."""
+    """The stored launches of a plan called ``name``."""
     found = plan.prepared.get(name)
     if found is None:
         found = plan.prepared[name] = Kept()
@@ -58,17 +59,17 @@ def kept_of(plan: Plan, name: str) -> Kept:
 
 
 class Sources(NamedTuple):
-    """Where a call's captured values are, for each part that a kernel asks.
+    """The sources of a call's captured values, for each part that a kernel uses.
 
-    masks: the numbers of each part but the score's, which are the same in all calls of one key, and the places of its tensors among those
-    of all masks.
+    masks: for each part except the score the numbers, which are the same in all calls of one key, and the places of its tensors in the list
+    of all masks' tensors.
     """
 
     has_score: bool
     masks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def read(self, problem: Problem, totals: tuple[Tensor, ...] = ()) -> list[Read]:
-        """totals: of the score mod's tensors."""
+        """The captured values of a call. totals: for the score mod's tensors."""
         found, score = [], problem.score
         if self.has_score and score is not None:
             found.append(Read(bits_of_numbers(score.scalars), score.tensors, totals))
@@ -79,7 +80,8 @@ class Sources(NamedTuple):
 
 
 def _sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | None:
-    """program: the parts that are asked, some of ``chosen.program``'s. None where a part reads what no mask of the call captured."""
+    """program: some of the parts of ``chosen.program``, those that are used. None if a part reads a tensor that
+    no mask of the call captured."""
     tensors, masks = _of_masks(problem), []
     names = [part.name for part in program.parts]
     for part, mod in zip(chosen.program.parts, chosen.mods, strict=True):
@@ -97,10 +99,10 @@ def _of_masks(problem: Problem) -> list[Tensor]:
 
 
 class Ready(NamedTuple):
-    """A launch that was made once.
+    """A prepared launch.
 
-    numbers: what stands between the pointers and the lists. described: pointers that are tensor descriptors, by place, and the rows of
-    each. sizes: of each part's captured tensors. maps: encoded descriptors, by their number and address.
+    numbers: the arguments between the pointers and the lists. described: the pointers that are tensor descriptors, by place, with the rows
+    of each. sizes: of each part's captured tensors. maps: encoded descriptors, by number and address.
     """
 
     handle: Handle
@@ -118,14 +120,14 @@ class Ready(NamedTuple):
         scale: float,
         captured: Sequence[Read],
     ) -> None:
-        """None: any pointer."""
+        """Launches with these arguments; for a pointer or list of None any pointer is passed."""
         handle = self.handle
         if not handle.takes_addresses:
             self._plainly(pointers, lists, scale, captured)
             return
         anywhere = pointers[0].data_ptr()  # type: ignore[union-attr]
         given = [anywhere if t is None else t.data_ptr() for t in pointers]
-        for number in range(len(self.described) - 1, -1, -1):  # the last first, for places behind them change
+        for number in range(len(self.described) - 1, -1, -1):  # last first, because later places shift
             at, rows = self.described[number]
             given[at : at + 1] = self._map(number, given[at], pointers[at], rows)
         given += self.numbers
@@ -139,7 +141,7 @@ class Ready(NamedTuple):
         handle.send(self.grid, given)
 
     def _map(self, number: int, address: int, x: Any, rows: int) -> list[Any]:
-        """Encodes what an address and the launch's sizes say, and so is the same as long as the address is."""
+        """The encoded descriptor of an address; memoised, since it depends only on the address and the launch's sizes."""
         found = self.maps.get((number, address))
         if found is None:
             if len(self.maps) >= _MOST:
@@ -156,10 +158,10 @@ class Ready(NamedTuple):
 
 
 class First(NamedTuple):
-    """What the first launch of a kernel takes besides its tensors, its lists and the scale.
+    """The arguments of a kernel's first launch besides its tensors, its lists and the scale.
 
-    program: the parts that the kernel asks, some of ``chosen.program``'s; captured: of each. options: constants, warps and stages.
-    numbers, described: see ``Ready``.
+    program: some of the parts of ``chosen.program``, those that the kernel uses. captured: of each of these parts. options: constants,
+    warps and stages. numbers, described: see ``Ready``.
     """
 
     signature: Signature
@@ -183,10 +185,10 @@ def prepare(
     about: tuple,
     totals: tuple[Tensor, ...] = (),
 ) -> None:
-    """Launches a kernel: again if a launch of this key is prepared, else for the first time, and keeps what was prepared.
+    """Launches a kernel: by the prepared launch of this key if there is one, else for the first time, and stores the prepared launch.
 
-    tensors: the first pointers, None for those that are absent. about: what ``first`` takes. totals: buffers for the gradients of the score
-    mod's tensors.
+    tensors: the first pointers, None for absent ones. about: arguments of ``first``. totals: buffers for the gradients of the score mod's
+    tensors.
     """
     ready = kept.ready.get(key)
     if ready is not None:
@@ -197,7 +199,7 @@ def prepare(
 
 
 def _launched(first: First, problem: Problem, tensors: Sequence[Tensor | None], lists: Sequence[Tensor | None]) -> Ready | None:
-    """None where the launch cannot be made again."""
+    """Launches a kernel for the first time; None if the launch cannot be repeated."""
     pointers = [None if t is None else t.detach() for t in tensors]
     values = _values(pointers, first.numbers, lists, problem.scale, first.described)
     entry = entry_of(first.signature, first.program, first.is_aligned)
@@ -216,7 +218,7 @@ def _values(
     scale: float,
     described: tuple[tuple[int, int], ...],
 ) -> list[Any]:
-    """The arguments of an entry in front of the captured values. An absent tensor is passed as any pointer."""
+    """The arguments of an entry before the captured values. For an absent tensor any pointer is passed."""
     given: list[Any] = [pointers[0] if t is None else t for t in pointers]
     for at, rows in described:
         given[at] = _descriptor(given[at], rows)
@@ -224,7 +226,7 @@ def _values(
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
-    """The tensor descriptor of x for TMA, in boxes of [1, 1, rows, width]."""
+    """The TMA tensor descriptor of x, in boxes of [1, 1, rows, width]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
@@ -235,7 +237,7 @@ def _descriptor(x: Tensor, rows: int) -> Any:
 
 
 def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> list[Any]:
-    """What a launch hangs on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
+    """The properties of a problem, its tables and the ``tensors`` with rows (besides q, k and v) on which a launch depends."""
     q, k, v = problem.q, problem.k, problem.v
     address = q.data_ptr() | k.data_ptr() | v.data_ptr()
     facts: list[Any] = [q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
@@ -260,6 +262,6 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> list[Any]:
 
 
 def _facts_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:
-    """A score mod's text is chosen by its whole numbers' sizes; other numbers are put in anew."""
+    """The properties of a mod on which a launch depends. The size of a score mod's integers selects its text; its floats are arguments."""
     numbers = tuple([n if type(n) is int else None for n in mod.scalars]) if is_score else mod.scalars
     return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]

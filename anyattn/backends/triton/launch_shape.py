@@ -1,4 +1,4 @@
-"""Launch shape: how a problem's rows and keys are divided among programs; tiles, packed query heads, splits of the keys.
+"""Launch shape: the division of a problem's rows and keys among programs: tiles, packed query heads, split-KV.
 
 Pure functions of shapes: no tensor is read.
 """
@@ -37,27 +37,25 @@ __all__ = [
 ]
 
 _MOST_PACKED = 64
-_ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
+_ANY_NUMBER = 1024  # assumed queries per entry if a call gives no upper bound
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
-MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
-# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/triton/test_split_kv.py.
-# Shares and bytes instead of seconds: other devices then differ by what is known of them.
-_ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads with ``_UNDER_WAY`` bytes of loads in flight
+MOST_BLOCKS = 65535  # on each axis of a CUDA grid except the first
+# Model of the time to read keys, by number of splits, fitted to 80 H200 measurements in tests/backends/triton/test_split_kv.py. It uses
+# shares of the bandwidth and bytes instead of seconds, so that it applies to other devices.
+_ALONE = 0.9  # share of a multiprocessor's bandwidth that one program reaches with ``_UNDER_WAY`` bytes of loads in flight
 _UNDER_WAY = 64 << 10
-_MORE = 0.77  # the power with which more bytes help
-_WAITED = (
-    26 << 10
-)  # bytes of a multiprocessor's share that pass while a program waits for what its mods load at a tile's keys, about 0.7 us
-_BEND = 3  # for each tile loaded ahead: how sharply the throughput of more and more programs saturates at the bandwidth
-_ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
-_MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
-_BEGUN = 16 << 10  # bytes read meanwhile by the others, for each tile but one that a program loads ahead when it begins
+_MORE = 0.77  # exponent of the gain from more bytes in flight
+_WAITED = 26 << 10  # bytes of a multiprocessor's share that pass while a program waits for its mods' loads at a tile's keys, about 0.7 us
+_BEND = 3  # per tile loaded ahead: how sharply throughput saturates at the bandwidth as programs are added
+_ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads in the time of the combining launch's start and end, about 6 us
+_MERGED = 6  # cost of writing, reading and starting the program of a partial output, in multiples of its bytes
+_BEGUN = 16 << 10  # bytes that other programs read while a program starts, for each tile that it loads ahead but one
 _UNEVEN = 0.25
-_CLOSE = 1.015  # as good as the best: fewer pieces take less memory
+_CLOSE = 1.015  # within this factor of the best, fewer splits are preferred, since they take less memory
 
 
 class Layout(NamedTuple):
-    """packed: most query heads of one K/V head whose rows lie side by side in a tile. why: a line per decision, for people."""
+    """packed: most query heads of a K/V head whose rows share a tile. why: one line per decision, for people."""
 
     tiles: Tiles
     packed: int
@@ -66,7 +64,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
-    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come; pack_gqa is a preference."""
+    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are requirements and pack_gqa is a preference."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
     for packed in _asked_choices(problem, hardware.capability, options):
@@ -94,22 +92,22 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
 
 
 def forward_shape(problem: Problem) -> Shape:
-    """What a forward pass's tiles are chosen for."""
+    """The shape for which a forward pass's tiles are chosen."""
     return replace(shape_of(problem), asks=masks_of(problem).has_lists)
 
 
 def padded_group(packed: int) -> int:
-    """The rows of a tile that one position has: a power of two."""
+    """The number of rows of a tile per position: a power of two."""
     return next_power_of_2(packed)
 
 
 def tiles_per_group(problem: Problem, packed: int) -> int:
-    """How many tiles the query heads of a K/V head take, ``packed`` to each and the rest in the last."""
+    """The number of tiles for the query heads of a K/V head, ``packed`` per tile and the rest in the last one."""
     return ceil_div(problem.qhead_per_kvhead, packed)
 
 
 def grid_of(row_tiles: int, heads: int, entries: int) -> tuple[int, int, int]:
-    """The launch grid of (row tiles, heads, entries): entries are the first axis where only that one is large enough for them."""
+    """The launch grid of (row tiles, heads, entries); entries are the first axis if only that one is large enough for them."""
     return (row_tiles, heads, entries) if entries <= MOST_BLOCKS else (entries, heads, row_tiles)
 
 
@@ -118,18 +116,18 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
 
 
 def has_few_rows(problem: Problem, capability: tuple[int, int] | None) -> bool:
-    """Whether the heads of a group may share a tile. One kernel serves all such calls, for any number of heads."""
+    """Whether the heads of a group may share a tile. All such calls use one kernel, for any number of heads."""
     return _most_q(problem) <= tile_config.most_short(problem.q.dtype, capability)
 
 
 def rows_of(problem: Problem, packed: int) -> int:
-    """The most rows that an entry's queries make with so many heads side by side."""
+    """The greatest number of rows of an entry, with ``packed`` heads per position."""
     return _most_q(problem) * padded_group(packed)
 
 
 def _most_q(problem: Problem) -> int:
-    """The most queries of an entry. For a cache only the call's own bound: a number read from the batch would let one entry change the bits
-    of another."""
+    """The greatest number of queries of an entry. For a KV cache only the call's own bound is used: a number read from the batch would let
+    one entry change the bits of another."""
     sequences = problem.sequences
     if sequences is None or not sequences.is_cache:
         return problem.bound_q
@@ -137,7 +135,8 @@ def _most_q(problem: Problem) -> int:
 
 
 def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
-    """How many heads may share a tile, the most first, and never of two groups: each number for as many tiles as share a group evenly."""
+    """Numbers of heads that may share a tile, greatest first, all of one group: one number for each number of
+    tiles that divide a group evenly."""
     ratio = problem.qhead_per_kvhead
     if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
         return [1]
@@ -155,7 +154,7 @@ def _shares_lists(problem: Problem) -> bool:
     """Whether the heads of a group visit the same tiles."""
     plan = masks_of(problem)
     if not plan.uses_blocks:
-        return not plan.has_lists  # lists that are made are made for every head
+        return not plan.has_lists  # lists made here have a line per head
     counts: torch.Tensor = problem.blocks.mask_block_cnt  # type: ignore[union-attr]
     return counts.shape[1 if counts.ndim == 3 else 0] == 1
 
@@ -164,9 +163,9 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
     step, heads = positions_per_tile(tiles.tile_m, packed), problem.heads_kv * tiles_per_group(problem, packed)
     row_tiles, batch, sm_count = ceil_div(problem.bound_q, step), problem.batch, max(1, hardware.sm_count)
     rows, _, length, _ = problem.q.shape
-    if rows != batch:  # packed one after another: no more tiles than their rows make
+    if rows != batch:  # packed one after another: their total rows bound the row tiles
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    if tiles.tile_m > 64 or not has_few_rows(problem, hardware.capability):  # products, not bytes, are what takes long
+    if tiles.tile_m > 64 or not has_few_rows(problem, hardware.capability):  # limited by matrix products, not by bytes
         return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
     shape = shape_of(problem)
     size = problem.q.dtype.itemsize
@@ -182,14 +181,14 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
 
 
 def _most_seen(problem: Problem) -> int:
-    """The most keys that a row sees, as far as the mask's limits tell without reading tensors: a window's width."""
+    """The greatest number of keys that a row sees, if the mask's limits show it without reading tensors: a window's width."""
     chosen = program_of(problem)
     ranges = chosen.program.ranges
     if ranges is None:
         return problem.bound_k
     captured = chosen.mods[chosen.program.parts.index(ranges)].scalars
     numbers = tuple([Extent(n, n) for n in captured if type(n) is int])
-    last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # the query that sees most has all keys before it
+    last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # sees most keys, all before it
     one = Extent(max(0, last), max(0, last))
     most = Extent(0, max(0, problem.batch - 1)), Extent(0, max(0, problem.heads_q - 1))
     found = extents(ranges.expr, Box(*most, one, one, numbers if len(numbers) == len(captured) else None))
@@ -203,11 +202,11 @@ def _most_seen(problem: Problem) -> int:
 
 
 class Reading(NamedTuple):
-    """A launch that takes as long as reading its keys and values does.
+    """A launch that takes as long as reading its keys and values.
 
-    programs: in one piece. key_tiles: the most that a program visits. tile_bytes: of its keys and values. stages: tiles that a program has
-    asked for at a time. resident: programs that a multiprocessor holds at once. partial_bytes: of one piece's outputs, all rows together.
-    waits: mods load values at the keys, which no program asks for ahead.
+    programs: without splits. key_tiles: most tiles that a program visits. tile_bytes: of a tile's keys and values. stages: tiles that a
+    program has in flight. resident: programs per multiprocessor at a time. partial_bytes: of one split's outputs, all rows together.
+    waits: mods load values at the keys, which are not loaded ahead.
     """
 
     programs: int
@@ -221,16 +220,16 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def pieces_of(reading: Reading, sm_count: int) -> int:
-    """The number of splits of the keys: the least one whose modelled time is as good as the best.
+    """The number of splits (split-KV): the least one whose modelled time is as good as the best.
 
-    What decides: enough programs to keep the memory busy, a last round of programs that is not too small to (which makes some numbers
-    bad in between), and what partial results cost.
+    The model weighs three effects: enough programs to keep the memory busy; a last wave with enough programs, which makes some numbers in
+    between worse; and the cost of partial results.
     """
     if min(reading.programs, reading.key_tiles) == 0:
         return 1
-    # beyond two programs for each multiprocessor, many small pieces were slower than the model says
+    # with more than two programs per multiprocessor, many small splits were slower than modelled
     most = min(_MOST_SPLITS, reading.key_tiles, max(_MANY_SPLITS, ceil_div(2 * sm_count, reading.programs)))
-    # others cut no finer, and leave their last pieces empty
+    # other numbers give equally large splits and leave the last ones empty
     useful = [s for s in range(1, most + 1) if ceil_div(reading.key_tiles, ceil_div(reading.key_tiles, s)) == s]
     times = {s: _reading_time(reading, s, sm_count) for s in useful}
     best = min(times.values())
@@ -238,26 +237,26 @@ def pieces_of(reading: Reading, sm_count: int) -> int:
 
 
 def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
-    """In bytes read at the device's bandwidth."""
+    """The modelled time, in bytes at the device's full bandwidth."""
     alone = _ALONE * (reading.stages * reading.tile_bytes / _UNDER_WAY) ** _MORE
     if reading.waits:
         alone = 1 / (1 / alone + _WAITED / reading.tile_bytes)
     bend = _BEND * reading.stages
 
     def progress(running: int) -> float:
-        """The share of the bandwidth that so many programs reach together."""
+        """The share of the bandwidth that ``running`` programs reach together."""
         asked = alone * running / sm_count
         return asked / (1 + asked**bend) ** (1 / bend)  # type: ignore[no-any-return]
 
     share = ceil_div(reading.key_tiles, splits)
-    last = reading.key_tiles - share * (splits - 1)  # the last piece is smaller
+    last = reading.key_tiles - share * (splits - 1)  # the last split is smaller
     programs = reading.programs * splits
     rest = programs % (sm_count * reading.resident)
-    # while there are more to come every program that ends is followed by another
+    # before the last wave, every program that ends is replaced by another
     tiles = reading.programs * reading.key_tiles * (programs - rest) / programs / progress(sm_count * reading.resident)
     if rest:
         large = rest * (splits - 1) // splits
-        # where some multiprocessors hold one more, the others wait for them in the end, if not as long
+        # if some multiprocessors hold one program more, the others wait for them at the end, but not for the whole time
         uneven = 1 + _UNEVEN * (ceil_div(rest, sm_count) * sm_count / rest - 1) if rest > sm_count else 1
         tiles += uneven * rest * last / progress(rest)
         if share > last and large:

@@ -1,8 +1,8 @@
-"""Gradients of paged keys and values: each sequence's keys are gathered for the backward pass, and their gradients added back to pages.
+"""Gradients of paged keys and values: gathers each sequence's keys for the backward pass, and adds their gradients back to the pages.
 
-A page that several sequences hold gets the sum of what each of them gives it, in the order of the page table. Nothing is read on the host.
-What that takes besides is keys, values and their gradients once more, as many for each sequence as the longest may have: its bound, or
-what its line of the page table has room for where the call says none.
+A page that several sequences hold gets the sum of their contributions, in the order of the page table. Nothing is read on the host. The
+additional memory is a copy of keys, values and their gradients, with as many rows for each sequence as the longest may have: its bound or,
+if the call gives none, the capacity of a line of the page table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1024
 
 
 def brought_together(problem: Problem) -> Problem:
-    """The call with gathered keys and values, a row of storage for each sequence, (B, Hkv, rows, D), token by token as pages are."""
+    """The call with gathered keys and values, (B, Hkv, rows, D): one row of storage per sequence, stored token by token as in pages."""
     sequences = problem.sequences
     assert sequences is not None and sequences.page_table is not None
     pages = _pages_in_use(sequences)
@@ -40,20 +40,20 @@ def brought_together(problem: Problem) -> Problem:
 
 
 def _pages_in_use(sequences: Sequences) -> int:
-    """No sequence has keys on more pages, counted from the beginning of its line."""
+    """The number of pages from the beginning of a line of the page table that may hold keys of a sequence."""
     assert sequences.page_table is not None
     room = sequences.page_table.shape[1]
-    if not isinstance(sequences, StoredSequences):  # may begin anywhere in its line
+    if not isinstance(sequences, StoredSequences):  # a sequence may begin anywhere in its line
         return room
     return min(room, max(1, ceil_div(sequences.bound_k, sequences.page_size)))
 
 
 def _in_rows(sequences: Sequences, rows: int) -> Sequences:
-    """Where the sequences are once the keys of each are in ``rows`` rows of its own."""
+    """The sequences after the keys of each have been moved to ``rows`` storage rows of its own."""
     if isinstance(sequences, StoredSequences):
         cu_seqlens_q, _, seqused_q, seqused_k = sequences.tables
         assert seqused_k is not None
-        # whatever the table holds, no key lies outside
+        # for any table contents, no key lies outside
         tables = LengthTables(cu_seqlens_q, None, seqused_q, seqused_k.clamp(0, rows))
         sizes = sequences.sizes._replace(rows_k=rows, bound_k=min(sequences.bound_k, rows), page_size=0)
         return StoredSequences(tables, sizes, None, sequences.device)
@@ -62,8 +62,8 @@ def _in_rows(sequences: Sequences, rows: int) -> Sequences:
 
 
 def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
-    """The gradient of ``pool`` (pages, Hkv, page_size, D): ``rows`` (B, Hkv, rows, D), 0 beyond each sequence, page by page. sequences: of
-    the pool."""
+    """The gradient of ``pool`` (pages, Hkv, page_size, D) from ``rows`` (B, Hkv, rows, D), which is 0 beyond each sequence. sequences: with
+    the pool's page table."""
     from anyattn.backends.triton.kernels.paged_gradients import sum_pages
 
     assert sequences.page_table is not None
@@ -73,12 +73,12 @@ def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     chunks = ceil_div(size, _BLOCK)
     given = (rows.transpose(1, 2).contiguous(), found, held, starts, size, chunks)
     run_plain(sum_pages, pages * chunks, given, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
-    # the kernel writes a page's tokens side by side, which is the layout of a contiguous pool; a pool of other strides is copied once more
+    # the kernel writes the tokens of a page next to one another, as in a contiguous pool; for other strides the result is copied
     return in_order(found.transpose(1, 2), pool)
 
 
 def _holders(sequences: Sequences, pages: int, of_pool: int) -> tuple[Tensor, Tensor]:
-    """The places of the page table's first ``pages`` columns, counted through, page by page of the pool; and where each page's begin."""
+    """The places in the page table's first ``pages`` columns, sorted by pool page, and the begin of each pool page's places."""
     s, table = sequences, sequences.page_table
     assert table is not None
     first = torch.arange(pages, device=table.device) * s.page_size

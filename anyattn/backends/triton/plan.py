@@ -1,4 +1,4 @@
-"""The Triton backend's plan, which problems it computes, and why not the others."""
+"""Plan of the Triton backend: the problems that it can compute, the reasons against others, and the plan itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MANY = 4096  # rows
 
 
 def reason_against(problem: Problem) -> str | None:
-    """None if the kernels can run ``problem``, else why not, for people."""
+    """None if the kernels can run ``problem``, else the reason against it, for people."""
     q, v = problem.q, problem.v
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it multiplies float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
@@ -35,18 +35,18 @@ def reason_against(problem: Problem) -> str | None:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
     if not problem.may_have_pairs:
         return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}, of which there is nothing to multiply"
-    # (whose tiles the mask's own lists name, which are made for all entries at once)
+    # with more entries than a grid axis, lists can only be given: making them covers all entries in one launch
     is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and bool(masks_of(problem).listed)
     for what, count in (("batch entries with tiles to list", problem.batch if is_listed else 1), ("query heads", problem.heads_q)):
         if count > MOST_BLOCKS:
             return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"
     shape, capability = shape_of(problem), tile_config.capability_of(q.device)
-    # of few rows the tiles are no larger
+    # tiles for few rows are not larger
     return tile_config.reason_against("forward", tile_config.forward_tiles(shape, capability, _MANY, False), shape, capability)
 
 
 def reason_against_backward(problem: Problem) -> str | None:
-    """The same of the gradients of a problem whose forward pass may be any backend's."""
+    """``reason_against`` for the gradients of a problem whose forward pass may be any backend's."""
     if (reason := deterministic_sum.reason_against(problem) or row_families.reason_against(problem)) is not None:
         return reason
     shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
@@ -56,7 +56,7 @@ def reason_against_backward(problem: Problem) -> str | None:
 
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
-    """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: why Triton computes it, for people."""
+    """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: for choosing Triton, for people."""
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
     if form_of_documents(problem, splits) is not None:
@@ -74,6 +74,6 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
 
 
 def why_deterministic(problem: Problem) -> tuple[str, ...]:
-    """What gradients do for ``deterministic``, for people; empty where nothing is needed."""
+    """How gradients are made deterministic, for people; empty if nothing is needed."""
     found = deterministic_sum.describe(problem) if problem.deterministic else None
     return () if found is None else (found,)

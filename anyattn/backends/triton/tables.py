@@ -22,14 +22,14 @@ from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
 
-_MADE_TILE = (128, 128)  # of lists made for a mask that has none
+_MADE_TILE = (128, 128)  # tile of lists made for a mask without lists
 
 
 class Tables(NamedTuple):
     """row_tiles: programs per head. entries: int32 (B, 9), ``Sequence``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
     pages: integers (B, pages), rows contiguous. cache: a decoder's tables, which a kernel reads instead of entries and order.
-    lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
-    strides: ``kernels.arguments.ListStrides``. guard: int32 (1,), ``addressing.is_off``, or None where the launch always has work."""
+    lists: counts and indices of partial, then of full tiles. list_tile: their rows and keys, (0, 0) without lists.
+    strides: ``kernels.arguments.ListStrides``. guard: int32 (1,), ``addressing.is_off``, or None if the launch always has work."""
 
     row_tiles: int
     entries: Tensor | None
@@ -63,19 +63,19 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
 
 
 def cache_read(sequences: Sequences, has_lists: bool) -> StoredCache | None:
-    """A decoder's tables, where kernels read them themselves."""
+    """A decoder's tables if kernels read them directly, else None."""
     return sequences if isinstance(sequences, StoredCache) and sequences.uses_all_rows and not has_lists else None
 
 
 def may_be_padded(sequences: Sequences | None, cache: StoredCache | None) -> bool:
-    """Whether a cache's keys may begin behind padding; unread, if there is a table of it. cache: see ``cache_read``."""
+    """Whether a KV cache's keys may begin after padding; for unread tables, whether there is a padding table. cache: see ``cache_read``."""
     if cache is not None:
         return cache.tables.leftpad is not None
     return sequences is not None and sequences.is_cache
 
 
 def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: DocumentTables | None = None) -> Tables:
-    """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
+    """``tables_of`` for programs of ``tile_n`` keys: lists name the row tiles that visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=True)
     tensors, strides = _of_lists(lists, sequences is not None)
@@ -89,10 +89,10 @@ def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: Documen
 
 
 def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> tuple[int, Tensor, Tensor]:
-    """Programs per head, entries and order of documents, whose queries and keys are the same positions; kept with them.
+    """Programs per head, entries and order of documents, whose queries and keys are the same positions; cached with the documents.
 
-    Once their number is known no more tiles are ordered than so many documents can have. ends_with_row: row tiles, and there is a mask,
-    most likely one that shows the more the later a row is.
+    Once the number of documents is known, only as many tiles are ordered as they can have. ends_with_row: for row tiles under a mask, which
+    most likely shows more keys to later rows.
     """
     key = "triton", tile, ends_with_row, documents.count
     found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
@@ -106,7 +106,7 @@ def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> 
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
-    """The lists' tensors, and the strides by which a kernel finds a line; one of a broadcast dimension is 0."""
+    """The lists' tensors, and the strides by which a kernel finds a line; 0 for a broadcast dimension."""
     if lists is None:
         return (None, None, None, None), (0, 0, 0, 0)
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
@@ -121,7 +121,7 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
 
 
 def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
-    """Lists made for a mask that has none; by_key: of the row tiles that visit a tile of keys."""
+    """Lists made for a mask without lists; by_key: the row tiles that visit each tile of keys."""
     if problem.sequences is not None:
         from anyattn.sparsity.varlen_lists import ragged_lists
 
@@ -137,7 +137,7 @@ def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
 
 
 def _given(problem: Problem, by_key: bool) -> Any:
-    """The call's own lists; for a varlen batch also where each sequence's lists begin."""
+    """The call's own lists, for a varlen batch with the begin of each sequence's lists."""
     lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
     if problem.sequences is None:
         return lists
@@ -147,7 +147,7 @@ def _given(problem: Problem, by_key: bool) -> Any:
 
 
 def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[int, int]]:
-    """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without."""
+    """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without lists."""
     if listed is None:
         return None, (0, 0)
     if listed != "given":
@@ -157,9 +157,9 @@ def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[i
 
 
 def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
-    """The tiles of a varlen batch along one side, those with most to visit first, and its sequences; reads nothing on the host.
+    """The tiles of a varlen batch along one side, those with most tiles to visit first, and its sequences; reads nothing on the host.
 
-    lists: ``RaggedLists`` or None. shape: of the storage along that side. tile: the programs', and the lists' (0 without).
+    lists: ``RaggedLists`` or None. shape: of the storage along that side. tile: the programs' tile, and the lists' (0 without lists).
     """
     step, bound = tile[1] or tile[0], s.bound_k if by_key else s.bound_q
     most = most_tiles(s.batch, bound, shape[0] * shape[2], step) * ceil_div(step, tile[0])

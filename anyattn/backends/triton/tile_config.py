@@ -1,8 +1,8 @@
-"""Tile configurations: tile shapes, warps and pipeline stages by architecture, head dimension, dtype and pass; whether they fit a device.
+"""Tile configurations: shapes, warps and stages of tiles by architecture, head dimension, dtype and pass, and whether they fit a device.
 
-The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
-what is left, the fewest instructions for a pair of a query and a key. With two stages Triton starts loading a tile at the end of one step
-and waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+The tables were chosen by the compiler's output: no register spills inside a loop, shared memory for the stages, and among the rest the
+fewest instructions per (query, key) pair. With two stages Triton starts loading a tile at the end of one step and waits for it at the
+beginning of the next; only with three or more does a load have a whole step to arrive.
 ``kernel_options={"autotune": True}`` measures instead.
 """
 
@@ -23,31 +23,31 @@ __all__ = [
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
-# Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
+# Shared memory bytes per block, by compute capability; an unlisted capability gets the least value of its generation.
 _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
 }  # fmt: skip
-_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
+_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8.0 on, and before
 _OF_AMD = 64 << 10
-# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself. Few
-# rows have one for each column.
+# Partial sums of a row's weights, added at the row's end: a thread has one column of eight, or two adjacent ones, and adds only its own.
+# Tiles of few rows have a partial sum per column.
 _ROW_SUMS = 8
-FEW = 32  # rows of a tile, which leave registers to spare
-_SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
-_OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
-_REGISTERS = 1 << 16  # of a multiprocessor, in which a tile's scores lie; Triton itself knows no tiles of more than 16 times as many
-_WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
-# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower;
-# not where mods load values at the keys.
+FEW = 32  # with at most so many rows, a tile leaves registers unused
+_SMALL_PARTS = 2 << 10  # bytes of barriers, statistics and reductions
+_OF_A_BLOCK = 1 << 10  # bytes that the system reserves in every block
+_REGISTERS = 1 << 16  # of a multiprocessor, for a tile's scores; Triton itself only refuses tiles of more than 16 times as many
+_WARPS = 8  # that fit at the 190 to 255 registers per thread of a tile of few rows
+# Tiles of 16 rows on Hopper behave as if they took 168 registers per thread: H200 measurements fit that even where they take more, and
+# forcing them to 168 was slower. This does not hold if mods load values at the keys.
 _FEWEST, _MORE_WARPS = 16, 12
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
+    """tile_m: query rows of a program. tile_n: keys of a step. num_warps, num_stages: Triton's. Powers of two, except the stages.
 
-    Raises ``ValueError`` for tiles that are no powers of two from 16 on, or of more scores than a multiprocessor has registers.
+    Raises ``ValueError`` for tiles that are not powers of two from 16 on, or have more scores than a multiprocessor has registers.
     """
 
     tile_m: int
@@ -72,14 +72,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Ways:
-    """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
-    the weights of a tile stay in registers. is_joined: partial tiles are visited in the same loop, where they ask their mask in a branch.
+    """Pipeline options of the forward kernel's loop over full tiles. is_late: a tile's second product overlaps the next tile's
+    exponentials, so a tile's weights stay in registers. is_joined: partial tiles are visited in the same loop, and
+    evaluate their mask in a branch.
 
-    is_described: what tensor descriptors are for (Hopper's TMA and later). 0: nothing. 1: keys and values, of the one sequence that a
-    program has, which makes them itself. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on they are for sequences
-    that are all of their storage; for others they mean 1.
+    is_described: the tensors with tensor descriptors (TMA, from Hopper on). 0: none. 1: keys and values of the program's sequence; the
+    program makes the descriptors. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on sequences must fill their
+    storage; for others the values mean 1.
 
-    is_grouped: programs go through a few heads at a time, as many as ``_NEAR`` has room for."""
+    is_grouped: programs process a few heads at a time, as many as fit in ``_NEAR`` bytes."""
 
     is_late: bool
     is_described: int
@@ -88,18 +89,18 @@ class Ways:
 
 
 def padded(head_dim: int) -> int:
-    """The width of a tile that holds ``head_dim``: a power of two, 16 at the least."""
+    """The width of a tile for ``head_dim``: a power of two, at least 16."""
     return max(16, next_power_of_2(head_dim))
 
 
 @lru_cache(maxsize=16)
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a CUDA device, None of any other."""
+    """The compute capability of a CUDA device, None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
-    """Bytes of shared memory that one block can have; of an unknown device as much as any has."""
+    """Shared memory bytes that one block can have; for an unknown device the greatest value of any device."""
     if torch.version.hip is not None and capability is not None:
         return _OF_AMD
     if capability is None:
@@ -109,10 +110,10 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
+    """The properties that tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
 
-    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score. has_pairs: the
-    score mod loads a value for every pair of a row and a key. is_band: of a backward pass, whether each row sees a band of keys
+    columns: number of values that mods load per key. asks: lists name the tiles, and the mask is evaluated in partial ones. has_pairs: the
+    score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
     (``Program.has_band``).
     """
 
@@ -127,7 +128,7 @@ class Shape:
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
-    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; others get one of the first two."""
+    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; other devices get one of the first two."""
     if capability is None:
         return "sm_80"
     if torch.version.hip is None and capability[0] in (9, 10, 11):
@@ -135,8 +136,8 @@ def architecture(capability: tuple[int, int] | None) -> str:
     return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
 
 
-# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages). Those
-# of Hopper's backward up to 128 are the fastest of a sweep on an H200.
+# (tile_m, tile_n, num_warps, num_stages) by architecture and pass, for 16 bits and a wider head dimension of up to 64, 128 and 256.
+# Hopper's backward tiles up to 128 are the fastest of a sweep on an H200.
 _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     "sm_80": {
         "forward": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
@@ -159,30 +160,30 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
     },
 }  # fmt: skip
-# float32: IEEE products are not the tensor cores', but take whole rows into registers. Straight from memory, with one stage, they spill
-# (but for dq of the widest); with two, loops spill nothing.
+# float32: IEEE products do not use the tensor cores, and keep whole rows in registers. With one stage, directly from memory, they spill
+# (except dq of the widest heads); with two, loops do not spill.
 _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
     "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
-# Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
-# keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
-# powers of two, and a kernel for each.
+# Forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, with the least tile_m of a product, because
+# reading keys takes the time; more queries use the tiles for many. An architecture that is not listed uses tiles of as many rows as there
+# are, in powers of two, with one kernel each.
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
-# How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
+# Pipeline options of the 16-bit forward pass, by head dimension as above; all off for other architectures, and for few queries.
 _WAYS = {"sm_90": (Ways(False, 4, is_grouped=True), Ways(True, 4, True, True), Ways(False, 2, is_grouped=True))}
-# With a score mod, which needs registers too.
+# With a score mod, which also needs registers.
 _WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, is_grouped=True), Ways(True, 2, is_grouped=True), Ways(False, 2, is_grouped=True))}
-# Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
+# Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
-_NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
+_NEAR = 24 << 20  # bytes of keys and values that stay in the L2 cache, with room for the rest
 _MOST_TOGETHER = 32  # heads
-# The same of the backward pass: what a program streams, of so many heads. An H200 takes dk and dv of 64 MiB a little faster than of 32 or
-# 128, for the more heads there are the shorter the last programs; dq, which is less long, of 16.
+# The same for the backward pass: bytes that a program streams, for all heads together. On an H200 dk and dv are slightly faster with 64 MiB
+# than with 32 or 128, since the last programs are shorter with more heads; dq, whose programs are shorter, is with 16.
 _NEAR_BACKWARD = {"dq": 24 << 20, "dkdv": 64 << 20}
-# What autotuning tries besides, the same for all architectures: what does not fit is left out.
+# More candidates for autotuning, for all architectures; those that do not fit are skipped.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
     "dq": ((128, 64, 8, 1), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 8, 1), (128, 32, 8, 2)),
@@ -204,12 +205,12 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
 
 
 def _with_registers_to_spare(name: str, tiles: Tiles, shape: Shape, arch: str) -> Tiles:
-    """``tiles``, or for programs that keep more values alive than the tables were chosen for, some that leave a thread more registers."""
+    """``tiles``, or tiles with more registers per thread for programs that keep more values alive than the tables assume."""
     if shape.dtype.itemsize != 2:
         return tiles
-    loads_much = shape.columns > 0 and shape.has_pairs  # a value of a key and one of a pair, both for each score
+    loads_much = shape.columns > 0 and shape.has_pairs  # per score, one value of the key and one of the pair
     if name == "forward" and tiles.tile_m // tiles.num_warps > 16 and (loads_much or (arch == "sm_90" and shape.has_score)):
-        return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
+        return replace(tiles, num_warps=8)  # with two blocks per multiprocessor a score mod has too few registers
     if name == "forward" and arch == "sm_100" and tiles.tile_n > 64 and (loads_much or shape.asks):
         return replace(tiles, tile_n=64, num_stages=3)
     if name == "dkdv" and arch == "sm_90" and _column(shape) == 0 and shape.has_score:
@@ -218,35 +219,35 @@ def _with_registers_to_spare(name: str, tiles: Tiles, shape: Shape, arch: str) -
 
 
 def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
-    """Bytes of shared memory that suffice for a pass ("forward", "dq", "dkdv"): what stays, and what every stage brings."""
+    """Shared memory bytes that suffice for a pass ("forward", "dq", "dkdv"): for resident operands and for every stage."""
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
-    if name == "dkdv":  # a row's two statistics
+    if name == "dkdv":  # lse and delta of a row
         total += stages * m * 8
-    if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
+    if name != "forward" and stages == 1:  # operands that two products need in different layouts are stored twice then
         total += size * step * max(shape.d, shape.dv)
-    if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
-        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
+    if name == "dq" and shape.has_score:  # a captured tensor's gradients may be transposed there before the store
+        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the second term: which 8 x 8 blocks are on one diagonal
     is_blackwell = capability is not None and capability[0] >= 10
-    # products' left sides go through shared memory where they do not come from registers
+    # a product's left operand goes through shared memory unless it comes from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (is_blackwell and name != "forward"):
         total += passed * size
     if name == "dq" and shape.has_score and capability is not None and capability[0] == 9:
-        total += m * n * size  # of what is sent to captured tensors too, the product's left side does not come from registers either
-    if is_blackwell and name == "dkdv" and stages > 1:  # a step's last product reads its rows while those of one step more arrive
+        total += m * n * size  # for values added to captured tensors the left operand does not come from registers either
+    if is_blackwell and name == "dkdv" and stages > 1:  # a step's last product still reads its rows while the next step's are loaded
         total += size * step * max(shape.d, shape.dv)
     return total
 
 
 def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
-    """How many programs of a forward pass with few rows a multiprocessor holds at once, by shared memory and registers: an estimate."""
-    is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # whose products read stages in flight
+    """An estimate of the programs of a forward pass with few rows that are resident on a multiprocessor, by shared memory and registers."""
+    is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # its products read in-flight stages
     stages = max(1, tiles.num_stages - (not is_warpgroup))
     step = tiles.tile_n * (shape.d + shape.dv)
-    passed = tiles.tile_n * (not is_warpgroup)  # weights, which a warp group's products take from registers
+    passed = tiles.tile_n * (not is_warpgroup)  # weights; a warp group's products take them from registers
     used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
     is_fewest = architecture(capability) == "sm_90" and tiles.tile_m <= _FEWEST and shape.dtype.itemsize == 2 and not shape.columns
     warps = _MORE_WARPS if is_fewest else _WARPS
@@ -254,12 +255,12 @@ def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> 
 
 
 def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
-    """Whether a pass with these tiles finds the shared memory that it needs."""
+    """Whether the shared memory is enough for a pass with these tiles."""
     return needed(name, tiles, shape, capability) <= shared_memory(capability)
 
 
 def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> str | None:
-    """None if the tiles fit, else why not, for people."""
+    """None if the tiles fit, else the reason against them, for people."""
     if fits(name, tiles, shape, capability):
         return None
     need, room = (x >> 10 for x in (needed(name, tiles, shape, capability), shared_memory(capability)))
@@ -267,8 +268,8 @@ def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int,
 
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
-    """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device. Of dk and dv in float32, which
-    spill without a second stage, less stays before that stage is given up."""
+    """``tiles`` with fewer stages, then a narrower step, then a smaller resident side, until they fit the device. dk and dv in float32
+    spill with one stage, so there the resident side shrinks before the second stage is given up."""
     step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
     while not fits(name, tiles, shape, capability):
         is_last = name == "dkdv" and shape.dtype.itemsize == 4 and tiles.num_stages == 2 and getattr(tiles, step) == 16
@@ -284,7 +285,7 @@ def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] |
 
 
 def most_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
-    """Queries, up to which the heads of a group share a tile: beyond, a head fills one by itself."""
+    """The greatest number of queries for which heads of a group share a tile; with more queries, each head fills a tile alone."""
     return _MOST_SHORT if _has_short(dtype, capability) else 64
 
 
@@ -293,7 +294,7 @@ def _has_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
 
 
 def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool) -> Tiles:
-    """The tiles of a forward pass over ``rows`` query rows, heads packed among them. is_short: of ``most_short`` queries or fewer."""
+    """The tiles of a forward pass over ``rows`` query rows, packed heads included. is_short: at most ``most_short`` queries."""
     if not _has_short(shape.dtype, capability):
         tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
     elif is_short:
@@ -307,12 +308,12 @@ def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
     if rows > 64:
         return tiles
     tile_m = min(tiles.tile_m, padded(rows))
-    warps = 4 if dtype.itemsize == 2 else max(4, tiles.num_warps * tile_m // tiles.tile_m)  # no more for a thread than in the table
+    warps = 4 if dtype.itemsize == 2 else max(4, tiles.num_warps * tile_m // tiles.tile_m)  # rows per thread as in the table
     return replace(tiles, tile_m=tile_m, num_warps=warps)
 
 
 def _column(shape: Shape) -> int:
-    """Where the tables have a shape's head dimension."""
+    """The column of the tables for a shape's head dimension."""
     widest = max(shape.d, shape.dv)
     return 0 if widest <= 64 else 1 if widest <= 128 else 2
 
@@ -321,9 +322,9 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """The forward kernel's pipeline options. is_short: see ``forward_tiles``.
 
-    Programs of documents have few keys each, too few to pay for descriptors that they make themselves. A score mod's loads for every key
-    need the registers that a late second product takes. Its loads for every pair overlap the first product, unless the compiler computes
-    all addresses before it; with the output described it does not.
+    Programs of documents have too few keys each for descriptors that they would make themselves. A score mod's loads per key need the
+    registers that is_late takes. Its loads per pair overlap the first product, unless the compiler computes all addresses first; it does
+    not if the output has a descriptor.
     """
     ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
@@ -334,21 +335,22 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
 
 
 def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
-    """In how many sums the forward kernel adds up a row's weights. float32 takes one, for errors' sake, and so do AMD's GPUs, for not all
-    of which more compile."""
+    """The number of partial sums of a row's weights in the forward kernel. float32 takes one, for accuracy, and so do AMD's GPUs, on some
+    of which more do not compile."""
     if tile_m <= FEW:
         return tile_n
     return 1 if dtype is torch.float32 or torch.version.hip is not None else _ROW_SUMS
 
 
 def heads_together(heads: int, head_bytes: int) -> int:
-    """L2 grouping: how many heads programs compute at a time, a divisor of ``heads``. head_bytes: of one head's keys and values."""
+    """L2 grouping: the number of heads that programs compute at a time, a divisor of ``heads``. head_bytes:
+    of one head's keys and values."""
     return equal_groups(heads, min(_MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR)))
 
 
 def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
-    """L2 grouping of a backward pass: how many heads of all entries are computed at a time. head_bytes: of what is streamed of one.
-    is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
+    """L2 grouping of a backward pass: the number of heads, over all entries, computed at a time. head_bytes: streamed per head. is_uneven:
+    the first tiles see many more queries or keys than others (a sink's keys), so those of all heads must start before the others."""
     return heads if is_uneven else min(heads, heads_side_by_side(head_bytes, 1, _NEAR_BACKWARD[name]))
 
 
@@ -358,7 +360,8 @@ def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
-    """Tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
+    """The tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` if even one
+    stage does not fit the device."""
     while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     if not fits(name, tiles, shape, capability):
@@ -370,8 +373,8 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 
 
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool, group: int) -> list[Tiles]:
-    """What autotuning measures: the default first, then others that fit. rows, is_short: see ``forward_tiles``. group: rows of a position,
-    which all are in one tile."""
+    """The candidates of autotuning: the default first, then others that fit. rows, is_short: see ``forward_tiles``. group: rows of a
+    position, all of which are in one tile."""
     default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":

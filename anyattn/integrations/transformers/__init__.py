@@ -1,6 +1,6 @@
-"""Hugging Face Transformers on anyattn: ``register()``, then ``attn_implementation="anyattn"``.
+"""Hugging Face Transformers integration: ``register()``, then ``attn_implementation="anyattn"``.
 
-Importing this module imports transformers; ``import anyattn`` never does.
+Importing this module imports transformers; ``import anyattn`` does not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _OLDEST = (4, 57)
 
 
 def register(name: str = NAME) -> None:
-    """Makes ``attn_implementation=name`` known to Transformers, for models made before and after; a second call changes nothing.
+    """Registers ``attn_implementation=name`` with Transformers, for models made before and after; a second call changes nothing.
 
-    Both registries get the name: with the attention alone, Transformers makes no mask and every layer would see everything.
+    The name is added to both registries: with an attention function only, Transformers makes no mask and every layer would see everything.
 
-    Raises ``ImportError`` for a Transformers older than 4.57, ``ValueError`` for a name that Transformers reads a meaning into.
+    Raises ``ImportError`` for a Transformers older than 4.57, ``ValueError`` for a name that has a meaning in Transformers.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> register()

@@ -1,4 +1,4 @@
-"""Attention interface of Transformers: one call of a model's attention layer as one call of anyattn."""
+"""Attention interface of Transformers: turns one call of a model's attention layer into one call of anyattn."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def attention_forward(
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as Transformers asks its implementations for it.
+    """Attention of one layer, with the signature that Transformers expects.
 
-    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv), from a cache where there is one. attention_mask: what
-    ``describe_mask`` returned; or the user's ``BlockMask``, or a tensor (B or 1, H or 1, Sq, at least Sk), bool (True is visible) or
-    additive; None is no mask, but causality where the layer is causal. softcap, s_aux (one sink logit for each query head), position_bias
-    (added to scores): as models pass them. cu_seq_lens_*: int (sequences + 1,), sequences packed into a batch of one.
-    others: what means nothing to attention.
+    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv), from the cache if there is one. attention_mask: the result of
+    ``describe_mask``; or the user's ``BlockMask``, or a tensor (B or 1, H or 1, Sq, at least Sk), bool (True is visible) or additive; None
+    is no mask, but causality if the layer is causal. softcap, s_aux (one sink logit per query head), position_bias (added to scores): as
+    models pass them. cu_seq_lens_*: int (sequences + 1,), for sequences packed into a batch of one.
+    others: arguments that do not affect attention.
 
-    Returns the output (B, Sq, Hq, Dv), and None for the weights, which are never there.
+    Returns the output (B, Sq, Hq, Dv), and None in place of the attention weights.
 
-    Raises ``ValueError`` for dropout, output_attentions and a cache of continuous batching, and whatever anyattn refuses.
+    Raises ``ValueError`` for dropout, output_attentions and a cache of continuous batching, and for everything that anyattn refuses.
     """
     if dropout > 0.0 or output_attentions or cache is not None:
         _refuse(dropout, output_attentions, cache)
@@ -82,14 +82,14 @@ def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
 
 
 def _has_documents(attention_mask: Any) -> bool:
-    """Whether the mask keeps packed sequences apart itself, by position_ids."""
+    """Whether the mask itself separates packed sequences, by position_ids."""
     return isinstance(attention_mask, MaskDescription) and attention_mask.has_documents
 
 
 def _packed_band(
     module: torch.nn.Module, attention_mask: Any, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[bool, tuple[int, int]]:
-    """Causality and window inside packed sequences: the mask's, or the layer's where it has no mask."""
+    """Causality and window inside packed sequences: those of the mask, or of the layer if it has no mask."""
     if isinstance(attention_mask, MaskDescription) and isinstance(attention_mask.way, Aligned):
         return attention_mask.way
     if attention_mask is not None:
@@ -143,7 +143,7 @@ def _described(
 
 
 def _records(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
-    """Whether autograd records this call; a parameter beside decoding tensors counts too."""
+    """Whether autograd records this call; a sink parameter that requires grad counts too."""
     if not torch.is_grad_enabled():
         return False
     return any(t is not None and t.requires_grad for t in (query, key, value, sink))
@@ -152,7 +152,7 @@ def _records(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> 
 def _by_mask_of(
     way: Way, query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None, scaling: float | None, sink: Tensor | None
 ) -> Tensor:
-    """``flex_attention`` with lists, with a mask mod, or with a window of ``flash_attn_func``."""
+    """Attention as ``way`` says: ``flex_attention`` with lists or a mask mod, or ``flash_attn_func`` with a window."""
     if isinstance(way, Aligned):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return flash_attn_func(q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, sink=sink, score_mod=score_mod)
@@ -178,7 +178,7 @@ def _unmasked(
     sink: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """A layer that was given no mask: everything is visible, unless the layer says that it is causal."""
+    """Attention of a layer without a mask: everything is visible unless the layer is causal."""
     causal = _is_causal(module, is_causal) and query.shape[2] > 1
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -203,7 +203,7 @@ def _given(
     sink: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """The user's own mask, which stands for causality and padding too."""
+    """Attention with the user's own mask, which must include causality and padding."""
     added = None if bias is None else dense_masks.fitted("position_bias", bias, query, key)
     if isinstance(mask, torch_flex.BlockMask):
         return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), block_mask=mask)

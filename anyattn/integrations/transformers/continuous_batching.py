@@ -1,10 +1,10 @@
-"""What Transformers' manager of continuous batching decides by the name of an attention implementation, told of anyattn's.
+"""Compatibility with Transformers' continuous batching: patches the functions that decide by the name of an attention implementation.
 
-The manager of Transformers 5.23 knows ``"paged|eager"``, ``"sdpa"`` and names with "flash" in them, refuses all others, and strips
-``"paged|"`` from them; that of 5.17 puts it before all others. There is no registry for this. ``accept`` wraps the functions that ask, so
-that for anyattn they answer as for FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and
-steps of decoding alone get block tables, on any device. Functions that a release lacks are left out; 4.57 takes any registered name and
-needs only to be told that no mask is wanted.
+The manager of Transformers 5.23 knows ``"paged|eager"``, ``"sdpa"`` and names that contain "flash", refuses all others, and strips
+``"paged|"`` from them; the manager of 5.17 puts it before all others. There is no registry for this. ``accept`` wraps these functions so
+that they treat anyattn as FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and pure
+decoding steps get block tables, on any device. Functions that a release does not have are skipped; 4.57 accepts any registered name and
+only has to be told that no mask is wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _names: set[str] = set()
 
 
 def accept(names: set[str], implementation: str) -> None:
-    """While a manager runs a model whose implementation is one of ``names``, sets it to ``implementation``. May be called again."""
+    """Makes a manager set a model's implementation to ``implementation`` while it runs it,
+    if it is one of ``names``. May be called again."""
     _names.update(names)
     api = _module("continuous_api")
     manager = getattr(api, "ContinuousBatchingManager", None)
@@ -42,7 +43,7 @@ def _module(name: str) -> Any:
 
 
 def _wrap(owner: Any, name: str, wrapping: Callable[[Callable], Callable]) -> None:
-    """Replaces ``owner.name`` by ``wrapping`` of it, once."""
+    """Replaces ``owner.name`` by ``wrapping`` of it, unless that was done before."""
     original = getattr(owner, name, None)
     if original is None or hasattr(original, "_anyattn_wraps"):
         return
@@ -58,7 +59,7 @@ def _switching(implementation: str, original: Callable) -> Callable:
             return original(self, model, *args, **kwargs)
         if current != implementation:
             model.set_attn_implementation(implementation)
-            self._original_attn_impl = current  # which the manager sets again when it stops
+            self._original_attn_impl = current  # the manager restores it when it stops
         return None
 
     return switch_to_cb_friendly_attn
@@ -86,7 +87,7 @@ def _with_block_tables(implementation: str, original: Callable) -> Callable:
 
 
 def _all_have_block_tables(config: Any) -> bool:
-    """Whether Transformers makes block tables for layers of all of the model's types of attention."""
+    """Whether Transformers makes block tables for all attention types of the model's layers."""
     initialization = _module("initialization")
     allocators = getattr(initialization, "ATTN_TYPE_TO_ALLOCATOR", None)
     if allocators is not None:

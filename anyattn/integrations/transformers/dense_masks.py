@@ -1,4 +1,4 @@
-"""Masks and biases that users and models hand over as tensors with an element for each pair of query and key, as mods."""
+"""Dense masks and biases as mods: tensors of the user's with one element per (query, key) pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["fitted", "mask_of", "score_of"]
 
 
 def fitted(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """``given`` as (B, H, Sq, Sk), without a copy; keys past the layer's are cut off, as Transformers' eager attention does."""
+    """``given`` as (B, H, Sq, Sk), without a copy; keys beyond the layer's are cut off, as in Transformers' eager attention."""
     batch, heads, rows = query.shape[:3]
     keys = key.shape[2]
     wanted = f"wanted ({batch} or 1, {heads} or 1, {rows} or 1, at least {keys})"
@@ -35,7 +35,8 @@ def mask_of(visible: Tensor) -> Callable:
 
 
 def score_of(softcap: float | None, *added: Tensor | None) -> Callable | None:
-    """A score mod: the cap ``softcap * tanh(score / softcap)`` first, then each tensor (B, H, Sq, Sk); None without a cap and tensors."""
+    """A score mod: first the cap ``softcap * tanh(score / softcap)``, then each tensor (B, H, Sq,
+    Sk) is added; None if there is nothing to do."""
     terms = [t for t in added if t is not None]
     if softcap is None and not terms:
         return None

@@ -1,4 +1,4 @@
-"""``MaskDescription``: what the layers of one type see in one forward pass, and by which call each of them attends."""
+"""``MaskDescription``: the mask of all layers of one type in one forward pass, and the anyattn call that each of them makes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked"
 
 
 class Aligned(NamedTuple):
-    """The last query sees the last key: ``flash_attn_func`` with causality and a window."""
+    """``flash_attn_func`` with causality and a window: the last query sees the last key."""
 
     causal: bool
     window: tuple[int, int]
 
 
 class Cached(NamedTuple):
-    """Queries at the end of the rows in use: ``flash_attn_with_kvcache``.
+    """``flash_attn_with_kvcache``: the queries are the last of the rows in use.
 
-    lengths: int32 (B,), rows of the keys in use, padding included; None is all. leftpad: integers (B,), padding rows before. mask_mod:
-    a further mask over that call's positions.
+    lengths: int32 (B,), key rows in use, padding included; None is all rows. leftpad: integers (B,), padding rows at the beginning.
+    mask_mod: an additional mask, over the positions of that call.
     """
 
     lengths: Tensor | None
@@ -36,13 +36,13 @@ class Cached(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Block lists, made once for all layers: ``flex_attention``."""
+    """``flex_attention`` with block lists, which are made once for all layers."""
 
     block_mask: BlockMask
 
 
 class Masked(NamedTuple):
-    """A mask mod over query and key rows, inside a compiled graph: ``flex_attention``, which finds the tiles itself."""
+    """``flex_attention`` with a mask mod over query and key rows, inside a compiled graph; that call finds the tiles itself."""
 
     mask_mod: Callable
 
@@ -51,9 +51,9 @@ Way = Aligned | Cached | Listed | Masked
 
 
 class FewRows(NamedTuple):
-    """A few query rows on a CPU: they see the keys ``lo <= kv < hi``, each up to its own row if ``is_causal``, but for those hidden.
+    """A few query rows on a CPU, which see the keys ``lo <= kv < hi``, each up to its own row if ``is_causal``, except hidden ones.
 
-    hidden: (B, hi - lo), None where no entry hides any of them.
+    hidden: (B, hi - lo), None if no key is hidden.
     """
 
     lo: int
@@ -63,19 +63,19 @@ class FewRows(NamedTuple):
 
 
 class MaskDescription(torch_flex.BlockMask):
-    """A mask that says what is visible instead of listing it. Light: made once a forward pass for each type of layer.
+    """A mask as a description instead of a tensor or lists. It is cheap: one is made per forward pass for each type of layer.
 
-    It is a torch ``BlockMask`` by class because Transformers hands on, untouched, what is one and has four dimensions.
+    It subclasses torch's ``BlockMask`` because Transformers passes such masks on unchanged if they have four dimensions.
     """
 
     def __init__(self, batch: int, lengths: tuple[int, int], way: Way, rows: FewRows | None, listed: Callable[[], Listed] | None):
-        """lengths: of queries and keys. rows: set where the layers have few rows on a CPU. listed: the same mask by lists, for a way that
-        has no gradients."""
+        """lengths: of queries and keys. rows: set if the layers have few rows on a CPU. listed: makes the same mask as lists, for a way
+        without gradients."""
         self.batch = batch
         self.seq_lengths = lengths
         self.way = way
         self.rows = rows
-        self.is_decoding = False  # one row on a CPU by ``way`` alone, as a graph sees it
+        self.is_decoding = False  # one row on a CPU, determined by ``way`` alone, as in a graph
         self.has_documents = False
         self._listed = listed
         self._biases: dict[torch.dtype, Tensor] = {}
@@ -88,11 +88,11 @@ class MaskDescription(torch_flex.BlockMask):
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> MaskDescription:
-        """Itself: ``generate`` asks every mask for it."""
+        """The mask itself; ``generate`` calls this on every mask."""
         return self
 
     def to(self, device: Any) -> MaskDescription:  # type: ignore[override]
-        """The same on another device, for models spread over several; block lists are moved, mods read their tensors where they lie."""
+        """A copy for another device, for models spread over several; block lists are moved, tensors that mods read are not."""
         way = self.way
         if isinstance(way, Listed):
             way = Listed(way.block_mask.to(device))
@@ -104,13 +104,13 @@ class MaskDescription(torch_flex.BlockMask):
         return other
 
     def with_gradients(self) -> Way:
-        """A way that has gradients."""
+        """The call of the layers, replaced by one with gradients if it has none."""
         if isinstance(self.way, Cached) and self._listed is not None:
             self.way, self._listed = self._listed(), None
         return self.way
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What ``rows`` adds to scores, (B, 1, 1, hi - lo), 0 or -inf; made at the first layer."""
+        """The bias of ``rows`` on scores, (B, 1, 1, hi - lo), 0 or -inf; computed at the first layer."""
         rows = self.rows
         if rows is None or rows.hidden is None:
             return None

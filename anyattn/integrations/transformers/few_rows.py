@@ -1,7 +1,8 @@
-"""Few query rows on a CPU, nothing to differentiate: ATen's flash-attention kernel over the keys that the rows see.
+"""Attention of few query rows on a CPU without gradients: ATen's flash-attention kernel over the keys that the rows see.
 
-A step of decoding is a few microseconds of arithmetic. The mask has said once for all layers which keys are seen, so a layer slices them,
-adds the padding's bias if there is padding, and calls the kernel; with one row, its heads of one key head are the kernel's rows.
+A decoding step is a few microseconds of arithmetic. The mask says once for all layers which keys are visible, so a layer slices them, adds
+the padding's bias if there is padding, and calls the kernel; with one query row,
+the query heads that share a key head are the kernel's rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["attention", "serves"]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, sink: Tensor | None) -> bool:
-    """Whether the kernel computes this call: one dtype, one head_dim, nothing to differentiate; in a graph one row and no sink."""
+    """Whether the kernel can compute this call: one dtype, one head_dim, no gradients; in a compiled graph also one row and no sink."""
     if query.shape[3] != value.shape[3] or not query.dtype == key.dtype == value.dtype:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -43,14 +44,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, 
     out, lse = aten_flash.few_rows(query, key, value, mask.bias(query.dtype), scaling, is_causal)
     out = out.reshape(batch, heads, length, width)
     if sink is not None:
-        # softmax with one more logit: what the keys have is their share of both sums
+        # the softmax denominator has one more logit: the keys' share of it scales the output
         share = torch.sigmoid(lse.reshape(batch, heads, length) - sink.to(lse.dtype)[:, None])
         out = (out * share[..., None]).to(query.dtype)
     return out.transpose(1, 2)
 
 
 def _in_a_graph(rows: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, scaling: float | None) -> Tensor:
-    """Keys are chosen by tensors, so that one graph serves every step; the bias is computed once, equal expressions are shared."""
+    """Inside a graph: keys are selected by tensors, so that one graph serves every step;
+    all layers share the bias, which is one expression."""
     way = mask.way
     bias = None
     if isinstance(way, Aligned):

@@ -1,7 +1,7 @@
-"""Reading Transformers' mask functions: which are causal, windows, packed sequences, and which stay functions.
+"""Recognition of Transformers' mask functions: which are causal masks, windows or packed sequences, and which remain functions.
 
-A mask function ``(b, h, q, kv) -> bool`` is made of closures of ``transformers.masking_utils``. A closure is recognised by the code object
-that only its factory makes, and by what it captures; whatever else stays a function, which is called as it is.
+A mask function ``(b, h, q, kv) -> bool`` is composed of closures of ``transformers.masking_utils``. A closure is recognised by its code
+object, which only its factory produces, and by its captured values; any other function remains a function and is called.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Form", "form_of"]
 class Form:
     """A mask as the conjunction of its parts, over global positions.
 
-    causal: ``kv <= q``. left, right: at most so many positions before or behind q, None for no limit. documents: integers (B, S), q and kv
-    lie in the same one. rest: mask functions that are not recognised.
+    causal: ``kv <= q``. left, right: most positions before and after q, None for no limit. documents: integers (B, S), q and kv are in the
+    same document. rest: mask functions that are not recognised.
     """
 
     causal: bool = False
@@ -33,17 +33,17 @@ class Form:
 
     @property
     def is_band(self) -> bool:
-        """Whether causality and distances say everything."""
-        return self.documents is None and len(self.rest) == 0  # Dynamo knows no `not` of a tuple
+        """Whether the mask consists of causality and distances only."""
+        return self.documents is None and len(self.rest) == 0  # Dynamo does not support `not` of a tuple
 
     @property
     def depends_on_places(self) -> bool:
-        """Whether it matters where queries and keys lie."""
+        """Whether the mask depends on the positions of queries and keys."""
         return self.causal or self.left is not None or self.right is not None or not self.is_band
 
     @property
     def window(self) -> tuple[int, int]:
-        """FlashAttention's ``window_size``; causality is said apart."""
+        """FlashAttention's ``window_size``, without causality."""
         return (-1 if self.left is None else self.left, -1 if self.right is None else self.right)
 
 
@@ -52,9 +52,9 @@ def form_of(mask_function: Callable) -> Form:
     if mask_function is masking_utils.causal_mask_function:
         return Form(causal=True)
     if mask_function is _bidirectional:
-        return Form()  # q >= 0, which every position is
+        return Form()  # q >= 0, true for every position
     if torch.compiler.is_compiling():
-        return Form(rest=(mask_function,))  # Dynamo does not look into closures
+        return Form(rest=(mask_function,))  # Dynamo cannot trace closure contents
     form = Form()
     for part in _conjuncts(mask_function):
         form = _joined(form, _read(part))
@@ -65,7 +65,7 @@ _bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def _code_of(factory: str, *arguments: Any) -> Any:
-    """The code of the closures that a factory of ``masking_utils`` makes; an object that no function has where it lacks the factory."""
+    """The code of the closures that a factory of ``masking_utils`` makes; if there is no such factory, an object that equals no code."""
     make = getattr(masking_utils, factory, None)
     code = getattr(make(*arguments), "__code__", None) if make is not None else None
     return code if code is not None else object()
@@ -79,7 +79,7 @@ _REMAPPED = _code_of("remap_positions_for_packed_sequence", masking_utils.causal
 
 
 def _captured(function: Callable, name: str) -> Any:
-    """What a closure has captured under a name; None where it captures nothing of that name."""
+    """The value of a closure's captured variable; None if it captures no variable of that name."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     names = code.co_freevars if code is not None else ()
     return cells[names.index(name)].cell_contents if name in names else None
@@ -97,7 +97,7 @@ def _read(part: Callable) -> Form:
         return form_of(part)
     if code is _WINDOW:
         width = _captured(part, "sliding_window")
-        # kv > q - width. A window of none is no window_size: -1 there is no limit
+        # kv > q - width. An empty window has no window_size, since -1 there is no limit
         return Form(left=width - 1) if type(width) is int and width >= 1 else Form(rest=(part,))
     if code is _BAND:
         width = _captured(part, "sliding_window")
@@ -120,10 +120,10 @@ def _joined(a: Form, b: Form) -> Form:
 
 
 def _without_remapping(form: Form) -> Form:
-    """The form without the detour over ``position_ids``, where these are consecutive inside every document.
+    """The form without the indirection through ``position_ids``, if positions are consecutive inside every document.
 
-    ``find_packed_sequence_indices`` begins a document wherever a position is not the one before plus 1. Where the documents are those of
-    the positions, q - kv is the same counted in positions and in rows, and causality and windows speak of nothing else.
+    ``find_packed_sequence_indices`` begins a document wherever a position is not the previous one plus 1. If the documents are those of the
+    positions, q - kv is the same in positions and in rows, and causality and windows depend on nothing else.
     """
     if form.documents is None or len(form.rest) != 1 or getattr(form.rest[0], "__code__", None) is not _REMAPPED:
         return form
@@ -134,13 +134,14 @@ def _without_remapping(form: Form) -> Form:
 
 
 def _are_documents_of(documents: Tensor, positions: Tensor) -> bool:
-    """Whether positions are consecutive inside every document; on a GPU, where a read waits, assumed: ``create_causal_mask`` makes them."""
+    """Whether positions are consecutive inside every document. On a GPU it is assumed,
+    as ``create_causal_mask`` ensures it: a read synchronises."""
     if documents.shape != positions.shape:
         return False
     if documents.device.type != "cpu":
         return True
     continues = documents[:, 1:] == documents[:, :-1]
-    ascends = bool((documents[:, 1:] >= documents[:, :-1]).all())  # no document comes back after another
+    ascends = bool((documents[:, 1:] >= documents[:, :-1]).all())  # no document occurs twice
     return ascends and bool(((positions.diff(dim=1) == 1) | ~continues).all())
 
 

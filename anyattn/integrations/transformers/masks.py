@@ -1,4 +1,4 @@
-"""Mask interface of Transformers: from lengths, offsets, padding and a mask function to a ``MaskDescription``."""
+"""Mask interface of Transformers: turns lengths, offsets, padding and a mask function into a ``MaskDescription``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from anyattn.tensors.kinds import has_memory
 
 __all__ = ["describe_mask"]
 
-_FEW = 1024  # query rows up to which ATen's CPU kernel is measured to be the faster one
+_FEW = 1024  # query rows up to which ATen's CPU kernel was measured to be faster
 
 
 def describe_mask(
@@ -36,12 +36,12 @@ def describe_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> MaskDescription:
-    """What the layers of one type see, as Transformers asks its mask interfaces for it.
+    """The mask of the layers of one type, with the signature that Transformers expects of a mask interface.
 
-    q_length, q_offset: how many queries, and the global position of the first; a tensor with a static cache, which is not read on a GPU.
-    Transformers 4 passes cache_position, the queries' positions, instead. kv_length, kv_offset: the same of the keys that the layers will
-    hand over. mask_function: ``(b, h, q, kv) -> bool`` over global positions. attention_mask: bool (B, positions), False for padding.
-    others: what other implementations need.
+    q_length, q_offset: number of queries, and the global position of the first; a tensor with a static cache, which is not read on a GPU.
+    Transformers 4 passes cache_position, the queries' positions, instead. kv_length, kv_offset: the same for the keys that the layers will
+    pass. mask_function: ``(b, h, q, kv) -> bool`` over global positions. attention_mask: bool (B, positions), False for padding.
+    others: arguments for other implementations.
     """
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], _first(cache_position, kv_length, kv_offset)
@@ -83,38 +83,38 @@ class _Sizes:
 
     @property
     def distance(self) -> int | Tensor:
-        """How far the first query lies behind the first key."""
+        """The first query's position minus the first key's."""
         return self.q_offset - self.kv_offset
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the last query lies where the last key does, as far as numbers on the host say it."""
+        """Whether the last query and the last key have the same position, judged by numbers on the host."""
         return not isinstance(self.q_offset, Tensor) and self.q_offset + self.queries == self.kv_offset + self.keys
 
     def in_use(self) -> Tensor | None:
-        """Rows of the keys up to the last query, int32 (B,); None where these are all."""
+        """The number of key rows up to the last query, int32 (B,); None if these are all rows."""
         if self.is_aligned:
             return None
-        behind = self.queries - self.kv_offset  # the first query: one operation for a tensor
+        behind = self.queries - self.kv_offset  # computed first: then only one operation uses the tensor
         end = self.q_offset + behind
         if isinstance(end, Tensor):
             return end.to(torch.int32).expand(self.batch)
         return self.of_all(end)
 
     def of_all(self, rows: int) -> Tensor:
-        """A number of rows as that of every batch entry, int32 (B,)."""
+        """The same number of rows for every batch entry, int32 (B,)."""
         return torch.full((self.batch,), rows, dtype=torch.int32, device=self.device)
 
 
 def _can_read(device: torch.device, attention_mask: Tensor | None, q_offset: int | Tensor) -> bool:
-    """Whether looking at contents costs nothing: on a CPU, outside compiled graphs, of tensors that have contents."""
+    """Whether reading tensors costs nothing: on a CPU, outside compiled graphs, for tensors that have contents."""
     if torch.compiler.is_compiling() or device.type != "cpu":
         return False
     return all(has_memory(t) and t.device.type == "cpu" for t in (attention_mask, q_offset) if isinstance(t, Tensor))
 
 
 def _first(cache_position: Tensor, kv_length: int, kv_offset: int) -> int | Tensor:
-    """The first position; 0 without a look at it where the queries are as many as the keys, which then are all that there is."""
+    """The first query position; if there are as many queries as keys, it is 0 and not read."""
     count = cache_position.shape[0]
     if torch.compiler.is_compiling() or cache_position.device.type != "cpu":
         return 0 if count == kv_length and kv_offset == 0 else cache_position[0]
@@ -139,7 +139,7 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
     places_matter = form.depends_on_places
     if padding is NO_PADDING and form.is_band and (sizes.is_aligned or not places_matter):
         return Aligned(form.causal, form.window)
-    # rows behind the queries are left out by that call: those of a static cache, which causality hides
+    # rows after the queries, as in a static cache, are ignored by that call; causality hides them
     has_one_end = sizes.is_aligned or form.causal
     if has_one_end and form.documents is None and (sizes.queries == 1 or (not sizes.is_aligned and not form.rest)):
         mods = [_on_cache(f, padding.leftpad, sizes.kv_offset) for f in form.rest]
@@ -148,13 +148,13 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
         mod = None if not mods else mods[0] if len(mods) == 1 else and_masks(*mods)
         lengths = sizes.in_use()
         if lengths is None and not is_read:
-            lengths = sizes.of_all(sizes.keys)  # one for all layers, each of which would make it on the GPU
+            lengths = sizes.of_all(sizes.keys)  # once here, instead of on the GPU in every layer
         return Cached(lengths, padding.leftpad, form.causal, form.window, mod)
     return _listed(sizes, form, padding)
 
 
 def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
-    """Block lists over rows of queries and keys. Parts that the library has a name for are said by it."""
+    """Block lists over query and key rows. Recognised parts are expressed by the library's own masks."""
     distance = sizes.distance
     parts: list[Callable] = []
     is_shared = padding is NO_PADDING and not form.rest  # by all batch entries
@@ -181,7 +181,7 @@ def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
 
 
 def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attention_mask: Tensor | None) -> Way:
-    """Inside ``torch.compile`` and ``torch.export`` nothing is read, and the compiled call makes its lists."""
+    """The call of the layers inside ``torch.compile`` and ``torch.export``: nothing is read, and the compiled call makes its own lists."""
     places_matter = form.depends_on_places
     if attention_mask is None and form.is_band:
         if sizes.is_aligned or not places_matter:
@@ -200,7 +200,7 @@ def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attentio
 
 
 def _few_rows(sizes: _Sizes, form: Form, attention_mask: Tensor | None) -> FewRows | None:
-    """The keys of few query rows by numbers, where nothing but distances and padding decide."""
+    """The keys that a few query rows see, as numbers; None if the mask depends on more than distances and padding."""
     distance = sizes.distance
     if sizes.queries > _FEW or not form.is_band or isinstance(distance, Tensor):
         return None
@@ -230,12 +230,12 @@ def _visible(mask: Tensor) -> Callable:
 
 
 def _on_rows(mask_function: Callable, q_offset: int | Tensor, kv_offset: int) -> Callable:
-    """A function of global positions as a mod over rows."""
+    """A mask function over global positions as a mod over rows."""
     return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
 
 
 def _on_cache(mask_function: Callable, leftpad: Tensor | None, kv_offset: int) -> Callable:
-    """A function of global positions as a mod of ``flash_attn_with_kvcache``, which counts queries and keys from the padding's end."""
+    """A mask function over global positions as a mod of ``flash_attn_with_kvcache``, whose positions count from the end of the padding."""
     if leftpad is None:
         return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + kv_offset, kv_idx + kv_offset)
     first = leftpad + kv_offset

@@ -1,4 +1,4 @@
-"""Packed sequences that come as cumulative lengths: images of a vision tower, documents of a padding-free batch."""
+"""Packed sequences given by cumulative lengths: images of a vision tower, documents of a padding-free batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Ends", "packed_attention"]
 
 
 class Ends(NamedTuple):
-    """Cumulative lengths, int (sequences + 1,), and the longest sequence, of queries and keys."""
+    """Cumulative lengths, int (sequences + 1,), and the greatest length, of queries and of keys."""
 
     q: Tensor
     k: Tensor | None

@@ -1,4 +1,4 @@
-"""Padding of a batch, from Transformers' 2-D attention mask to rows that a call leaves out."""
+"""Padding of a batch: turns Transformers' 2-D attention mask into rows that a call skips."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["NO_PADDING", "Padding", "padding_of", "padding_read"]
 
 
 class Padding(NamedTuple):
-    """Which keys of a batch are hidden as padding.
+    """The keys of a batch that are hidden as padding.
 
-    leftpad: integers (B,), rows before the first visible key, None for 0. visible: bool (B, positions), set where leftpad does not say
-    everything, or is not known to; global positions, reaching the end of the keys. positions: the same, always set but without padding.
+    leftpad: integers (B,), rows before the first visible key, None for 0. visible: bool (B, positions), set unless leftpad is known to
+    describe the whole padding; in global positions, up to the end of the keys. positions: the same, set whenever there is padding.
     """
 
     leftpad: Tensor | None
@@ -28,9 +28,9 @@ NO_PADDING = Padding(None, None, torch.empty(0, 0, dtype=torch.bool))
 
 
 def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Padding:
-    """Padding whose contents are not read: leftpad by arithmetic on the device, and the mask itself for whatever else it hides.
+    """Padding whose contents are not read: leftpad is computed on the device, and the mask itself hides all other padding.
 
-    Outside of compiled graphs the mask has one shape for some steps of decoding, whose mods are then one.
+    Outside compiled graphs the mask's shape is the same for several decoding steps, which then share their mods.
     """
     end = kv_offset + kv_length
     if not torch.compiler.is_compiling():
@@ -41,12 +41,12 @@ def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Paddin
 
 
 def padding_read(attention_mask: Tensor, kv_offset: int, end: int, kv_length: int) -> Padding:
-    """Padding by its contents, of which keys from row ``end`` on do not matter."""
+    """Padding from its contents; keys from row ``end`` on are ignored."""
     seen = _reaching(attention_mask, kv_offset + end)[:, kv_offset : kv_offset + end]
     if bool(seen.all()):
         if kv_offset == 0 or bool(attention_mask.all()):
             return NO_PADDING
-        # a window that has passed the padding: said as before, so that a compiled step stays the same
+        # the window has passed the padding: the same form as before, so that a compiled step is not recompiled
         return Padding(seen.new_zeros(seen.shape[0], dtype=torch.int32), None, seen)
     positions = _reaching(attention_mask, kv_offset + kv_length)
     first = seen.to(torch.int32).argmax(dim=1).to(torch.int32)
@@ -55,7 +55,7 @@ def padding_read(attention_mask: Tensor, kv_offset: int, end: int, kv_length: in
 
 
 def _reaching(attention_mask: Tensor, end: int) -> Tensor:
-    """The mask over at least ``end`` positions; those that it does not name are hidden, as in Transformers."""
+    """The mask over at least ``end`` positions; positions beyond it are hidden, as in Transformers."""
     mask = attention_mask if attention_mask.dtype is torch.bool else attention_mask.to(torch.bool)
     missing = end - mask.shape[1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask

@@ -1,10 +1,9 @@
 """Continuous batching of Transformers on anyattn: the attention function behind ``attn_implementation="paged|anyattn"``.
 
-``model.generate_batch`` runs requests of all lengths, some in prefill and some in decode, as one packed sequence. The cache is
-Transformers' own (``PagedAttentionCache``), and this module keeps its contract: ``cache.update`` writes the step's keys and values and
-returns those of each request, packed; in a step of decoding alone Transformers hands out a block table instead, and keys and values are
-then appended to their pages in place. Windows, causality, softcap and sinks are arguments of the kernel: there is no mask tensor, and no
-table is read on the host.
+``model.generate_batch`` runs requests of different lengths, in prefill and in decode, as one packed sequence. The cache is Transformers'
+own (``PagedAttentionCache``), and this module follows its contract: ``cache.update`` writes the step's keys and values and returns those of
+each request, packed; in a pure decoding step Transformers passes a block table instead, and keys and values are appended to their pages in
+place. Windows, causality, softcap and sinks are arguments of the kernel: there is no mask tensor, and no table is read on the host.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import anyattn
 
 __all__ = ["IMPLEMENTATION", "paged_attention", "register"]
 
-IMPLEMENTATION = "anyattn_paged"  # what a model is set to while a manager of continuous batching runs it
+IMPLEMENTATION = "anyattn_paged"  # the implementation of a model while a manager of continuous batching runs it
 
-# Transformers before 5.23 calls them max_seqlen_q and max_seqlen_k.
+# names since Transformers 5.23, and before
 _LONGEST_QUERY = ("max_length_q", "max_seqlen_q")
 _LONGEST_KEY = ("max_length_k", "max_seqlen_k")
 _OLD_WINDOWS = (
@@ -31,9 +30,9 @@ _OLD_WINDOWS = (
 
 
 def register(name: str = "anyattn") -> None:
-    """Lets models whose attention implementation is ``name`` or ``"paged|" + name`` run in continuous batching. May be called again.
+    """Lets models with the attention implementation ``name`` or ``"paged|" + name`` run in continuous batching. May be called again.
 
-    The names are left out of ``AttentionMaskInterface`` on purpose: Transformers then makes no mask at all.
+    The names are not added to ``AttentionMaskInterface``, so that Transformers makes no mask.
     """
     from transformers import AttentionInterface
 
@@ -44,7 +43,7 @@ def register(name: str = "anyattn") -> None:
     continuous_batching.accept({name, f"paged|{name}", IMPLEMENTATION}, IMPLEMENTATION)
 
 
-@torch.compiler.disable  # the cache is updated in place through views, which a compiled graph would copy whole
+@torch.compiler.disable  # a compiled graph would copy the cache, which is updated in place through views
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -59,11 +58,11 @@ def paged_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer in a step of continuous batching; Transformers calls it.
+    """Attention of one layer in a step of continuous batching; called by Transformers.
 
-    query: (1, Hq, total_q, D). key, value: (1, Hkv, total_q, D), of the step's new tokens. attention_mask: not used; what it would say is
-    causality and the layer's window. s_aux: (Hq,), a sink for each head. kwargs: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k`` and the
-    greatest lengths, and ``read_index`` and ``write_index`` or ``block_table``.
+    query: (1, Hq, total_q, D). key, value: (1, Hkv, total_q, D), of the step's new tokens. attention_mask: not used; causality and the
+    layer's window replace it. s_aux: (Hq,), a sink per head. kwargs: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k`` and the greatest
+    lengths, and ``read_index`` and ``write_index`` or ``block_table``.
 
     Returns ((1, total_q, Hq, D), None). Raises ``ValueError`` outside continuous batching, for dropout, for attention that is not causal
     and for a position bias.
@@ -73,10 +72,10 @@ def paged_attention(
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),  # Transformers counts the query itself
+        "window_size": (-1, -1) if window is None else (window - 1, 0),  # Transformers' window includes the query itself
         "softcap": 0.0 if softcap is None else softcap,
         "sink": s_aux,
-        "num_splits": 0,  # a batch of few long sequences fills a GPU by splitting their keys
+        "num_splits": 0,  # a batch of few long sequences fills a GPU only with split-KV
     }
     if kwargs.get("block_table") is not None:
         out = _append_and_attend(module, query, key, value, options, kwargs)
@@ -88,7 +87,7 @@ def paged_attention(
 def _update_and_attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, has_window: bool, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """(total_q, Hq, D). Any mix of prefill and decode: the cache returns the keys and values of each request, one behind the other."""
+    """Attention of any mix of prefill and decode, (total_q, Hq, D); the cache returns the keys and values of the requests concatenated."""
     cu_seqlens_q = kwargs["cu_seq_lens_q"]
     longest_q = next((kwargs[name] for name in _LONGEST_QUERY if name in kwargs), None)
     longest_k = next((kwargs[name] for name in _LONGEST_KEY if name in kwargs), None)
@@ -122,20 +121,20 @@ def _update_and_attend(
 def _append_and_attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """(requests, Hq, D). One new token for each request; its page table says where the token goes and what it sees."""
+    """Attention of one new token per request, (requests, Hq, D); the page table says where the token is stored and which keys it sees."""
     layer: Any = module.layer_idx
     pool = _pool_of(kwargs["cache"], layer)
     requests = query.shape[2]
     ends = kwargs["cu_seq_lens_k"]
     if isinstance(ends, dict):
         ends = ends[pool.kind]
-    # A compiled step or a CUDA graph is filled up with requests of length 0 without pages, behind all others. They append to a page
-    # that Transformers keeps for this.
+    # A compiled step or a CUDA graph is padded with requests of length 0 without pages, after all others. They append to a page that
+    # Transformers reserves for this.
     held = (ends[1 : requests + 1] - ends[:requests] - 1).clamp_min(0)
     table = kwargs["block_table"][pool.row][:requests]
     pages = (table // pool.between).masked_fill(table < 0, pool.spare)
     real = requests
-    if query.device.type == "cpu":  # where reading costs nothing, and a row that is appended to twice is an error
+    if query.device.type == "cpu":  # reading costs nothing here, and two appends to one row raise
         real = int((ends[1 : requests + 1] > ends[:requests]).sum())
     q, k, v = (x[0].transpose(0, 1)[:real, None] for x in (query, key, value))
     out = anyattn.flash_attn_with_kvcache(q, pool.k, pool.v, k=k, v=v, cache_seqlens=held[:real], page_table=pages[:real], **options)
@@ -144,8 +143,8 @@ def _append_and_attend(
 
 
 class _Pool(NamedTuple):
-    """The pages of one layer. k, v: (pages, page_size, Hkv, D). kind: the layer's type of attention. row: its group's row of the block
-    tables, whose numbers are multiples of ``between``. spare: a page of this pool that no request has."""
+    """The pages of one layer. k, v: (pages, page_size, Hkv, D). kind: the layer's type of attention. row: its group's row in the block
+    tables, whose numbers are multiples of ``between``. spare: a page of this pool that belongs to no request."""
 
     k: Tensor
     v: Tensor
@@ -158,15 +157,15 @@ class _Pool(NamedTuple):
 def _pool_of(cache: Any, layer: int) -> _Pool:
     if hasattr(cache, "layer_to_allocator"):  # Transformers 5.23
         allocator = cache.layer_to_allocator[layer]
-        # Both views are of one buffer and hold the pages of all layers; the layer's own are those at multiples of `between`, and so are the
-        # numbers in the table, -1 where there is none.
+        # Both views are of one buffer with the pages of all layers. The layer's own pages are those at multiples of `between`, and so are
+        # the numbers in the table; -1 is no page.
         between = allocator.block_physical_stride // allocator.tokens_per_page
         k, v = (view[::between] for view in allocator.get_cache_for_block_table(layer))
         return _Pool(k, v, allocator.layer_type, allocator.index, between, allocator.blocks_per_sector)
     group, place = cache.layer_index_to_group_indices[layer]
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     k, v = (storage[place].view(shape) for storage in (cache.key_cache, cache.value_cache))
-    return _Pool(k, v, "full_attention", group, 1, cache.write_trash_index // cache.block_size)  # 5.17 has no tables for windows
+    return _Pool(k, v, "full_attention", group, 1, cache.write_trash_index // cache.block_size)  # 5.17 has no block tables for windows
 
 
 def _check(module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ __all__ = ["additive_bias"]
 
 @lru_cache(maxsize=1024)
 def additive_bias(expr: Expr, factor: float = 1.0) -> Expr | None:
-    """``factor * bias`` if ``expr`` is ``score + bias`` with a bias that does not see the score; None otherwise.
+    """``factor * bias`` if ``expr`` is ``score + bias`` and the bias does not depend on the score; None otherwise.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> print(additive_bias(trace(lambda s, b, h, q, k: s + 2.0 - 0.5, "score").expr))

@@ -1,4 +1,4 @@
-"""Captured loads: what the indices of a score mod's loads say of the entries that pairs of a query and a key add gradients to."""
+"""Captured loads: how (query, key) pairs share the entries of captured tensors that a score mod reads, and so their gradient sums."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["contends", "moves_along_diagonals", "slots_alone", "tells_apart"]
 
 
 def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
-    """Whether an index moves on with each position that it depends on, so that neighbours have entries of their own (two of them share
-    one where it is an absolute value): ``q_idx``, ``q_idx - kv_idx + 7``, not ``ids[q_idx]``."""
+    """Whether an index changes with every step of each position that it depends on, so that neighbours read different entries (an absolute
+    value makes two positions share one): true of ``q_idx`` and ``q_idx - kv_idx + 7``, not of ``ids[q_idx]``."""
     while expr.nodes[at].op in ("abs", "cast"):
         (at,) = expr.nodes[at].args
     return deps[at].slope not in (None, (0, 0))
 
 
 def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagonals: bool) -> bool:
-    """Whether a tile's additions, after summing the pairs that provably share an entry, may still contend for few entries."""
+    """Whether a tile's additions may still contend for few entries, after pairs that provably share an entry have been summed."""
     apart = [deps[p] for p in places if tells_apart(expr, p, deps)]
     by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
     if by_row and by_key:
@@ -34,15 +34,15 @@ def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagona
 
 
 def moves_along_diagonals(deps: Sequence[Dep], places: Sequence[int]) -> bool:
-    """Whether these indices tell a query and a key apart, and by their distance only."""
+    """Whether these indices differ along queries and along keys, and depend on the two positions only by their difference."""
     moving = [deps[p] for p in places if deps[p].q or deps[p].kv]
     return any(d.q for d in moving) and any(d.kv for d in moving) and all(d.diagonal for d in moving)
 
 
 @lru_cache(maxsize=1024)
 def slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
-    """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
-    indexed by b, h, q_idx and at last kv_idx, and has room for all ``sizes`` of them. shapes: of all captured tensors."""
+    """The ``wanted`` slots whose tensor is loaded once, each entry by a single (query, key) pair: the indices are b, h, q_idx and, last,
+    kv_idx, and the tensor has room for all ``sizes`` of them. shapes: of all captured tensors."""
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
     gradients = score_gradients(expr)
     found = []

@@ -1,7 +1,7 @@
-"""Document masks: recognises ``ids[q_idx] == ids[kv_idx]``, also ANDed with a mask that depends on q_idx - kv_idx only.
+"""Document masks: recognises ``ids[q_idx] == ids[kv_idx]``, alone or ANDed with a mask that depends on q_idx - kv_idx only.
 
-Inside one document only that second mask is left, and it does not depend on where the document begins: each document can be a sequence of
-its own, whose positions count from 0.
+Inside a document only the second mask remains, and it does not depend on where the document begins: each document can be computed as a
+sequence of its own, whose positions count from 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["DocumentForm", "document_form", "ignores_origin", "rest_of"]
 
 
 class DocumentForm(NamedTuple):
-    """A mask that is ``ids[q_idx] == ids[kv_idx] & rest``, or with ``ids[b, ...]``.
+    """A mask of the form ``ids[q_idx] == ids[kv_idx] & rest``, or with ``ids[b, ...]``.
 
-    ids: the slot of the captured ids. rest: a mask that ignores b and a shift of both positions, None where it shows all.
-    scalars, tensors: slots of the whole mask's numbers and tensors which are the rest's.
+    ids: the slot of the captured ids. rest: the mask inside a document, independent of b and of a common shift of both positions; None if
+    it hides nothing. scalars, tensors: for each slot of ``rest`` the slot of the whole mask.
     """
 
     ids: int
@@ -33,7 +33,7 @@ class DocumentForm(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def document_form(expr: Expr) -> DocumentForm | None:
-    """The form of a mask's program, None for a mask that is of another kind.
+    """The form of a mask's program; None if it is not a document mask.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> ids = torch.tensor([0, 0, 1])
@@ -59,7 +59,7 @@ def document_form(expr: Expr) -> DocumentForm | None:
 
 
 def rest_of(mask: TracedMod, form: DocumentForm) -> TracedMod | None:
-    """The mask inside a document, of a ``mask`` of this form; None where everything is visible."""
+    """The mask inside a document, for a ``mask`` of this form; None if every pair of a document is visible."""
     if form.rest is None:
         return None
     scalars, tensors = tuple([mask.scalars[i] for i in form.scalars]), tuple([mask.tensors[i] for i in form.tensors])
@@ -70,7 +70,7 @@ def rest_of(mask: TracedMod, form: DocumentForm) -> TracedMod | None:
 
 @lru_cache(maxsize=1024)
 def ignores_origin(expr: Expr) -> bool:
-    """Whether a mod is unchanged by any common shift of q_idx and kv_idx and independent of b."""
+    """Whether a mod is independent of b and unchanged by a common shift of q_idx and kv_idx."""
     deps = dependence(expr)
     same: list[bool] = []
     for node, dep in zip(expr.nodes, deps, strict=True):
@@ -87,7 +87,7 @@ def _compared_ids(expr: Expr, node: Node) -> int | None:
     if left.op != "load" or right.op != "load" or left.attr != right.attr:
         return None
     if left.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        return None  # NaN is not even equal to itself
+        return None  # NaN is not equal to itself
     if not left.args or not right.args:
         return None
     (*before, last), (*other_before, other_last) = ([expr.nodes[a] for a in side.args] for side in (left, right))
@@ -103,7 +103,7 @@ def _index(node: Node) -> Any:
 
 
 def _renumbered(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
-    """The same with slots of scalars and tensors counted from 0, and which they were."""
+    """The same expression with scalar and tensor slots numbered from 0, and their former numbers."""
     slots: dict[str, list[int]] = {"scalar": [], "load": []}
     nodes = []
     for node in expr.nodes:

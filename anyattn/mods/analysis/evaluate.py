@@ -1,7 +1,7 @@
-"""Evaluation of an expression on tensors of indices: a broadcasting interpreter.
+"""Evaluation of an expression on tensors of indices, by a broadcasting interpreter.
 
-Index tensors of shapes such as (B, 1, 1, 1), (H, 1, 1), (M, 1) and (N,) give every subexpression the shape of what it depends on, so
-what depends on the row alone is computed once per row. This is the only dense meaning of a mod; the oracle uses it as well.
+With index tensors of shapes such as (B, 1, 1, 1), (H, 1, 1), (M, 1) and (N,), a subexpression has only the dimensions it depends on, so an
+expression of the row alone is computed once per row. This is the only dense meaning of a mod; the oracle uses it too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Ten
 
 
 def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Any]:
-    """The values of ``expr.outputs``; ``leaves`` gives ``score`` and the indices, as tensors or Python numbers."""
+    """The values of ``expr.outputs``. leaves: ``score`` and the indices, as tensors or Python numbers."""
     values: list[Any] = []
     for node in expr.nodes:
         if node.op == "index":
@@ -77,14 +77,14 @@ def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], t
 
 
 def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """One operation on tensors; on Python numbers where all its arguments are such (weak values, literals)."""
+    """One operation on tensors, or on Python numbers if all arguments are Python numbers (weak values, literals)."""
     if node.op == "load":
         return _load(tensors[node.attr], args)  # type: ignore[call-overload]
     on_host = not any(isinstance(a, Tensor) for a in args)
     if node.op == "cast":
         if on_host and is_weak(node.dtype):
             return node.dtype(args[0])  # type: ignore[operator]
-        # only promotion casts a Python number: the operation that follows treats it as torch would
+        # casts of Python numbers come from promotion only; the next operation treats the number as torch would
         if on_host and _keeps_number(args[0], node.dtype):
             is_narrow = category(node.dtype) == "int" and node.dtype is not torch.int64
             return wrapped(args[0], node.dtype) if is_narrow else args[0]  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
                 return f(*args)
             except (ArithmeticError, ValueError):
                 return TORCH_OPS[node.op](*(torch.tensor(a, dtype=torch.float64) for a in args)).item()
-        # a comparison's operands are as exact as Python's numbers; any other operation computes in its own dtype
+        # operands of a comparison keep Python's precision; other operations compute in their own dtype
         strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
         args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
     elif len(args) == 2 and not (isinstance(args[0], Tensor) and node.op in _SCALAR_SECOND):
@@ -103,7 +103,7 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
     elif node.op == "where" and not isinstance(args[0], Tensor):
         return args[1] if args[0] else args[2]
-    elif node.op == "where" and not any(isinstance(a, Tensor) for a in args[1:]):  # torch would round two numbers to float32
+    elif node.op == "where" and not any(isinstance(a, Tensor) for a in args[1:]):  # torch would round both numbers to float32
         dtype: Any = None if is_weak(node.dtype) else node.dtype
         args = [args[0], *(torch.full((), a, dtype=dtype, device=args[0].device) for a in args[1:])]
     return _typed(TORCH_OPS[node.op](*args), node)
@@ -114,7 +114,7 @@ def _typed(value: Tensor, node: Node) -> Tensor:
 
 
 def _keeps_number(value: Any, dtype: Any) -> bool:
-    """Whether a Python number may stand for a strong value: an exact one may; a float rounds when it meets a narrower tensor anyway."""
+    """Whether a Python number can replace a strong value: integers are exact, and a float is rounded when it meets a narrower tensor."""
     return isinstance(value, bool) == (dtype is torch.bool) and isinstance(value, float) == dtype.is_floating_point
 
 
@@ -122,7 +122,7 @@ def _as_tensor(value: Any, dtype: Any = None) -> Tensor:
     if isinstance(value, Tensor):
         return value if dtype is None or is_weak(dtype) else value.to(dtype)
     strong = None if dtype is None or is_weak(dtype) else dtype
-    if strong is not None and isinstance(value, float) and category(strong) == "int":  # torch.tensor refuses what a cast makes of it
+    if strong is not None and isinstance(value, float) and category(strong) == "int":  # torch.tensor refuses it, a cast does not
         return torch.tensor(value, dtype=torch.float64).to(strong)
     return torch.tensor(value, dtype=strong)
 

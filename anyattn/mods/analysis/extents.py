@@ -1,7 +1,7 @@
-"""Extents: the least and greatest value of every integer node of a mod, from the sizes of its leaves.
+"""Extents: the least and greatest value of every integer node of a mod, derived from the ranges of its leaves.
 
-In Python integers, without tensors. Emitters learn where 32 bits are enough; other analyses that an index stays inside its tensor, or that
-no number wraps around, so that the rules of unbounded integers hold.
+They are Python integers; no tensors are read. Emitters use them to choose 32-bit arithmetic. Other analyses prove by them that an index
+stays inside its tensor, or that no number wraps around, so that the rules of unbounded integers apply.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
 
 __all__ = ["MOST_INDEX_BITS", "Box", "Extent", "bits_of", "exact", "extent_of", "extents", "fits", "unwrapped"]
 
-MOST_INDEX_BITS = 30  # sequences are shorter than 2 ** this: the caller checks
+MOST_INDEX_BITS = 30  # sequences have at most 2 ** this positions, which callers check
 _SHIFTS = 64
 
 
 class Extent(NamedTuple):
-    """Both inclusive."""
+    """The least and the greatest value, both inclusive."""
 
     lo: int
     hi: int
 
 
 class Box(NamedTuple):
-    """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each.
-    tensors: one for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all.
-    by_zero: something may be divided by 0, of which nothing is known then; False where no one relies on what a division by 0 gives."""
+    """Ranges of the leaves. scalars: one extent for all captured integers (None: unknown), or one per number. tensors: one extent per
+    captured tensor, None if only its dtype is known; empty if that is so for all. by_zero: divisors may be 0, and then the result is
+    unknown; False if the result of a division by 0 is never used."""
 
     b: Extent
     h: Extent
@@ -42,29 +42,29 @@ class Box(NamedTuple):
 
     @classmethod
     def of_sizes(cls, positions: int, scalars: int | None) -> Box:
-        """Positions, batch entries and heads below ``positions``, a row's possibly below 0; captured whole numbers below ``scalars``."""
+        """Positions, batch entries and heads below ``positions``, q_idx possibly negative; captured integers below ``scalars`` in size."""
         most = Extent(0, positions - 1)
         return cls(most, most, Extent(1 - positions, positions - 1), most, None if scalars is None else Extent(1 - scalars, scalars - 1))
 
     @classmethod
     def of_numbers(cls, positions: int, numbers: Sequence[int | float]) -> Box:
-        """``of_sizes`` for captured numbers that are known; of floats nothing is."""
+        """``of_sizes`` for captured numbers with known values; floats have no extent."""
         return cls.of_sizes(positions, None)._replace(scalars=tuple(Extent(n, n) if type(n) is int else Extent(0, 0) for n in numbers))
 
 
 def fits(extent: Extent | None, bits: int = 32) -> bool:
-    """Whether a signed integer of so many bits holds it."""
+    """Whether the extent fits a signed integer of ``bits`` bits."""
     return extent is not None and -(2 ** (bits - 1)) <= extent.lo and extent.hi < 2 ** (bits - 1)
 
 
 def bits_of(extent: Extent) -> int:
-    """The least n with all sizes at most 2 ** n."""
+    """The least n such that no value's size exceeds 2 ** n."""
     return max(abs(extent.lo), abs(extent.hi)).bit_length()
 
 
 @lru_cache(maxsize=4096)
 def extents(expr: Expr, box: Box) -> tuple[Extent | None, ...]:
-    """Of every node; None of floats. What may leave its dtype's range wraps around in torch, so nothing but the dtype is known of it.
+    """The extent of every node; None for floats. A value that may leave its dtype's range wraps around, so it has the dtype's whole range.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: q - k <= 4, "mask").expr
@@ -75,13 +75,13 @@ def extents(expr: Expr, box: Box) -> tuple[Extent | None, ...]:
 
 
 def exact(expr: Expr, box: Box) -> tuple[bool, ...]:
-    """For every node whether it equals the operation on unbounded integers: it cannot leave its dtype's range."""
+    """For every node whether it equals the operation on unbounded integers, because the result cannot leave its dtype's range."""
     return tuple(is_exact for _, is_exact in _walked(expr, box))
 
 
 @lru_cache(maxsize=4096)
 def unwrapped(expr: Expr, box: Box) -> tuple[bool, ...]:
-    """``exact`` of a node and of all numbers that it is computed from. Loaded values and conditions count as exact.
+    """For every node whether it and all numbers it is computed from are ``exact``. Loaded values and conditions count as exact.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4, "mask").expr
@@ -111,9 +111,9 @@ def _range(dtype: DType) -> Extent:
 
 
 def extent_of(node: Node, dtypes: Sequence[DType], args: Sequence[Extent | None], box: Box) -> tuple[Extent | None, bool]:
-    """A node's extent (None of floats), and whether its value is sure to be the operation's result in whole numbers without end.
+    """A node's extent (None for floats), and whether its value certainly equals the operation on unbounded integers.
 
-    dtypes, args: those of its arguments, and their extents.
+    dtypes, args: the dtypes and the extents of its arguments.
     """
     if category(node.dtype) == "float":
         return None, True
@@ -137,14 +137,14 @@ def extent_of(node: Node, dtypes: Sequence[DType], args: Sequence[Extent | None]
 
 
 def _divided(rule: Callable[[Extent, Extent], Extent | None], a: Extent, b: Extent) -> Extent | None:
-    """By all divisors but 0: those below and those above."""
+    """``rule`` over all divisors but 0: the negative ones and the positive ones."""
     sides = [side for side in (Extent(b.lo, min(b.hi, -1)), Extent(max(b.lo, 1), b.hi)) if side.lo <= side.hi]
     found = [made for side in sides if (made := rule(a, side)) is not None]
     return Extent(min(e.lo for e in found), max(e.hi for e in found)) if found else None
 
 
 def _corners(rule: Callable[[int, int], int]) -> Callable[..., Extent]:
-    """Of operations that are monotone in each operand."""
+    """The extent of an operation that is monotone in each operand."""
 
     def of(a: Extent, b: Extent) -> Extent:
         values = [rule(x, y) for x in a for y in b]
@@ -162,14 +162,14 @@ def _absolute(a: Extent) -> Extent:
 
 
 def _quotient(a: Extent, b: Extent) -> Extent | None:
-    """Divided down; unknown where the divisor can be 0."""
+    """Floor division; unknown if the divisor can be 0."""
     if b.lo <= 0 <= b.hi:
         return None
     return _corners(lambda x, y: x // y)(a, b)
 
 
 def _remainder(a: Extent, b: Extent) -> Extent | None:
-    """Python's, with the divisor's sign."""
+    """Python's remainder, which has the divisor's sign."""
     if b.lo <= 0 <= b.hi:
         return None
     if b.lo == b.hi and a.lo // b.lo == a.hi // b.lo:
@@ -178,7 +178,7 @@ def _remainder(a: Extent, b: Extent) -> Extent | None:
 
 
 def _rest(a: Extent, b: Extent) -> Extent | None:
-    """C's, with the dividend's sign."""
+    """C's remainder, which has the dividend's sign."""
     if b.lo <= 0 <= b.hi:
         return None
     most = max(abs(b.lo), abs(b.hi)) - 1
@@ -186,24 +186,24 @@ def _rest(a: Extent, b: Extent) -> Extent | None:
 
 
 def _bits(a: Extent, b: Extent) -> Extent:
-    """Of and, or, xor: no wider than the wider operand; without a sign where neither has one."""
+    """Bitwise and, or, xor: the result is no wider than the wider operand, and not negative if neither operand is."""
     most = 2 ** max(e.bit_length() for e in (*a, *b))
     return Extent(0 if min(a.lo, b.lo) >= 0 else -most, most - 1)
 
 
 def _common_bits(a: Extent, b: Extent) -> Extent:
-    """Of and: between 0 and an operand that is not negative."""
+    """Bitwise and: the result is between 0 and any operand that is not negative."""
     most = [e.hi for e in (a, b) if e.lo >= 0]
     return Extent(0, min(most)) if most else _bits(a, b)
 
 
 def _raised(a: Extent, b: Extent) -> Extent | None:
-    """Shifted to the left; by less than 0 or by too many bits the result is 0."""
+    """Left shift; unknown for negative shifts and for shifts by too many bits."""
     return _corners(lambda x, y: x << y)(a, b) if b.lo >= 0 and b.hi < _SHIFTS else None
 
 
 def _shifted(a: Extent, b: Extent) -> Extent | None:
-    """To the right."""
+    """Right shift; unknown for negative shifts and for shifts by too many bits."""
     return _corners(lambda x, y: x >> y)(a, b) if b.lo >= 0 and b.hi < _SHIFTS else None
 
 
@@ -214,4 +214,4 @@ _RULES: dict[str, Callable[..., Any]] = {
     "sign": lambda a: Extent(-1, 1), "cast": lambda a: a, "where": lambda c, x, y: Extent(min(x.lo, y.lo), max(x.hi, y.hi)),
 }  # fmt: skip
 _DIVISIONS = frozenset(("floordiv", "mod", "fmod"))
-_INSIDE = frozenset(("load", "min", "max", "and", "or", "xor", "shr", "sign", "mod", "fmod", "where"))  # never leave their operands' dtype
+_INSIDE = frozenset(("load", "min", "max", "and", "or", "xor", "shr", "sign", "mod", "fmod", "where"))  # results in the operands' range

@@ -1,7 +1,7 @@
-"""Runs of equal ids in captured tensors: where the run of a row's value begins and ends along kv_idx.
+"""Runs of equal ids in captured tensors: the begin and end, along kv_idx, of the run of a row's id.
 
-Every function takes ``table`` (..., n) and returns positions in 0..n, or None where the table's values do not lie in runs. All of it is
-done on whole tensors, in O(n log n) time.
+Every function takes ``table`` (..., n) and returns positions in 0..n, or None if the table's values do not form runs. All work is done on
+whole tensors, in O(n log n) time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["equal_runs", "first_at_least", "run_of"]
 
 
 def run_of(table: Tensor, value: bool) -> tuple[Tensor, Tensor] | None:
-    """Start and end, shape (...), of the only run of ``value`` in each row of a bool table; an absent value is an empty run at 0."""
+    """Start and end, shape (...), of the only run of ``value`` in each row of a bool table; a missing value is an empty run at 0."""
     n = table.shape[-1]
     hit = table if value else ~table
     at = torch.arange(n, device=table.device)
@@ -37,7 +37,7 @@ def first_at_least(table: Tensor, values: Tensor, same: bool = False) -> tuple[T
 
 
 def equal_runs(table: Tensor, values: Tensor, same: bool = False) -> tuple[Tensor, Tensor] | None:
-    """Start and end of the run of each value; ``same`` says that ``values`` is ``table`` itself. Absent values give start = end."""
+    """Start and end of the run of each value; ``same``: ``values`` is ``table`` itself. A missing value has start = end."""
     if same and values.shape == table.shape:
         return _own_runs(table)
     if _is_sorted(table):
@@ -71,7 +71,7 @@ def _own_runs(table: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _each_value_once(table: Tensor, change: Tensor) -> bool:
-    """Whether no value comes back after another one has followed it."""
+    """Whether no value occurs again after a different value has followed it."""
     rows, changes = table.reshape(-1, table.shape[-1]), change.reshape(-1, change.shape[-1]).sum(-1)
     ordered = rows.sort(dim=-1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(-1)

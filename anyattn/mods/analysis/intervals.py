@@ -1,9 +1,9 @@
 """Interval arithmetic on the IR: bounds of an expression while each index runs over a range, for many boxes at once.
 
-A ``Span`` holds, per box, bounds that are always sound. For a bool, ``lo`` says that the value is certainly true and ``hi`` that it may
-be true, so three-valued logic is the same arithmetic. What cannot be bounded becomes unknown: NaN for floats, ``+-WILD`` for integers
-(then ``wild`` is set); a comparison with an unknown is undecided. Float endpoints are computed in the value's own dtype, where rounding is
-monotone, so that the bounds hold for the rounded values and not just for the real numbers.
+A ``Span`` holds sound bounds per box. For a bool, ``lo`` is "certainly true" and ``hi`` is "may be true", so three-valued logic is the same
+arithmetic. A value that cannot be bounded is unknown: NaN for floats, ``+-WILD`` for integers (then ``wild`` is set); a comparison with an
+unknown is undecided. Float endpoints are computed in the value's own dtype, where rounding is monotone, so the bounds hold for the rounded
+values and not only for real numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from anyattn.mods.ir.expr import Expr, Node, category, is_weak
 
 __all__ = ["WILD", "Box", "Span", "spans"]
 
-WILD = 2**61  # sums of two such numbers still fit int64
-Box = Mapping[str, tuple[Tensor, Tensor]]  # index name -> first and last value, both inclusive, one entry per box
+WILD = 2**61  # the sum of two such numbers fits int64
+Box = Mapping[str, tuple[Tensor, Tensor]]  # index name -> first and last value per box, inclusive
 
 
 class Span(NamedTuple):
-    """Bounds per box, both inclusive. wild: some integer entries may be unknown (a bound at +-WILD)."""
+    """Bounds per box, inclusive. wild: some integer entries may be unknown (a bound at +-WILD)."""
 
     lo: Tensor
     hi: Tensor
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def spans(expr: Expr, box: Box, scalars: Sequence[int | float], tables: RangeTables) -> list[Span]:
-    """One ``Span`` per node of ``expr`` (those of its outputs are at ``expr.outputs``)."""
+    """One ``Span`` per node of ``expr``; the spans of its outputs are at ``expr.outputs``."""
     found: list[Span] = []
     device = next(iter(box.values()))[0].device
     for node in expr.nodes:
@@ -53,7 +53,7 @@ def spans(expr: Expr, box: Box, scalars: Sequence[int | float], tables: RangeTab
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """The dtype that spans of this node are kept in."""
+    """The dtype of this node's spans."""
     kind = category(node.dtype)
     if kind == "bool":
         return torch.bool
@@ -90,7 +90,7 @@ def _load(node: Node, indices: list[Span], tables: RangeTables) -> Span:
 
 
 def _fit(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None, wild: bool = False) -> Span:
-    """The span of an integer result: one that leaves its dtype's range wraps around in torch, so nothing is known of it."""
+    """The span of an integer result; unknown where it may leave its dtype's range, since torch wraps around there."""
     info = None if is_weak(node.dtype) or node.dtype is torch.int64 else torch.iinfo(node.dtype)  # type: ignore[arg-type]
     least, most = (-WILD, WILD) if info is None else (info.min, info.max)
     outside = (lo < least) | (hi > most)
@@ -104,8 +104,8 @@ def _fit(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None, wild: bo
 
 
 def _finite(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None, slack: bool = False) -> Span:
-    """The span of a float result; infinities make the next operation undefined, so they count as unknown."""
-    if slack:  # exp and its kin may be off by a few units in the last place, differently in vectors and alone
+    """The span of a float result; infinities count as unknown, since the next operation on them may be undefined."""
+    if slack:  # exp and similar functions may be off by a few ulp, and differently in vectorised and scalar code
         ulp = 8 * torch.finfo(lo.dtype).eps
         tiny = torch.finfo(lo.dtype).tiny * 8
         lo, hi = lo - lo.abs() * ulp - tiny, hi + hi.abs() * ulp + tiny
@@ -116,7 +116,7 @@ def _finite(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None, slack
 
 
 def _result(node: Node, args: list[Span], lo: Tensor, hi: Tensor, bad: Tensor | None = None) -> Span:
-    """The span of an arithmetic result: of an unknown operand nothing is known afterwards."""
+    """The span of an arithmetic result; unknown if an operand is unknown."""
     if category(node.dtype) == "float":
         return _finite(node, lo, hi, bad)
     for a in args:
@@ -166,7 +166,7 @@ def _mul(node: Node, args: list[Span]) -> Span:
 
 
 def _over(divide: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node, list[Span]], Span]:
-    """True and floor division: monotone in each operand while the divisor keeps its sign, so the corners bound it."""
+    """True and floor division: monotone in each operand while the divisor keeps its sign, so the corners are the bounds."""
 
     def rule(node: Node, args: list[Span]) -> Span:
         a, b = args
@@ -184,7 +184,7 @@ def _mod(node: Node, args: list[Span]) -> Span:
         return _where_points(node, args)
     a, b = args
     positive = (b.lo > 0) & (b.hi < WILD)
-    if node.op == "fmod":  # C's sign: Python's where the dividend is not negative
+    if node.op == "fmod":  # has C's sign: equal to Python's remainder for a dividend that is not negative
         positive = positive & (a.lo >= 0)
     low, high = b.lo.clamp(min=1), b.hi.clamp(min=1)
     turns = torch.div(a.lo, low, rounding_mode="floor")
@@ -228,13 +228,13 @@ def _hypot(node: Node, args: list[Span]) -> Span:
 
 
 def _where_points(node: Node, args: list[Span]) -> Span:
-    """Any operation, where every operand is one number; unknown elsewhere."""
+    """Any operation in boxes where every operand is a single number; unknown elsewhere."""
     points = torch.ones((), dtype=torch.bool, device=args[0].lo.device)
     for a in args:
         points = points & (a.lo == a.hi)
         if a.wild:
             points = points & (a.lo.abs() < WILD)
-    values = [torch.where(points, a.lo, torch.ones_like(a.lo)) for a in args]  # 1 is a legal operand of everything
+    values = [torch.where(points, a.lo, torch.ones_like(a.lo)) for a in args]  # 1 is a legal operand of every operation
     if node.op in ("floordiv", "mod", "fmod", "div"):
         values[1] = torch.where(values[1] == 0, torch.ones_like(values[1]), values[1])
         points = points & (args[1].lo != 0)
@@ -263,7 +263,7 @@ def _bits(node: Node, args: list[Span]) -> Span:
     if node.op != "and":
         return exact
     a, b = args
-    one_number = (a.lo == a.hi) & (b.lo == b.hi)  # x & y is between 0 and either, where that is not negative
+    one_number = (a.lo == a.hi) & (b.lo == b.hi)  # if x or y is not negative, x & y is between 0 and it
     most = torch.minimum(torch.where(a.lo >= 0, a.hi, WILD), torch.where(b.lo >= 0, b.hi, WILD))
     known = ~one_number & (most < WILD)
     return Span(torch.where(known, 0, exact.lo), torch.where(known, most, exact.hi), exact.wild)
@@ -282,7 +282,7 @@ def _compare(node: Node, args: list[Span]) -> Span:
     a, b = (_as_number(s) for s in args)
     if node.op in ("gt", "ge"):
         a, b = b, a
-    # written so that NaN leaves the answer open: "may be true" is "not certainly false"
+    # in this form NaN leaves the comparison undecided: "may be true" is "not certainly false"
     if node.op in ("lt", "gt"):
         must, may = a.hi < b.lo, ~(a.lo >= b.hi)
     elif node.op in ("le", "ge"):

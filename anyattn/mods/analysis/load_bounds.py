@@ -1,4 +1,4 @@
-"""Bounds checks of loads: proves before a call that a mod reads its captured tensors inside their bounds."""
+"""Bounds checks of loads: proves, before a call runs, that a mod indexes its captured tensors inside their bounds."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _TILE = 128
 
 
 class OutsideError(ValueError):
-    """An index leaves its captured tensor at some pair, seen or not. slot, dim, arg: of the load, its index and that one's node."""
+    """An index leaves its captured tensor at some pair, visible or hidden. slot, dim: of the load. arg: the node of the index."""
 
     def __init__(self, message: str, slot: int, dim: int, arg: int) -> None:
         super().__init__(message)
         self.slot, self.dim, self.arg = slot, dim, arg
 
 
-_INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
+_INSIDE: set[tuple] = set()  # memo of calls proved inside, by expression, captured numbers, shapes and lengths
 
 
 def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
@@ -52,12 +52,12 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
 
     ``visible_loads.check_call`` checks the visible pairs only.
 
-    Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the
-    index over all positions decides, and where that is too coarse the index is evaluated exactly: in O(S) where it depends on one
-    position or on q_idx - kv_idx only, else tile by tile, only where in doubt.
+    Negative indices count from the end, as in torch. The check is cheap where an index is b, h, q_idx or kv_idx itself. Otherwise the range
+    of the index over all positions decides; where that is too coarse the index is evaluated exactly, in O(S) if it depends on one position
+    or on q_idx - kv_idx only, else tile by tile and only in undecided tiles.
 
-    reads_values: False checks only what needs no captured tensor's values, and does that on the CPU: then nothing waits for the device
-    that the tensors are on.
+    reads_values: False skips checks that need the values of captured tensors, and runs the others on the CPU: then the call does not
+    synchronise with the device of the tensors.
     """
     sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
     if min(sizes.values()) == 0:
@@ -73,30 +73,30 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
         doubtful = [load for load in doubtful if load not in by_values]
         if not doubtful:
             return
-    if not reads_values or not by_values:  # shapes and numbers decide: asked on the CPU, so that nothing waits for the tensors' device
+    if not reads_values or not by_values:  # shapes and numbers decide: computed on the CPU, without synchronising
         mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
     device = mod.tensors[0].device
     box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
     deps = dependence(mod.expr)
     for slot, dim, arg in _still_doubtful(mod, doubtful, box):
         _settle(mod, slot, dim, arg, deps[arg], sizes)
-    if not by_values:  # no captured value can move them
+    if not by_values:  # the result does not depend on captured values
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)
 
 
 class Doubt(NamedTuple):
-    """On what besides shapes the bounds checks depend: on captured numbers, on the contents of captured tensors."""
+    """The inputs besides shapes that the bounds checks depend on: captured numbers, and contents of captured tensors."""
 
     of_numbers: bool
     of_values: bool
 
 
 def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
-    """What ``check_loads`` would have to check again for a mod with the same program and tensors of the same shapes.
+    """The inputs whose change ``check_loads`` must check again, for a mod with the same program and tensors of the same shapes.
 
-    Numbers in front of those that the mod's reading finds are limits, which the shapes settle.
+    Numbers in front of those of ``mod.source`` are limits of clamped indices, which the shapes determine.
     """
     found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
     nodes = [node for _, _, arg in found for node in _index(mod, arg).nodes]
@@ -106,7 +106,7 @@ def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt
 
 
 def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a load leaves its tensor at some pair, which then has to be hidden."""
+    """Whether a load leaves its tensor at some pair, so that a mask has to hide the pair."""
     try:
         check_loads(mod, B, H, seqlen_q, seqlen_k)
     except OutsideError:
@@ -115,25 +115,25 @@ def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int)
 
 
 class Unsettled(NamedTuple):
-    """(slot, dimension, index's node) of loads. by_contents: the index is computed from what another load returns. by_positions: others."""
+    """Unproved loads as (slot, dimension, index's node). by_contents: the index is computed from another load. by_positions: all others."""
 
     by_contents: list[tuple[int, int, int]]
     by_positions: list[tuple[int, int, int]]
 
 
 def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> Unsettled:
-    """The loads that sizes and the mod's numbers do not prove to be inside at all (b, h, q_idx, kv_idx) of these sizes.
+    """The loads that sizes and the mod's numbers do not prove to be inside at all (b, h, q_idx, kv_idx).
 
-    first_q <= q_idx < end_q; first_q is 0 or negative. Reads no tensor, so that nothing waits for a GPU.
+    first_q <= q_idx < end_q; first_q is 0 or negative. No tensor is read, so the call does not synchronise.
     """
-    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
+    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a negative q_idx counts from a tensor's end
     if min(sizes.values()) == 0:
         return Unsettled([], [])
     found = Unsettled([], [])
     by_positions: list[tuple[int, int, int]] = []
     for load in _doubtful(mod, sizes):
         ops = {node.op for node in _index(mod, load[2]).nodes}
-        # an index computed from a score has no range: the check of the call refuses it
+        # an index computed from a score has no range; the check at the call refuses it
         (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
     if by_positions:
         box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
@@ -145,15 +145,15 @@ def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q
 def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:
     """``check_loads`` for a ragged batch: b is a sequence, and q_idx and kv_idx run over its own rows and keys only.
 
-    seqlens_q, seqlens_k: int64 (B,). q_first: int64 (B,), the q_idx of each sequence's first row; default 0. Pairs of a sequence without
-    rows or without keys do not exist, so nothing is read for it.
+    seqlens_q, seqlens_k: int64 (B,). q_first: int64 (B,), the q_idx of each sequence's first row; default 0. A sequence without rows or
+    without keys has no pairs, so nothing is read for it.
     """
     q_first = torch.zeros_like(seqlens_q) if q_first is None else q_first
     b = ((seqlens_q > 0) & (seqlens_k > 0)).nonzero()[:, 0]
     if H == 0 or len(b) == 0:
         return
     last_q, last_kv = (q_first + seqlens_q - 1)[b], (seqlens_k - 1)[b]
-    most_q = max(int(last_q.max()) + 1, -int(q_first[b].min()))  # a row before 0 counts from a tensor's end
+    most_q = max(int(last_q.max()) + 1, -int(q_first[b].min()))  # a negative q_idx counts from a tensor's end
     sizes = {"b": int(b[-1]) + 1, "h": H, "q_idx": most_q, "kv_idx": int(last_kv.max()) + 1}
     doubtful = _doubtful(mod, sizes)
     if not doubtful:
@@ -165,7 +165,7 @@ def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Ten
 
 
 def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(slot, dimension, index's node) of the loads that are not plainly inside, in the order in which they are computed."""
+    """(slot, dimension, index's node) of the loads that are not obviously inside, in the order of their nodes."""
     return [
         (node.attr, dim, arg)  # type: ignore[misc]
         for node in mod.expr.nodes
@@ -178,7 +178,7 @@ def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int
 def _still_doubtful(
     mod: TracedMod, doubtful: list[tuple[int, int, int]], box: dict[str, tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Those that interval arithmetic over ``box`` does not show to be inside."""
+    """The loads that interval arithmetic over ``box`` does not prove to be inside."""
     device = box["b"][0].device
     indices, positions = _without_dead_nodes(Expr(mod.expr.nodes, tuple(arg for _, _, arg in doubtful)))
     found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
@@ -256,7 +256,7 @@ def _run(index: Expr, leaves: dict[str, Any], mod: TracedMod) -> Tensor:
 
 
 def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, sizes: dict[str, int]) -> None:
-    """The index stays inside exactly where the mask ``-size <= index < size`` is full."""
+    """Checks by tile classes: the index stays inside exactly where the mask ``-size <= index < size`` is full."""
     classes = classify(inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
     outside = (classes != FULL).nonzero()
     if len(outside):
@@ -278,7 +278,7 @@ def _settle_ragged(mod: TracedMod, slot: int, dim: int, arg: int, H: int, seqlen
 
 
 def inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
-    """The mask that shows the pairs at which the index stays inside."""
+    """The mask of the pairs at which the index stays inside."""
     size = mod.tensors[slot].shape[dim]
     builder = Builder()
     node = builder.copy(index)
@@ -288,7 +288,7 @@ def inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
 
 
 def _raise_outside(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, b: int, h: int, rows: range, columns: range) -> None:
-    """Raises for the first pair of these at which the index leaves its dimension; there is one."""
+    """Raises for the first of these pairs at which the index leaves its dimension; at least one does."""
     size, device = mod.tensors[slot].shape[dim], mod.tensors[0].device
     q, kv = (torch.arange(r.start, r.stop, device=device) for r in (rows, columns))
     value = _run(index, {"b": b, "h": h, "q_idx": q[:, None], "kv_idx": kv}, mod)

@@ -1,7 +1,7 @@
 """Piecewise expressions: splits ``abs``, ``min``, ``max`` and comparisons of integers of the positions into linear pieces.
 
-``abs(q_idx - kv_idx)`` is not linear, but it is on either side of the diagonal, and all but a few tiles lie on one side. A kernel that
-tests a tile's corners can compute the piece for that side alone: in it a distance grows linearly and a clamped one is constant.
+``abs(q_idx - kv_idx)`` is linear on either side of the diagonal, and all but a few tiles lie on one side. A kernel that tests a tile's
+corners can compute the piece for that side alone, in which a distance grows linearly and a clamped distance is constant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 __all__ = ["Piece", "pieces"]
 
 
-_NEAR = Box.of_sizes(2**24, NEAR_NUMBER)  # pieces are only needed for numbers within these
+_NEAR = Box.of_sizes(2**24, NEAR_NUMBER)  # numbers outside these ranges are not split
 _MOST_SLOPE = 2**16
 
 
 class Piece(NamedTuple):
-    """An expression that is valid where all ``conditions`` hold. Each condition is an integer linear in the positions (its ``Dep`` has a
-    slope), and holds where it is at least 0: so it holds in a whole rectangle of positions if it does at two of its corners."""
+    """An expression that is valid where all ``conditions`` hold. Each condition is an integer that is linear in the positions (its ``Dep``
+    has a slope) and holds where it is >= 0, so it holds in a whole rectangle of positions if it holds at two of its corners."""
 
     expr: Expr
     conditions: tuple[Expr, ...]
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pieces(expr: Expr, most: int = 4) -> tuple[Piece, ...]:
-    """The pieces of an expression with one output, at most ``most`` of them; they cover all positions, and where two meet they agree.
+    """The pieces of an expression with one output, at most ``most``; they cover all positions and agree where they overlap.
 
-    Pieces split at sign changes of numbers that change from key to key. An expression without such is its own only piece.
+    An expression is split where an integer that changes from key to key changes sign. One without such a node is returned as one piece.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> for piece in pieces(trace(lambda s, b, h, q, k: s - (q - k).abs(), "score").expr):
@@ -66,7 +66,7 @@ def _split(piece: Piece) -> list[Piece] | None:
 
 
 def _sides(expr: Expr, i: int) -> list[tuple[Builder, int, int]] | None:
-    """(builder, the node's value, the number that is at least 0) for both sides of where node ``i`` turns; None if it does not."""
+    """(builder, the node's value, the number that is >= 0) for each side of the sign change at node ``i``; None if it is not split."""
     node = expr.nodes[i]
     if node.op not in ("abs", "min", "max", "lt", "le", "gt", "ge") or not _grows(expr, node.args):
         return None
@@ -74,7 +74,7 @@ def _sides(expr: Expr, i: int) -> list[tuple[Builder, int, int]] | None:
 
 
 def _grows(expr: Expr, args: tuple[int, ...]) -> bool:
-    """Whether the only argument, or the difference of two, is a whole number that changes evenly from key to key."""
+    """Whether the argument, or the difference of two arguments, is an integer that changes by a constant from key to key."""
     slopes, plain = [dependence(expr)[a].slope for a in args], unwrapped(expr, _NEAR)
     if any(s is None or max(map(abs, s)) > _MOST_SLOPE for s in slopes) or any(category(expr.nodes[a].dtype) != "int" for a in args):
         return False
@@ -92,9 +92,9 @@ def _side(expr: Expr, i: int, upper: bool) -> tuple[Builder, int, int]:
         return builder, value, value
     a, b = args
     if node.op in ("min", "max"):
-        more = (a, b) if upper else (b, a)  # the first is at least the second
+        more = (a, b) if upper else (b, a)  # more[0] >= more[1] on this side
         return builder, more[0] if node.op == "max" else more[1], builder.add("sub", *more)
-    # a comparison: true where upper; a < b is b - a - 1 >= 0, and its opposite a - b >= 0
+    # a comparison, true if upper: a < b is b - a - 1 >= 0, and its negation is a - b >= 0
     high, low = (b, a) if node.op in ("lt", "le") else (a, b)
     more, is_strict = ((high, low), node.op in ("lt", "gt")) if upper else ((low, high), node.op in ("le", "ge"))
     condition = builder.add("sub", *more)

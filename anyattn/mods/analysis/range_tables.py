@@ -1,4 +1,4 @@
-"""Range-minimum and range-maximum tables of captured tensors along one index: sparse tables, built once per mask and dimension."""
+"""Range-minimum and range-maximum queries on captured tensors along one index: sparse tables, built once per mask and dimension."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from anyattn.arithmetic import ceil_div
 
 __all__ = ["RangeTables"]
 
-_MAX_BLOCKS = 2**15  # longer dimensions are looked up in blocks of a power of two: 15 levels of 32,768 entries at most
+_MAX_BLOCKS = 2**15  # longer dimensions are divided into blocks of a power of two: at most 15 levels of 32,768 entries
 
 
 class RangeTables:
-    """Answers range queries on the tensors of one mask.
+    """Answers range queries on the captured tensors of one mask.
 
-    A table of a dimension of n entries takes O(n log n) memory up to 32,768 entries, O(n) beyond; ranges of a longer dimension are widened
-    to whole blocks, which keeps the answer sound and leaves it exact for tiles aligned to the block.
+    The table of a dimension of n entries takes O(n log n) memory up to 32,768 entries and O(n) beyond. Ranges of a longer dimension are
+    widened to whole blocks, which keeps the bounds sound, and exact for tiles aligned to blocks.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device | str) -> None:
@@ -27,7 +27,8 @@ class RangeTables:
         self._whole: dict[int, tuple[Tensor, Tensor]] = {}
 
     def lookup(self, slot: int, indices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Bounds of ``tensors[slot][i0, i1, ...]`` while each index runs over its (first, last); negative indices wrap as in torch."""
+        """Bounds of ``tensors[slot][i0, i1, ...]`` while each index runs from its first to its
+        last value; negative indices wrap as in torch."""
         tensor = self._numbers(self.tensors[slot]).to(self.device)
         if tensor.numel() == 0:
             nothing = torch.zeros((), dtype=tensor.dtype, device=self.device)
@@ -37,7 +38,7 @@ class RangeTables:
         if not moving:
             value = tensor[tuple(lo for lo, _ in ranges)] if ranges else tensor
             return value, value
-        if len(moving) > 1:  # a rectangle of a table: its values are only known to lie between the table's extremes
+        if len(moving) > 1:  # several dimensions vary: the bounds are the extremes of the whole table
             if slot not in self._whole:
                 self._whole[slot] = tensor.amin(), tensor.amax()
             return self._whole[slot]
@@ -69,7 +70,7 @@ def _wrapped(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _build(rows: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(least, most) of shape (levels, *lead, blocks), level k covering 2^k blocks from each position, and the block's size."""
+    """(least, greatest), shape (levels, *lead, blocks), where level k covers 2^k blocks from each position; and the block size."""
     n = rows.shape[-1]
     block = 1
     while ceil_div(n, block) > _MAX_BLOCKS:
@@ -84,6 +85,6 @@ def _build(rows: Tensor) -> tuple[Tensor, Tensor, int]:
         for table, pick in ((least, torch.minimum), (most, torch.maximum)):
             previous = table[-1]
             merged = pick(previous[..., : blocks - span], previous[..., span:])
-            table.append(torch.cat([merged, previous[..., blocks - span :]], -1))  # the last entries are never asked for
+            table.append(torch.cat([merged, previous[..., blocks - span :]], -1))  # the last entries are never read
         span *= 2
     return torch.stack(least), torch.stack(most), block

@@ -1,8 +1,8 @@
-"""Row ranges: the limits of masks that are, for every query row, a short union of ranges ``lo <= kv_idx < hi``.
+"""Row ranges: limits of masks that are, for every query row, a short union of ranges ``lo <= kv_idx < hi``.
 
-Causal, sliding window, prefix, sink + window, chunks and packed documents are all of this kind, and so is what ``&``, ``|``, ``~`` and
-``torch.where`` make of them. A kernel then compares a column with two numbers per row instead of evaluating the mask, and the classes of
-tiles follow from the limits without looking at any (q, kv) pair. What is derived (``solver.py``) is exact; what cannot be derived is None.
+Causal, sliding window, prefix, sink + window, chunks and packed documents have this form, and so have their combinations by ``&``, ``|``,
+``~`` and ``torch.where``. A kernel then compares a column with two numbers per range instead of evaluating the mask, and the tile classes
+follow from the limits without evaluating any (q, kv) pair. A derivation (``solver.py``) is exact; without one the result is None.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
     "row_ranges",
 ]
 
-LONGEST = 2**30  # positions of a sequence: limits and tile lists are int32, and so must be the sum of a limit and a tile
+LONGEST = 2**30  # most positions of a sequence: limits and tile lists are int32, and so is the sum of a limit and a tile size
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
-MOST_POSITIONS = 2**MOST_INDEX_BITS  # for longer sequences limits are not shown to be right
+MOST_POSITIONS = 2**MOST_INDEX_BITS  # limits are proved right for sequences up to this length
 
 
 def check_positions(name: str, count: int) -> None:
@@ -69,7 +69,7 @@ class RowRanges:
 
     @property
     def shows_all(self) -> bool:
-        """Whether they are one range that holds every key, of every row."""
+        """Whether there is one range, which contains every key of every row."""
         if self.count != 1:
             return False
         lo, hi = (self.expr.nodes[at] for at in self.expr.outputs)
@@ -83,7 +83,7 @@ def _constant(lo: int, hi: int) -> RowRanges:
 
 @lru_cache(maxsize=1024)
 def mask_of(ranges: Expr) -> Expr:
-    """The mask whose row ranges these are: True where a key lies in one of them.
+    """The mask with these row ranges: true for a key in one of them.
 
     >>> ranges = RowRanges(_constant(0, 5).expr, (), ())
     >>> [node.op for node in mask_of(ranges.expr).nodes]
@@ -107,9 +107,9 @@ ALL_KEYS, NO_KEYS = _constant(0, NO_LIMIT), _constant(0, 0)
 
 
 def row_ranges(mod: TracedMod) -> RowRanges | None:
-    """The row ranges of a mask, None where it has none that can be derived.
+    """The row ranges of a mask; None if it has none that can be derived.
 
-    Reads the values of captured integer tensors that kv_idx indexes (are they sorted? is each id one run?), in O(their size).
+    Reads captured integer tensors that kv_idx indexes, to see whether they are sorted and whether each id is one run, in O(their size).
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")).count
@@ -122,13 +122,13 @@ def row_ranges(mod: TracedMod) -> RowRanges | None:
 
 @lru_cache(maxsize=1024)
 def _derive_once(expr: Expr, scalars: tuple[int | float, ...]) -> RowRanges | None:
-    """Without captured tensors, whose values may change in place, the answer holds for good."""
+    """``_derive``, memoised: without captured tensors, whose values may change in place, the result never changes."""
     return _derive(TracedMod("mask", expr, scalars, ()))
 
 
 def _held(mod: TracedMod) -> tuple[Extent | None, ...]:
-    """The extents of captured int64 tensors, whose dtype alone would allow sums with them to wrap around: of those that kv_idx indexes, and
-    of those on the CPU, where reading waits for nothing. None for all others."""
+    """Extents of captured int64 tensors, since by their dtype alone sums with them could wrap around: of tensors that kv_idx indexes, and
+    of tensors on the CPU, where reading does not synchronise. None for all others."""
     deps = dependence(mod.expr)
     by_key = {node.attr for node in mod.expr.nodes if node.op == "load" and any(deps[a].kv for a in node.args)}
     found: list[Extent | None] = []
@@ -152,18 +152,19 @@ def _derive(mod: TracedMod, held: tuple[Extent | None, ...] = ()) -> RowRanges |
 
 
 def ranges_unread(mask: TracedMod) -> RowRanges | None:
-    """The row ranges of a mask where finding them needs no read of captured tensors, which on a GPU would wait for them."""
+    """The row ranges of a mask, derived without reading captured tensors,
+    which on a GPU would synchronise; None if that is not possible."""
     if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
         return None
     ranges = _derive(mask) if mask.tensors else row_ranges(mask)
-    # the slots of the ranges refer to the mask's own numbers and tensors
+    # the slots of the ranges must be those of the mask's own tensors: a derivation that added tensors is not used
     return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 @lru_cache(maxsize=1024)
 def never_fall(expr: Expr) -> bool:
-    """Whether no limit is less than an earlier row's, and all are the same for every head: then a tile's least and greatest limits are
-    those of its first and last row. False where this cannot be proved.
+    """Whether limits never decrease from row to row and are the same for every head, so that a tile's least and greatest limits are those
+    of its first and last row. False if it cannot be proved.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> never_fall(row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")).expr)
@@ -190,10 +191,10 @@ def limits(
 ) -> tuple[Tensor, Tensor] | None:
     """``lo, hi`` of shape (n, B or 1, H or 1, seqlen_q), int32, n <= 4: row q of (b, h) sees kv exactly where lo <= kv < hi for some n.
 
-    Clipped to [0, seqlen_k]; per row sorted, disjoint and with a gap between neighbours; empty ranges (lo = hi) come last and start
-    where the one before ends, so a row's span is ``lo[0]`` to ``hi[-1]``. A dimension of size 1 is broadcast: the mask ignores it.
-    None where the mask has no row ranges, or a sequence is longer than ``MOST_POSITIONS``. O(seqlen_q) time and memory per (b, h) that
-    differs.
+    Clipped to [0, seqlen_k]; per row sorted, disjoint and with a gap between neighbours. Empty ranges (lo = hi) come last and start at the
+    end of the range before, so a row's span is ``lo[0]`` to ``hi[-1]``. A dimension of size 1 is broadcast: the mask ignores it. None if
+    the mask has no row ranges, or a sequence is longer than ``MOST_POSITIONS``. O(seqlen_q) time and memory for each (b, h) that the mask
+    distinguishes.
     """
     ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
     if ranges is None or max(seqlen_q, seqlen_k) > MOST_POSITIONS:
@@ -211,7 +212,7 @@ def limits(
 def limits_of_rows(mod: TracedMod | RowRanges, b: Tensor, q_idx: Tensor, seqlen_k: Tensor, H: int) -> tuple[Tensor, Tensor] | None:
     """``limits`` for rows of many sequences at once: ``lo, hi`` of shape (n, 1, H or 1, rows), int32.
 
-    b, q_idx, seqlen_k: int64 (rows,), each row's batch entry, its position and the keys of its sequence.
+    b, q_idx, seqlen_k: int64 (rows,): each row's batch entry, its position, and the number of keys of its sequence.
     """
     ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
     if ranges is None:
@@ -231,7 +232,7 @@ def _sees(ranges: RowRanges) -> Dep:
 def _limits(
     ranges: RowRanges, leaves: dict[str, Tensor], shape: tuple[int, ...], seqlen_k: int | Tensor, longest: int, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """The limits at the rows of ``leaves``, clipped to each row's ``seqlen_k``; ``longest`` is the greatest of them."""
+    """The limits at the rows of ``leaves``, clipped to each row's ``seqlen_k``; longest: the greatest ``seqlen_k``."""
     values = run(ranges.expr, leaves, ranges.scalars, ranges.tensors)
 
     def column(value: Tensor | int) -> Tensor:
@@ -247,12 +248,12 @@ def _limits(
 
 
 def _disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """The same sets with ranges sorted, overlapping or touching ones merged, empty ones last."""
+    """The same sets of keys as sorted ranges: overlapping or touching ranges are merged, empty ones come last."""
     return _two_disjoint(lo, hi, seqlen_k) if len(lo) == 2 else _many_disjoint(lo, hi, seqlen_k)
 
 
 def _two_disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    lo = torch.where(hi <= lo, seqlen_k + 1, lo)  # an empty range comes last and touches nothing
+    lo = torch.where(hi <= lo, seqlen_k + 1, lo)  # sorts an empty range last, where it touches no other
     swap = lo[1] < lo[0]
     first_lo, second_lo = torch.minimum(lo[0], lo[1]), torch.maximum(lo[0], lo[1])
     first_hi, second_hi = torch.where(swap, hi[1], hi[0]), torch.where(swap, hi[0], hi[1])

@@ -1,7 +1,7 @@
-"""Comparisons with the query on one side and the key on the other, so that what is computed for every pair is the comparison alone.
+"""Rewriting of comparisons so that q_idx is on one side and kv_idx on the other: per pair only the comparison itself remains.
 
-``(q // w - k // w).abs() <= r`` takes a difference, its size and a comparison of each pair; ``q // w - r <= k // w`` and ``k // w <= q // w
-+ r`` take one comparison each, of numbers that are computed once a row and once a key.
+``(q // w - k // w).abs() <= r`` takes a difference, an absolute value and a comparison per pair. ``q // w - r <= k // w`` and
+``k // w <= q // w + r`` take one comparison each; their sides are computed once per row and once per key.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, category
 
 __all__ = ["separated"]
 
-_Sum = list[tuple[int, int]]  # (sign, node) of its terms
+_Sum = list[tuple[int, int]]  # terms of a sum: (sign, node)
 
 
 class _NotSeparableError(Exception):
-    """A term sees both positions, or a number may wrap around."""
+    """A term depends on both positions, or a number may wrap around."""
 
 
 @lru_cache(maxsize=1024)
 def separated(expr: Expr, box: Box, beside: str = "q_idx") -> Expr:
-    """The same mask. box: what is known of its leaves; its rules hold where no number leaves its dtype's range, and 32 bits stay enough.
-    beside: on whose side what depends on neither goes, the index of which a kernel holds fewer positions.
+    """The same mask with separated comparisons. box: ranges of the leaves; the rewriting assumes that no number leaves its dtype's range,
+    and values still fit 32 bits. beside: the side, that of q_idx or kv_idx, that gets the terms that depend on neither; the position of
+    which a kernel holds fewer.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> box = Box.of_sizes(2**20, 2**20)
@@ -45,7 +46,7 @@ class _Writer:
         self.out = Builder()
 
     def written(self) -> Expr:
-        """All comparisons rewritten that can be, each on its own."""
+        """Rewrites each comparison that can be separated, independently of the others."""
         done: dict[int, int] = {}
         for i, node in enumerate(self.nodes):
             made = self._compared(i) if node.op in MIRRORED and self._mixes(i) else None
@@ -53,7 +54,7 @@ class _Writer:
         return self.out.build(*(done[o] for o in self.expr.outputs))
 
     def _mixes(self, i: int) -> bool:
-        """Whether a comparison of whole numbers has a side that changes with both positions."""
+        """Whether a comparison of integers has a side that depends on both positions."""
         args = self.nodes[i].args
         return all(category(self.nodes[a].dtype) == "int" for a in args) and any(self.deps[a].q and self.deps[a].kv for a in args)
 
@@ -65,7 +66,7 @@ class _Writer:
             return None
 
     def _sides(self, op: str, left: _Sum, right: _Sum) -> int:
-        """``sum(left) op sum(right)``; of two numbers of which the larger or the smaller one is a side, both are compared."""
+        """``sum(left) op sum(right)``. If a side is the maximum or minimum of two numbers, both numbers are compared."""
         for terms, others, own in ((left, right, op), (right, left, MIRRORED[op])):
             if len(terms) != 1 or not self._is_mixed(terms[0][1]):
                 continue
@@ -89,7 +90,7 @@ class _Writer:
         return self.out.add("and" if is_larger == (op in ("lt", "le")) else "or", *(self._sides(op, [part], others) for part in parts))
 
     def _terms(self, terms: _Sum, sign: int = 1) -> _Sum:
-        """A sum's terms of which each sees one position at most."""
+        """The sum as terms that depend on at most one position each."""
         found: _Sum = []
         for own, at in terms:
             node, dep, here = self.nodes[at], self.deps[at], own * sign
@@ -105,7 +106,7 @@ class _Writer:
         return found
 
     def _compare(self, op: str, terms: _Sum) -> int:
-        """``sum(terms) op 0`` as a comparison of the query's side with the key's."""
+        """``sum(terms) op 0`` as a comparison of a sum over q_idx with a sum over kv_idx."""
         on_left = [not self.deps[at].kv if self.is_beside_q else self.deps[at].q for _, at in terms]
         rows = [term for term, is_left in zip(terms, on_left, strict=True) if is_left]
         keys = [(-sign, at) for (sign, at), is_left in zip(terms, on_left, strict=True) if not is_left]

@@ -1,12 +1,12 @@
-"""Solver of masks for kv_idx: from a boolean expression to ranges ``lo <= kv_idx < hi`` whose limits do not involve kv_idx.
+"""Solver of masks for kv_idx: turns a boolean expression into ranges ``lo <= kv_idx < hi`` whose limits do not depend on kv_idx.
 
-The derivation reads the IR only. A comparison is brought to ``T(kv) >= e`` or ``T(kv) < e`` with ``e`` free of kv, and T is then peeled
-(``A // n >= e`` is ``A >= e * n``, ``abs(A) < e`` is ``A < e & A >= 1 - e``, ...) down to ``kv_idx`` itself. A captured id tensor
-indexed by kv_idx is replaced by derived tensors that say where the run of each id starts and ends (``id_runs.py``).
+The derivation reads the IR only. A comparison becomes ``T(kv) >= e`` or ``T(kv) < e`` with ``e`` independent of kv_idx, and T is then
+inverted step by step (``A // n >= e`` is ``A >= e * n``, ``abs(A) < e`` is ``A < e & A >= 1 - e``, ...) until only ``kv_idx`` is left. A
+captured id tensor indexed by kv_idx is replaced by derived tensors with the start and the end of each id's run (``id_runs.py``).
 
-These are the rules of unbounded integers. The user's arithmetic is transformed only where it cannot wrap around (``extents.py``);
-a part without kv_idx is computed as the user wrote it, wrapping as torch does. The solver's own arithmetic never wraps: a limit that is too
-large is clamped to the last one that decides alike, and where that does not help there are no ranges.
+These are the rules of unbounded integers. The user's arithmetic is transformed only where it cannot wrap around (``extents.py``); a
+subexpression without kv_idx is computed as the user wrote it, with torch's wrap-around. The solver's own arithmetic never wraps: a limit
+that is too large is clamped to the largest one with the same effect, and if that is not possible the mask has no ranges.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["NO_LIMIT", "NotRangesError", "Range", "Ranges", "Solver"]
 
-NO_LIMIT = 2**31 - 1  # the hi of a range that ends with the keys; no sequence is longer
+NO_LIMIT = 2**31 - 1  # hi of a range without an upper limit; no sequence is longer
 _MAX_INTERMEDIATE = 12
-_NEAR = 2**61  # sums of three such numbers, and products with few, still fit int64
+_NEAR = 2**61  # sums of three such numbers, and products with small ones, fit int64
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
-Range = tuple[int | None, int | None]  # positions in the output builder; None is no limit on that side
+Range = tuple[int | None, int | None]  # (lo, hi) as positions in the output builder; None is no limit on that side
 Ranges = list[Range]
 
 
 class NotRangesError(Exception):
-    """The mask is no short union of ranges, or none that this derivation finds."""
+    """The mask is not a short union of ranges, or the derivation does not find one."""
 
 
 class Solver:
     """Solves boolean nodes of one mask for kv_idx; the limits are built in ``out``."""
 
     def __init__(self, mod: TracedMod, held: tuple[Extent | None, ...] = ()) -> None:
-        """held: the least and greatest entry of captured tensors, where they may be known."""
+        """held: the least and greatest entry of each captured tensor; None if unknown."""
         self.mod, self.nodes, self.deps = mod, mod.expr.nodes, dependence(mod.expr)
         self.box = Box.of_numbers(2**MOST_INDEX_BITS, mod.scalars)._replace(tensors=held)
         self.extents, self.exact = extents(mod.expr, self.box), exact(mod.expr, self.box)
         self.plain = unwrapped(mod.expr, self.box)
         self.out = Builder()
-        self.reach: list[tuple[Extent | None, bool]] = []  # of the nodes of ``out``
+        self.reach: list[tuple[Extent | None, bool]] = []  # extent and exactness of each node of ``out``
         self.tensors = list(mod.tensors)
-        self.conditions: dict[int, int] = {}  # hi of a range that is everything or nothing -> the condition that decides
+        self.conditions: dict[int, int] = {}  # hi of a range that is everything or nothing -> the condition for everything
 
     # -- building limits
     def number(self, value: int) -> int:
@@ -63,17 +63,17 @@ class Solver:
         return self.number(NO_LIMIT) if hi is None else hi
 
     def free(self, node: int) -> int:
-        """A node that does not involve kv_idx, as written by the user."""
+        """A node that does not depend on kv_idx, copied as the user wrote it."""
         return self.out.copy(self.mod.expr, node)
 
     def whole(self, node: int) -> int:
-        """An integer that does not involve kv_idx. One that may wrap around from row to row is made opaque: it is not linear, and
-        ``Dep.slope`` must not find a slope in it."""
+        """An integer that does not depend on kv_idx, as int64. If it may wrap around from row to row it is made opaque (``& -1``): it is
+        not linear, and ``Dep.slope`` must find no slope."""
         found = self.out.cast(self.free(node), torch.int64)
         return found if self.plain[node] or not self.deps[node].q else self.out.add("and", found, self.number(-1))
 
     def extent(self, position: int) -> Extent:
-        """Of a limit, or of another whole number in ``out``."""
+        """The extent of a limit, or of another integer node of ``out``."""
         return self._reach(position)[0] or Extent(-(2**63), 2**63 - 1)
 
     def _reach(self, position: int) -> tuple[Extent | None, bool]:
@@ -83,14 +83,14 @@ class Solver:
         return self.reach[position]
 
     def sure(self, op: str, *args: int) -> int:
-        """The solver's own arithmetic."""
+        """An operation of the solver's own; raises ``NotRangesError`` if its result may wrap around."""
         made = self.out.add(op, *args)
         if not self._reach(made)[1]:
             raise NotRangesError
         return made
 
     def plus(self, node: int, amount: int) -> int:
-        """node + amount, folding literals."""
+        """node + amount, with literals folded."""
         this = self.out.nodes[node]
         if amount == 0:
             return node
@@ -101,7 +101,7 @@ class Solver:
         return self.sure("add", node, self.number(amount))
 
     def between(self, node: int, lo: int, hi: int) -> int:
-        """node, no less than lo and no more than hi."""
+        """node, clamped to lo..hi."""
         extent, this = self.extent(node), self.out.nodes[node]
         if this.op == "const":
             return self.number(max(lo, min(this.attr, hi)))  # type: ignore[type-var, call-overload]
@@ -109,7 +109,8 @@ class Solver:
         return node if extent.lo >= lo else self.out.add("max", node, self.number(lo))
 
     def in_sight(self, bound: int, node: int) -> int:
-        """``bound`` of a comparison ``node >= bound``, clamped to ``node``'s own extent, beyond which all limits decide alike."""
+        """``bound`` of a comparison ``node >= bound``, clamped to the extent of ``node`` if it
+        is far; the comparison has the same results."""
         extent, own = self.extents[node], self.extent(bound)
         if own.lo >= -_NEAR and own.hi <= _NEAR:
             return bound
@@ -118,7 +119,7 @@ class Solver:
         return self.between(bound, extent.lo, extent.hi + 1)
 
     def pick(self, op: str, a: int | None, b: int | None, none_wins: bool) -> int | None:
-        """min or max of two limits, where no limit either wins or loses."""
+        """min or max of two limits. none_wins: whether None (no limit) is the result or is ignored."""
         if a is None or b is None:
             return None if none_wins else (a if b is None else b)
         if a == b:
@@ -151,7 +152,7 @@ class Solver:
             for i, (other_lo, other_hi) in enumerate(result):
                 if lo == other_lo:
                     result[i] = (lo, self.pick("max", hi, other_hi, True))
-                elif hi == other_hi:  # an empty one of the two has its lo beyond hi, where min ignores it
+                elif hi == other_hi:  # if one range is empty its lo is beyond hi, and min ignores it
                     result[i] = (self.pick("min", lo, other_lo, True), hi)
                 else:
                     continue
@@ -179,7 +180,7 @@ class Solver:
 
     # -- boolean nodes
     def solve(self, node: int, want: bool) -> Ranges:
-        """The kv at which the boolean ``node`` is ``want``."""
+        """The keys at which the boolean ``node`` is ``want``."""
         this = self.nodes[node]
         if not self.deps[node].kv:
             condition = self.free(node)
@@ -216,7 +217,7 @@ class Solver:
 
     # -- comparisons of integers
     def compare(self, op: str, left: int, right: int | None) -> Ranges:
-        """The kv at which ``left op right`` (right None: 0)."""
+        """The keys at which ``left op right`` (right None: 0)."""
         terms: dict[int, int] = {}
         rest: list[tuple[int, int]] = []
         self._linear(left, 1, terms, rest)
@@ -225,7 +226,7 @@ class Solver:
         return self._solve_linear(op, terms, rest)
 
     def _linear(self, node: int, factor: int, terms: dict[int, int], rest: list[tuple[int, int]]) -> None:
-        """Adds ``factor * node`` to ``terms`` (node -> factor, of what involves kv) and ``rest`` (factor, output node)."""
+        """Adds ``factor * node`` to ``terms`` (node -> factor, parts that depend on kv_idx) and ``rest`` (factor, output node)."""
         this = self.nodes[node]
         if not self.deps[node].kv:
             rest.append((factor, self.whole(node)))
@@ -242,12 +243,12 @@ class Solver:
             for a, b in (this.args, this.args[::-1]):
                 if self.nodes[b].op == "const":
                     return self._linear(a, factor * self.nodes[b].attr, terms, rest)  # type: ignore[operator]
-        if this.op == "cast" and category(self.nodes[this.args[0]].dtype) == "int":  # to where it fits
+        if this.op == "cast" and category(self.nodes[this.args[0]].dtype) == "int":  # exact, so the value fits the dtype
             return self._linear(this.args[0], factor, terms, rest)
         terms[node] = terms.get(node, 0) + factor
 
     def _sum(self, rest: list[tuple[int, int]], sign: int, reach: int) -> int:
-        """``sign`` times the sum of ``rest``, to be compared with numbers up to ``reach``; written with as few negations as possible."""
+        """``sign`` times the sum of ``rest``, for a comparison with numbers up to ``reach``; uses as few negations as possible."""
         parts = [(sign * f, n) for f, n in rest if self.out.nodes[n].op != "const"]
         literal = sum(sign * f * self.out.nodes[n].attr for f, n in rest if self.out.nodes[n].op == "const")  # type: ignore[operator, misc]
         literal = self._bring_near(parts, literal, reach + 2)
@@ -262,8 +263,9 @@ class Solver:
         return self.number(literal) if total is None else self.plus(total, literal)
 
     def _bring_near(self, parts: list[tuple[int, int]], literal: int, reach: int) -> int:
-        """The literal of a sum, and in ``parts`` the one part that may be far away, such as a captured sentinel: both near enough to add,
-        and far enough to decide as before against the other parts and numbers up to ``reach``."""
+        """Returns the literal of a sum, and changes in ``parts`` the one part that may be far from 0, such as a captured sentinel: both are
+        clamped so that they can be added without wrapping, but stay large enough to decide against
+        the other parts and numbers up to ``reach``."""
         sizes = [abs(f) * max(-self.extent(n).lo, self.extent(n).hi, 0) for f, n in parts]
         far = [i for i, size in enumerate(sizes) if size > _NEAR // 4]
         is_far = abs(literal) > _NEAR // 4
@@ -282,7 +284,7 @@ class Solver:
         return literal
 
     def _solve_linear(self, op: str, terms: dict[int, int], rest: list[tuple[int, int]]) -> Ranges:
-        """The kv at which ``sum(factor * term) + rest op 0``."""
+        """The keys at which ``sum(factor * term) + rest op 0``."""
         terms = {t: f for t, f in terms.items() if f}
         if not terms:
             return self.when(self.out.add(op, self._sum(rest, 1, 0), self.number(0)))
@@ -290,8 +292,8 @@ class Solver:
             raise NotRangesError
         ((term, factor),) = terms.items()
         extent = self.extents[term]
-        assert extent is not None  # of whole numbers
-        if len(rest) == 1 and abs(rest[0][0]) == 1 and rest[0][0] * factor < 0:  # as the user wrote it, however far away
+        assert extent is not None  # terms are integers
+        if len(rest) == 1 and abs(rest[0][0]) == 1 and rest[0][0] * factor < 0:  # the bound as the user wrote it, of any size
             bound = rest[0][1]
         else:
             bound = self._sum(rest, -1 if factor > 0 else 1, abs(factor) * max(-extent.lo, extent.hi))
@@ -299,7 +301,7 @@ class Solver:
         return self._solve_term(op, term, abs(factor), bound)
 
     def _solve_term(self, op: str, term: int, factor: int, bound: int) -> Ranges:
-        """The kv at which ``factor * term op bound``, factor > 0."""
+        """The keys at which ``factor * term op bound``, factor > 0."""
         if op in ("eq", "ne"):
             if factor == 1 and self.nodes[term].op == "load":
                 return self._load_equal(term, bound, op == "eq")
@@ -308,19 +310,19 @@ class Solver:
                 return self.union(below, from_next)
             return self.intersect(self._solve_term("ge", term, factor, bound), self._solve_term("le", term, factor, bound))
         extent, own = self.extents[term], self.extent(bound)
-        if own.lo < -_NEAR or own.hi > _NEAR:  # one side of factor * T is as good as another
+        if own.lo < -_NEAR or own.hi > _NEAR:  # bounds just outside the extent of factor * T give the same result
             assert extent is not None
             if max(-extent.lo, extent.hi) * factor > _NEAR:
                 raise NotRangesError
             bound = self.between(bound, factor * extent.lo - 1, factor * extent.hi + 1)
         if op in ("gt", "le"):  # T > e is T >= e + 1
             bound = self.plus(bound, 1)
-        if factor != 1:  # factor * T >= e is T >= ceil(e / factor); T < e likewise
+        if factor != 1:  # factor * T >= e is T >= ceil(e / factor); likewise for T < e
             bound = self.plus(self.sure("floordiv", self.plus(bound, -1), self.number(factor)), 1)
         return self.threshold(term, op in ("gt", "ge"), bound)
 
     def threshold(self, node: int, at_least: bool, bound: int) -> Ranges:
-        """The kv at which ``node >= bound`` (``at_least``) or ``node < bound``."""
+        """The keys at which ``node >= bound`` (``at_least``) or ``node < bound``."""
         this = self.nodes[node]
         op = "ge" if at_least else "lt"
         if not self.deps[node].kv:
@@ -360,7 +362,7 @@ class Solver:
         return self._choose(this.args[0], lambda: value(1), lambda: value(0))
 
     def _literal(self, node: int) -> int | None:
-        """The value of an integer computed from captured and literal numbers alone."""
+        """The value of an integer computed only from captured numbers and literals; None for any other node."""
         builder = Builder()
         number = builder.build(builder.copy(self.mod.expr, node))
         if any(n.op in ("index", "load") for n in number.nodes):
@@ -370,7 +372,7 @@ class Solver:
         return value if isinstance(value, int) else None
 
     def _threshold_scaled(self, node: int, at_least: bool, bound: int) -> Ranges:
-        """``A // n`` and ``A * n`` for a captured or literal n; its sign decides which way the limit turns."""
+        """``threshold`` for ``A // n`` and ``A * n`` with a captured or literal n; a negative n reverses the comparison."""
         this = self.nodes[node]
         a, b = this.args
         if this.op == "mul" and self._literal(b) is None:
@@ -389,7 +391,7 @@ class Solver:
 
     # -- captured tensors indexed by kv_idx
     def _table(self, node: int) -> tuple[Tensor, tuple[int, ...]]:
-        """The tensor of a load with kv_idx's dimension moved last, and the (output) nodes of its other indices."""
+        """The tensor of a load with the dimension that kv_idx indexes moved last, and the (output) nodes of its other indices."""
         this = self.nodes[node]
         at = [d for d, a in enumerate(this.args) if self.deps[a].kv]
         if len(at) != 1 or self.nodes[this.args[at[0]]].op != "index":
@@ -424,22 +426,22 @@ class Solver:
         return [(found[0], None)] if at_least else [(None, found[0])]
 
     def _find(self, node: int, bound: int, search: Callable[[Tensor, Tensor, bool], tuple[Tensor, ...] | None]) -> tuple[int, ...] | None:
-        """Where in the table of ``node`` the values of ``bound`` lie, as loads from derived tensors.
+        """The positions of the values of ``bound`` in the table of ``node``, as loads from derived tensors.
 
-        ``bound`` is a captured or literal number, or computed from one load of a captured tensor; its values are then known, and
-        the answer is a tensor of the same shape, loaded with the same indices.
+        ``bound`` is a captured or literal number, or computed from one load of a captured tensor; so all its values are known, and the
+        result is a tensor of the same shape, loaded with the same indices.
         """
         table, others = self._table(node)
         if table.dtype.is_floating_point or table.dtype is torch.bool:
             return None
-        table = table.to(torch.int64) if table.dtype in (torch.uint16, torch.uint32) else table  # which torch does not compare
+        table = table.to(torch.int64) if table.dtype in (torch.uint16, torch.uint32) else table  # torch cannot compare uint16 and uint32
         wanted = self._values_of(bound)
         if wanted is None:
             return None
         values, indices = wanted
         lead = len(others)
         paired = indices[:lead] == others and values.shape[:lead] == table.shape[:lead]
-        if not paired:  # every value is searched in every row of the table
+        if not paired:  # searches every value in every row of the table
             if table[..., :1].numel() * values.numel() > 2**26:
                 return None
             values = values.expand(*table.shape[:-1], *values.shape)
@@ -448,14 +450,14 @@ class Solver:
         return None if found is None else tuple(self._derived(t, indices) for t in found)
 
     def _same_tensor(self, node: int, bound: int) -> bool:
-        """Whether ``bound`` is the very tensor of ``node``, with no arithmetic on it: then the answers lie at the same places."""
+        """Whether ``bound`` is the tensor of ``node`` itself, without arithmetic: then table and values have the same positions."""
         this = self.out.nodes[bound]
         while this.op == "cast":
             this = self.out.nodes[this.args[0]]
         return this.op == "load" and this.attr == self.nodes[node].attr and self.deps[self.nodes[node].args[-1]].kv
 
     def _values_of(self, bound: int) -> tuple[Tensor, tuple[int, ...]] | None:
-        """All values that ``bound`` takes, and the indices that choose among them."""
+        """All values of ``bound``, and the indices that select one of them."""
         order, stack, loads = set(), [bound], set()
         while stack:
             position = stack.pop()

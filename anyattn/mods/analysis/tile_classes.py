@@ -1,9 +1,9 @@
-"""Tile classes: which tiles of (query rows x keys) are empty, partial or full under a mask.
+"""Tile classes: which tiles (query rows x keys) are empty, partial or full under a mask.
 
-``classify`` never evaluates all pairs. Where ``row_ranges.py`` finds row ranges the classes follow from the limits. Otherwise interval
-arithmetic (``intervals.py``) classifies coarse squares of tiles first and refines only undecided ones; undecided single tiles are evaluated
-exactly: a few sample positions show most of them to be partial, the rest are evaluated whole, in batches. Memory is one byte per tile
-and a bounded batch, never S x S, and the mod never sees an index outside its sequences.
+``classify`` never evaluates all pairs. If ``row_ranges.py`` finds row ranges, the classes follow from the limits. Otherwise interval
+arithmetic (``intervals.py``) classifies coarse squares of tiles first and refines only undecided ones. Undecided single tiles are evaluated
+exactly: a few sample positions prove most of them partial, and the rest are evaluated whole, in batches. Memory is one byte per tile and a
+bounded batch, never S x S, and the mod is never evaluated at an index outside its sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from anyattn.mods.tracing.trace import TracedMod
 __all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "classify", "classify_limits", "judge", "refine"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-DOUBT = 3  # of the intermediate maps only
+DOUBT = 3  # used in intermediate maps only
 _BATCH_BOXES = 2**17  # boxes classified at once
 _BATCH_PAIRS = 2**21  # (q, kv) pairs evaluated at once: 16 MB per int64 value
 _BATCH_TILES = 2**23  # tiles written at once
@@ -47,8 +47,8 @@ def classify(
     """The class of every tile: uint8 of shape (B or 1, H or 1, ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)).
 
     EMPTY (0): no pair of the tile is visible. FULL (2): all are. PARTIAL (1): some are and some are not. Only pairs inside the sequences
-    count, so a tail tile whose in-range pairs are all visible is FULL. A dimension of size 1 is broadcast: the mask ignores b or h.
-    ranges: the mask's row ranges, if the caller has them already.
+    count, so a tail tile whose pairs inside the lengths are all visible is FULL. A dimension of size 1 is broadcast: the mask ignores b or
+    h. ranges: the mask's row ranges, if the caller already has them.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> classify(trace(lambda b, h, q, k: q >= k, "mask"), 300, 256, 128, 128)[0, 0].tolist()
@@ -58,7 +58,7 @@ def classify(
         device = mod.tensors[0].device if mod.tensors else "cpu"
     deps = dependence(mod.expr)
     batch, heads = B if any(d.b for d in deps) else 1, H if any(d.h for d in deps) else 1
-    # the part of a tile past the sequences is never evaluated: a tile of 2^30 rows costs no more than the sequences do
+    # clips the tile size to the lengths: a tile of 2^30 rows costs no more than the sequences
     tile_m, tile_n = min(tile_m, max(seqlen_q, 1)), min(tile_n, max(seqlen_k, 1))
     rows, columns = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
     if min(batch, heads, rows, columns) == 0:
@@ -81,7 +81,7 @@ def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: 
     if lo.numel() == 0 or columns == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=lo.device)
     pad = rows * tile_m - seqlen_q
-    if pad:  # repeating the last row changes nothing
+    if pad:  # padding repeats the last row, which does not change the classes
         lo, hi = (torch.cat([t, t[..., -1:].expand(*t.shape[:-1], pad)], -1) for t in (lo, hi))
     # (row tiles of every b and h, n, rows)
     lo, hi = (t.reshape(n, batch * heads * rows, tile_m).transpose(0, 1) for t in (lo, hi))
@@ -106,8 +106,8 @@ def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: 
 def tiles_of_limits(
     lo: Tensor, hi: Tensor, seqlen_k: int | Tensor, columns: int | Tensor, tile_n: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The tiles, first and end, that each range ``lo <= kv < hi`` touches, and those that it covers up to their end or the keys'."""
-    tile_n = min(tile_n, LONGEST)  # of int32 limits
+    """(first, end) of the tiles that each range ``lo <= kv < hi`` touches, and of those it covers up to their end or the last key."""
+    tile_n = min(tile_n, LONGEST)  # limits are int32
     first = torch.div(lo, tile_n, rounding_mode="floor")
     last = torch.div(hi + (tile_n - 1), tile_n, rounding_mode="floor")
     from_ = torch.div(lo + (tile_n - 1), tile_n, rounding_mode="floor")
@@ -116,7 +116,7 @@ def tiles_of_limits(
 
 
 def connected(first: Tensor, last: Tensor, empty: Tensor) -> bool:
-    """Whether in every row tile each row's tiles are one range that touches the next row's: their union is then one range.
+    """Whether in every row tile the tiles of each row are one range that touches the next row's, so that their union is one range.
 
     first, last, empty: (row tiles, n, rows).
     """
@@ -131,7 +131,7 @@ def _between(column: Tensor, start: Tensor, stop: Tensor) -> Tensor:
 
 
 def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor:
-    """(row tiles, columns): how many ranges of the row tile hold each column, by summing starts and ends along the columns."""
+    """(row tiles, columns): the number of the row tile's ranges that contain each column, by cumulative sums of starts and ends."""
     size = len(first)
     change = torch.zeros(size, columns + 1, dtype=torch.int32, device=first.device)
     one = (~skip).to(torch.int32).reshape(size, -1)
@@ -146,19 +146,19 @@ def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor
 def refine(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What ``classify`` returns, for any mask: by interval arithmetic, then by evaluating undecided tiles."""
+    """``classify`` for any mask, without row ranges: interval arithmetic, then evaluation of undecided tiles."""
     return Refiner(mod, _Rectangle(lengths, tile, batch, device)).classes()
 
 
 def judge(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is evaluated."""
+    """Classes by interval arithmetic alone: EMPTY and FULL are certain, all others are DOUBT. No pair is evaluated."""
     return Refiner(mod, _Rectangle(lengths, tile, batch, device)).judged()
 
 
 class Boxes(NamedTuple):
-    """Rectangles of pairs, one per entry of each tensor; first and last q and kv are inclusive and lie inside their sequence."""
+    """Rectangles of pairs, one per tensor entry; first and last q and kv are inclusive and inside their sequence."""
 
     b: Tensor
     h: Tensor
@@ -167,9 +167,9 @@ class Boxes(NamedTuple):
 
 
 class Grid(Protocol):
-    """The tiles of one or of many sequences as a map of classes, which exists for squares of any ``size`` x ``size`` tiles too.
+    """The tiles of one or many sequences as a map of classes; there is a coarser map for squares of any ``size`` x ``size`` tiles.
 
-    tile: (tile_m, tile_n). longest: the most query rows and the most keys of a sequence.
+    tile: (tile_m, tile_n). longest: the greatest numbers of query rows and of keys of a sequence.
     """
 
     tile: tuple[int, int]
@@ -177,17 +177,17 @@ class Grid(Protocol):
     device: torch.device | str
 
     def shape(self, size: int) -> tuple[int, ...]:
-        """The shape of the map of squares."""
+        """The shape of the map of squares of ``size``."""
 
     def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
-        """The map of squares of ``size``, from that of squares ``parts`` times as large."""
+        """The map of squares of ``size``, refined from the map of squares that are ``parts`` times as large."""
 
     def boxes(self, where: Tensor, size: int) -> Boxes:
         """The pairs of the squares whose indices in the map are the rows of ``where``."""
 
 
 class _Rectangle:
-    """A ``Grid`` of sequences of equal lengths; maps are (B, H, M, N)."""
+    """A ``Grid`` of sequences of equal length; maps are (B, H, M, N)."""
 
     def __init__(self, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str) -> None:
         self.longest, self.tile, self.batch, self.device = lengths, tile, batch, device
@@ -208,7 +208,7 @@ class _Rectangle:
 
 
 class Refiner:
-    """Classifies squares of tiles from coarse to fine, refining the map of classes; then evaluates the undecided tiles."""
+    """Classifies squares of tiles from coarse to fine in a map of classes, then evaluates the undecided tiles."""
 
     def __init__(self, mod: TracedMod, grid: Grid) -> None:
         self.mod, self.grid, self.device = mod, grid, grid.device
@@ -238,7 +238,7 @@ class Refiner:
         found[tuple(where.unbind(1))] = classes
 
     def _judge(self, found: Tensor, size: int) -> None:
-        """Interval arithmetic on every square in doubt."""
+        """Applies interval arithmetic to every undecided square."""
         for where in self._doubtful(found, _BATCH_BOXES):
             b, h, q, kv = self.grid.boxes(where, size)
             verdict = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
@@ -252,10 +252,10 @@ class Refiner:
         return value if isinstance(value, Tensor) else torch.tensor(value, device=self.device)
 
     def settle(self, found: Tensor) -> None:
-        """Exact classes of the tiles still in doubt. A position past a sequence's end is replaced by the last one inside."""
+        """Finds the exact classes of the undecided tiles. A position past a sequence's end is replaced by the last position inside."""
         extent = tuple(
             max(1, min(t, n)) for t, n in zip(self.grid.tile, self.grid.longest, strict=True)
-        )  # no sequence fills more of a tile
+        )  # the part of a tile that the longest sequence fills
         along_q, along_kv = (t.to(self.device) for t in _samples(*extent))
         for where in self._doubtful(found, max(1, _BATCH_PAIRS // len(along_q))):
             b, h, q, kv = self._positions(where, along_q, along_kv)
@@ -277,7 +277,7 @@ class Refiner:
 
 
 def _samples(m: int, n: int) -> tuple[Tensor, Tensor]:
-    """Positions inside a tile at which visible and hidden pairs are likely to show: corners, then a spread without a period."""
+    """Sample positions in a tile that are likely to include both visible and hidden pairs: corners, then an aperiodic spread."""
     spread = torch.arange(20, dtype=torch.float64)
     q = torch.cat([torch.tensor([0, 0, m - 1, m - 1]), ((spread * 0.7548776662) % 1 * m).to(torch.int64)])
     kv = torch.cat([torch.tensor([0, n - 1, 0, n - 1]), ((spread * 0.5698402910) % 1 * n).to(torch.int64)])

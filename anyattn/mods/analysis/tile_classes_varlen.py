@@ -1,7 +1,7 @@
 """Tile classes of a varlen batch: many sequences of different lengths at once, without a loop over them.
 
-By the methods of ``tile_classes.py``: row ranges where the mask has them, else interval arithmetic and exact evaluation. Time and memory
-are proportional to rows and tiles, never to the product of the totals.
+The methods are those of ``tile_classes.py``: row ranges if the mask has them, else interval arithmetic and exact evaluation. Time and
+memory are proportional to rows and tiles, never to the product of the total lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["classify_ragged", "refine_ragged"]
 
-_BATCH_ROWS = 2**20  # ranges of query rows held at once, of all heads; a tile counts as one
+_BATCH_ROWS = 2**20  # query-row ranges in memory at once, over all heads; a tile counts as one
 
 
 def classify_ragged(
@@ -26,9 +26,9 @@ def classify_ragged(
     """The class of every tile of every sequence: uint8 (H or 1, total_tiles), flat in the order [sequence][row tile][key tile].
 
     seqlens_q, seqlens_k: int64 (B,), rows and keys of each sequence, 0 or more. q_first: int64 (B,), the ``q_idx`` of each sequence's first
-    row; default 0. Sequence b has ceil(seqlens_q[b] / tile_m) x ceil(seqlens_k[b] / tile_n) tiles (``RaggedTiles`` says where they lie).
-    The mask is evaluated at (b = sequence, h, q_idx, kv_idx), positions counted inside the sequence, never at one outside. Classes
-    are those of ``tile_classes.classify`` for each sequence. Dimension 0 is 1 where the mask ignores h.
+    row; default 0. Sequence b has ceil(seqlens_q[b] / tile_m) x ceil(seqlens_k[b] / tile_n) tiles, numbered as in ``RaggedTiles``. The mask
+    is evaluated at (b = sequence, h, q_idx, kv_idx), with positions inside the sequence only. Classes are those of
+    ``tile_classes.classify`` for each sequence. Dimension 0 is 1 if the mask ignores h.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> mask = trace(lambda b, h, q, k: q >= k, "mask")
@@ -47,7 +47,7 @@ def classify_ragged(
 
 
 def refine_ragged(mod: TracedMod, tiles: RaggedTiles, heads: int, q_first: Tensor) -> Tensor:
-    """What ``classify_ragged`` returns, for any mask: by interval arithmetic, then by evaluating undecided tiles."""
+    """``classify_ragged`` for any mask, without row ranges: interval arithmetic, then evaluation of undecided tiles."""
     return Refiner(mod, _RaggedGrid(tiles, heads, q_first)).classes()
 
 
@@ -55,9 +55,9 @@ def refine_ragged(mod: TracedMod, tiles: RaggedTiles, heads: int, q_first: Tenso
 
 
 def _of_ranges(ranges: RowRanges, tiles: RaggedTiles, heads: int, q_first: Tensor) -> Tensor:
-    """uint8 (heads or 1, total_tiles)."""
+    """Classes from row ranges, uint8 (heads or 1, total_tiles)."""
     parts = []
-    rows = min(tiles.tile[0], tiles.longest[0])  # of a row tile: where every sequence is shorter, not even one tile is full of them
+    rows = min(tiles.tile[0], tiles.longest[0])  # rows of a row tile that the longest sequence fills
     for window in tiles.windows(_BATCH_ROWS, per_row=heads * rows * ranges.count, per_tile=heads):
         row_tiles = torch.arange(window.rows.start, window.rows.stop, device=tiles.device)
         row_tiles = row_tiles[tiles.num_n[tiles.sequence_of_row[row_tiles]] > 0]
@@ -67,10 +67,10 @@ def _of_ranges(ranges: RowRanges, tiles: RaggedTiles, heads: int, q_first: Tenso
 
 
 def _classes_of_rows(ranges: RowRanges, tiles: RaggedTiles, row_tiles: Tensor, rows: int, H: int, q_first: Tensor, places: slice) -> Tensor:
-    """The classes at ``places`` of the flat list, which belong to ``row_tiles``."""
+    """The classes at ``places`` of the flat list, which are the tiles of ``row_tiles``."""
     b = tiles.sequence_of_row[row_tiles]
     q = tiles.row_in_sequence[row_tiles, None] * tiles.tile[0] + torch.arange(rows, device=tiles.device)
-    q = torch.minimum(q, tiles.seqlens_q[b, None] - 1) + q_first[b, None]  # repeating the last row changes nothing
+    q = torch.minimum(q, tiles.seqlens_q[b, None] - 1) + q_first[b, None]  # repeats the last row past a sequence's end
     seqlen_k = tiles.seqlens_k[b]
     found = limits_of_rows(ranges, b.repeat_interleave(rows), q.reshape(-1), seqlen_k.repeat_interleave(rows), H)
     assert found is not None
@@ -91,9 +91,9 @@ def _classes_of_rows(ranges: RowRanges, tiles: RaggedTiles, row_tiles: Tensor, r
 
 
 def _coverage(first: Tensor, end: Tensor, begins: Tensor, heads: int, size: int) -> Tensor:
-    """int32 (heads, size): how many ranges hold each tile, by summing starts and ends along the flat list.
+    """int32 (heads, size): the number of ranges that contain each tile, by cumulative sums of starts and ends along the flat list.
 
-    A range that ends with its row of tiles ends where the next row begins, so that rows need no gap between them.
+    A range that ends with its row of tiles ends where the next row begins, so rows need no gap between them.
     """
     change = torch.zeros(heads, size + 1, dtype=torch.int32, device=first.device)
     one = (end > first).to(torch.int32).reshape(heads, -1)

@@ -1,9 +1,9 @@
-"""Lines of a tile: a mask along one index, at all positions of an aligned tile, with the other index held.
+"""Lines of a tile: a mask along one index at all positions of an aligned tile, with the other index fixed, as a word of bits.
 
-A thread of a matrix product has few rows and many keys of a tile, or few keys and many rows. What a mask shows along the index of which
-it has many is, for most masks, a word of bits made by a few comparisons with limits: ``bits_of`` finds which. Divisions fall away where
-the tile is aligned: ``q // 128`` is one number in a tile of 64 rows that begins at a multiple of 64, and ``q % 128`` grows by 1. Elsewhere
-they do so in a few pieces of the tile.
+A thread of a matrix product has few rows and many keys of a tile, or few keys and many rows. Along the index with many positions, most
+masks are a word of bits that a few comparisons with limits produce; ``bits`` finds those comparisons. Divisions vanish where the tile is
+aligned: ``q // 128`` is one number in a tile of 64 rows that begins at a multiple of 64, and ``q % 128`` grows by 1. Elsewhere they vanish
+within a few pieces of the tile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
     "least_divisor", "slopes", "split",
 ]  # fmt: skip
 
-_MOST_APART = 2**31 - 2**12  # sides of a comparison: limits counted from a position of the tile fit 32 bits
+_MOST_APART = 2**31 - 2**12  # bound on the sides of a comparison: limits relative to a position of the tile fit 32 bits
 _MOST_PIECES = 4
-_MOST_DIVISOR = 2**29  # a few of them fit 32 bits
+_MOST_DIVISOR = 2**29  # small multiples of it fit 32 bits
 
 
 class Term(NamedTuple):
@@ -36,13 +36,13 @@ class Term(NamedTuple):
 
 
 class Same(NamedTuple):
-    """The same bit at all positions: the value of the node at any of them."""
+    """The same bit at all positions: the node's value at any of them."""
 
     node: int
 
 
 class Limit(NamedTuple):
-    """``left op right``, of which the difference changes by ``slope``, 1, -1 or 0, from position to position."""
+    """``left op right``; the difference of the sides changes by ``slope`` (1, -1 or 0) from position to position."""
 
     op: str
     left: Term
@@ -51,7 +51,7 @@ class Limit(NamedTuple):
 
 
 class Each(NamedTuple):
-    """Asked at each position; the other index does not matter."""
+    """A bit evaluated at each position; it does not depend on the other index."""
 
     node: int
 
@@ -77,15 +77,16 @@ class Sides(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A whole number ``dividend``, which grows by 1 along the line, divided by ``divisor``, which is one number above 0."""
+    """A division of integers: ``dividend`` grows by 1 along the line, ``divisor`` is constant and positive."""
 
     dividend: int
     divisor: int
 
 
 class Pieces(NamedTuple):
-    """``part`` in up to ``most`` pieces of the tile. In the n-th, from the n-th multiple of the divisor on that the dividend meets, the
-    quotient is n more than at the tile's first position, and the rest n divisors less than if it went on growing."""
+    """``part`` evaluated in up to ``most`` pieces of the tile; piece n begins at the n-th multiple of the divisor that the dividend
+    reaches. There the quotient is n more than at the tile's first position,
+    and the remainder is n divisors less than if it had kept growing."""
 
     cut: Cut
     most: int
@@ -96,8 +97,8 @@ Bits: TypeAlias = Same | Limit | Each | All | Some | Not | Sides | Pieces
 
 
 class _Even(NamedTuple):
-    """How a whole number changes along the line: by ``slope`` from position to position; at the tile's first it is ``rest`` more than a
-    multiple of the tile's extent, None if unknown."""
+    """How an integer changes along the line: by ``slope`` per position. rest: its value at the tile's first position modulo the tile's
+    extent, None if unknown."""
 
     slope: int
     rest: int | None
@@ -105,8 +106,8 @@ class _Even(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def slopes(expr: Expr, index: str, extent: int, box: Box, cut: Cut | None = None) -> tuple[int | None, ...]:
-    """For each node how much it grows from position to position of ``index`` in a tile of ``extent`` positions that begins at a multiple of
-    it, 0 of what is the same at all of them, None where that is not known. cut: in one piece of it.
+    """How much each node grows per position of ``index``, in a tile of ``extent`` positions that begins at a multiple of ``extent``: 0 for
+    a constant, None if unknown. cut: a division that is considered within one piece.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: q // 128 == k % 256, "mask").expr
@@ -167,7 +168,7 @@ def _rest(node: Node, args: Sequence[_Even | None], extent: int) -> int | None:
 
 
 def _divided(op: str, of: _Even, by: object, extent: int) -> _Even | None:
-    """Of a number that grows by 1 from a multiple of the tile's extent on, divided by a literal multiple of it."""
+    """The quotient or remainder of a number that grows by 1 from a multiple of the tile's extent, by a literal multiple of the extent."""
     if type(by) is not int or of.slope != 1 or of.rest != 0:
         return None
     if op in ("shr", "and"):
@@ -184,9 +185,9 @@ def _divided(op: str, of: _Even, by: object, extent: int) -> _Even | None:
 
 @lru_cache(maxsize=1024)
 def bits(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> Bits | None:
-    """What a mask is along ``index``, None where some part of it must be asked of each pair of positions.
+    """A mask along ``index`` as a tree of bits; None if some part must be evaluated per pair of positions.
 
-    least: captured divisors are at least so large (``demanded`` says which), 0: nothing is known of them.
+    least: a lower bound on captured divisors (``demanded`` names the divisor), 0 if unknown.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> bits(trace(lambda b, h, q, k: (q >= k) & (k % 64 == 63), "mask").expr, "kv_idx", 128, Box.of_sizes(2**20, None))
@@ -203,7 +204,7 @@ def bits(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> Bits 
 
 
 def _cuts(expr: Expr, index: str, extent: int, box: Box, least: int) -> list[tuple[Cut, int]]:
-    """The divisions along the line whose divisors leave few pieces, and how many."""
+    """The divisions along the line that cut a tile into few pieces, and the number of pieces."""
     known, deps, sizes, plain = slopes(expr, index, extent, box), dependence(expr), extents(expr, box), unwrapped(expr, box)
     found: dict[Cut, int] = {}
     for i, node in enumerate(expr.nodes):
@@ -220,19 +221,19 @@ def _cuts(expr: Expr, index: str, extent: int, box: Box, least: int) -> list[tup
 
 
 def least_divisor(extent: int) -> int:
-    """The least divisor whose multiples cut no tile into more pieces than are worth it."""
+    """The least divisor that cuts a tile into at most ``_MOST_PIECES`` pieces."""
     return (extent - 2) // (_MOST_PIECES - 1) + 1
 
 
 def demanded(expr: Expr, index: str, extent: int, box: Box, least: int) -> int | None:
-    """The node that must be at least ``least`` for ``bits`` to hold, None if there is none."""
+    """The node that must be at least ``least`` for ``bits`` to be valid; None if there is none."""
     found = bits(expr, index, extent, box, least)
     divisor = found.cut.divisor if isinstance(found, Pieces) else None
     return None if divisor is None or expr.nodes[divisor].op == "const" else divisor
 
 
 def asks_each(tree: Bits) -> bool:
-    """Whether some part of it is asked of each position."""
+    """Whether some part of the tree is evaluated at each position."""
     parts = getattr(tree, "parts", tree if isinstance(tree, Sides) else (getattr(tree, "part", None),))
     return isinstance(tree, Each) or any(asks_each(part) for part in parts if part is not None)
 
@@ -288,7 +289,7 @@ class _Reader:
         return Limit(op, left, right, slope) if is_near else None
 
     def _opened(self, op: str, left: Term, right: Term) -> Bits | None:
-        """``left op right`` where the left side is the larger or the smaller one of two numbers, such as a number and its negative."""
+        """``left op right`` where the left side is the maximum or minimum of two numbers, such as a number and its negative (``abs``)."""
         node = self.nodes[left.node]
         if node.op not in ("abs", "min", "max") or op in ("eq", "ne"):
             return None
@@ -301,7 +302,7 @@ class _Reader:
 
 
 def _above(expr: Expr, some: list[int]) -> set[int]:
-    """These nodes and all that are computed from them."""
+    """These nodes and all nodes computed from them."""
     found = set(some)
     for i, node in enumerate(expr.nodes):
         if any(a in found for a in node.args):
@@ -310,7 +311,7 @@ def _above(expr: Expr, some: list[int]) -> set[int]:
 
 
 def _joined(kind: type[All] | type[Some], parts: Sequence[Bits]) -> Bits:
-    """Nested ones as one."""
+    """``All`` or ``Some`` of the parts, with nested ones of the same kind flattened."""
     return kind(tuple([inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,))]))
 
 
@@ -319,7 +320,7 @@ def _joined(kind: type[All] | type[Some], parts: Sequence[Bits]) -> Bits:
 
 @lru_cache(maxsize=1024)
 def split(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> tuple[tuple[Expr, ...], Expr | None]:
-    """A mask as (conjuncts of which ``bits`` are known, the conjunction of the others or None); the slots of all are the mask's.
+    """A mask as (conjuncts that have ``bits``, the conjunction of the others or None); slots are those of the mask.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: (q >= k) & (q * k % 7 < 3), "mask").expr

@@ -1,7 +1,7 @@
 """Tile numbering of a varlen batch: the tiles of many sequences in one flat list, [sequence][row tile][key tile].
 
-Everything is a vector over the whole batch, so that nothing loops over sequences; what needs more memory than the list itself is done
-window by window.
+All values are vectors over the batch, so there is no loop over sequences; computations that need more memory than the flat list itself are
+done in windows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from anyattn.arithmetic import ceil_div
 
 __all__ = ["RaggedTiles", "Window"]
 
-_BATCH_TILES = 2**20  # tiles located at once: 8 bytes for each of their coordinates
+_BATCH_TILES = 2**20  # tiles whose coordinates are computed at once, 8 bytes per coordinate
 
 
 class Window(NamedTuple):
-    """The range ``rows`` of the numbered row tiles of all sequences, and the range ``tiles`` of the flat list that belongs to them."""
+    """Row tiles ``rows``, numbered over all sequences, and their tiles ``tiles`` of the flat list."""
 
     rows: slice
     tiles: slice
@@ -71,12 +71,12 @@ class RaggedTiles:
 
     @cached_property
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """The lengths in the host's memory, read once: on a GPU that waits, and nothing else of these tiles does."""
+        """The lengths in host memory, copied once; on a GPU this synchronises, and it is the only method of this class that does."""
         return self.seqlens_q.detach().cpu().numpy(), self.seqlens_k.detach().cpu().numpy()
 
     @cached_property
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """num_m and num_n in the host's memory."""
+        """num_m and num_n in host memory."""
         lengths = self.on_host
         return ceil_div(lengths[0], self.tile[0]), ceil_div(lengths[1], self.tile[1])
 
@@ -91,17 +91,17 @@ class RaggedTiles:
 
     @cached_property
     def max_n(self) -> int:
-        """The most key tiles of any sequence."""
+        """The greatest number of key tiles of a sequence."""
         return int(self._numbers[1].max()) if self.batch else 0
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The most query rows and the most keys of any sequence."""
+        """The greatest numbers of query rows and of keys of a sequence."""
         return (int(self.on_host[0].max()), int(self.on_host[1].max())) if self.batch else (0, 0)
 
     @cached_property
     def sequence_of_row(self) -> Tensor:
-        """int64 (total_m,): the sequence that each row tile belongs to."""
+        """int64 (total_m,): the sequence of each row tile."""
         return torch.repeat_interleave(torch.arange(self.batch, device=self.device), self.num_m, output_size=self.total_m)
 
     @cached_property
@@ -111,11 +111,11 @@ class RaggedTiles:
 
     @cached_property
     def row_begins(self) -> Tensor:
-        """int64 (total_m + 1,): where each row tile's entries begin in the flat list."""
+        """int64 (total_m + 1,): the begin of each row tile's entries in the flat list."""
         return _ends(self.num_n[self.sequence_of_row])
 
     def locate(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequence, row tile and key tile of places in the flat list."""
+        """Sequence, row tile and key tile of the places ``at`` in the flat list."""
         b = torch.searchsorted(self.first_tile, at, right=True) - 1
         inside, width = at - self.first_tile[b], self.num_n[b]
         m = inside // width
@@ -126,7 +126,7 @@ class RaggedTiles:
         return self.first_tile[b] + m * self.num_n[b] + n
 
     def windows(self, budget: int, per_row: int = 0, per_tile: int = 1) -> Iterator[Window]:
-        """The whole list in stretches of whole row tiles whose cost is about ``budget``."""
+        """The whole list as windows of whole row tiles that cost about ``budget`` each."""
         num_m, num_n = self._numbers
         begins = np.concatenate(([0], np.repeat(num_n, num_m).cumsum()))
         cost = begins * per_tile + np.arange(self.total_m + 1) * per_row
@@ -137,7 +137,7 @@ class RaggedTiles:
             yield Window(slice(ends[i], ends[i + 1]), slice(places[i], places[i + 1]))
 
     def pieces(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
-        """The whole list piece by piece, each with its ``locate``."""
+        """The whole list in pieces, each with the result of ``locate``."""
         for first in range(0, self.total_n, _BATCH_TILES):
             piece = slice(first, min(first + _BATCH_TILES, self.total_n))
             yield piece, self.locate(torch.arange(piece.start, piece.stop, device=self.device))
@@ -148,24 +148,25 @@ class RaggedTiles:
         return self._knowing(RaggedTiles(self.seqlens_q, self.seqlens_k, tile), 1)
 
     def turned(self) -> RaggedTiles:
-        """Keys as rows and rows as keys."""
+        """The tiles with queries and keys exchanged."""
         return self._knowing(RaggedTiles(self.seqlens_k, self.seqlens_q, self.tile[::-1]), -1)
 
     def _knowing(self, other: RaggedTiles, step: int) -> RaggedTiles:
-        """``other``, tiles of the same batch, with what the host already knows of these tiles."""
+        """``other``, tiles of the same batch, with the lengths that are already in host memory."""
         if "on_host" in vars(self):
             vars(other)["on_host"] = self.on_host[::step]
         return other
 
     def turn(self, classes: Tensor) -> Tensor:
-        """The classes in the order of ``turned()``."""
+        """The classes reordered for ``turned()``."""
         made, turned = torch.empty_like(classes), self.turned()
         for piece, (b, n, m) in turned.pieces():
             made[:, piece] = classes[:, self.place(b, m, n)]
         return made
 
     def cut(self, classes: Tensor, whole: RaggedTiles) -> Tensor:
-        """Each tile's class is that of the tile of ``whole`` that it is cut from; the tiles of ``whole`` are multiples of these."""
+        """Classes for these tiles: each is the class of the tile of ``whole`` that contains it;
+        tiles of ``whole`` are multiples of these."""
         parts = [big // small for big, small in zip(whole.tile, self.tile, strict=True)]
         made = torch.empty(len(classes), self.total_n, dtype=classes.dtype, device=classes.device)
         for piece, (b, m, n) in self.pieces():
@@ -173,7 +174,7 @@ class RaggedTiles:
         return made
 
     def least_and_most(self, classes: Tensor, small: RaggedTiles) -> tuple[Tensor, Tensor]:
-        """The least and the greatest class of the tiles of ``small`` that each tile is made of."""
+        """The least and the greatest class among the tiles of ``small`` that form each tile."""
         parts = [big // little for big, little in zip(self.tile, small.tile, strict=True)]
         least, most = (torch.full((len(classes), self.total_n), fill, dtype=classes.dtype, device=classes.device) for fill in (255, 0))
         for piece, (b, m, n) in small.pieces():

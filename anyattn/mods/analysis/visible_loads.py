@@ -1,7 +1,7 @@
-"""Bounds checks of loads at visible pairs: an index may leave its captured tensor where a mask or tile lists hide the pair.
+"""Bounds checks of loads at visible pairs: an index may leave its captured tensor at a pair that a mask or tile lists hide.
 
-Kernels compute whole tiles, hidden pairs too. So where some hidden pair's index lies outside, the mod's program is changed: the index is
-clamped to its tensor before the load. At seen pairs that changes nothing, and no backend can read outside.
+Kernels compute whole tiles, including hidden pairs. If the index of a hidden pair lies outside, the mod's program is changed: the index is
+clamped before the load. This changes nothing at visible pairs, and no backend reads outside the tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TILE = (128, 128)
 
 
 class Place(NamedTuple):
-    """Rows and keys of one batch entry and head."""
+    """A range of rows and a range of keys, of one batch entry and head."""
 
     b: int
     h: int
@@ -41,10 +41,10 @@ class Pairs(Protocol):
     """All pairs (b, h, q_idx, kv_idx) of a call."""
 
     def check(self, mod: TracedMod, reads_values: bool) -> None:
-        """Raises ``OutsideError`` for a load that leaves its tensor at any of them."""
+        """Raises ``OutsideError`` for a load that leaves its tensor at any of these pairs."""
 
     def shown(self, mask: TracedMod, tile: tuple[int, int], classes: Tensor | None, wanted: int) -> Iterator[Place]:
-        """A tile in which the mask shows a pair, of those of class ``wanted``; none if there is none."""
+        """The first tile of class ``wanted`` in which the mask has a visible pair; yields nothing if there is none."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The pairs of sequences of different lengths, int64 (B,); q_first: the ``q_idx`` of each one's first row."""
+    """The pairs of sequences of different lengths, int64 (B,); q_first: the ``q_idx`` of each sequence's first row."""
 
     heads: int
     seqlens_q: Tensor
@@ -79,7 +79,7 @@ class Ragged:
 
     def shown(self, mask: TracedMod, tile: tuple[int, int], classes: Tensor | None, wanted: int) -> Iterator[Place]:
         found = classify_ragged(mask, self.seqlens_q, self.seqlens_k, *tile, self.heads, self.q_first) != EMPTY
-        is_of_these = classes is not None and classes.shape[1] == found.shape[1]  # lists on a GPU may be for other lengths
+        is_of_these = classes is not None and classes.shape[1] == found.shape[1]  # lists on a GPU may have been made for other lengths
         for h, at in (found & (classes == wanted) if is_of_these else found).nonzero()[:1]:
             b, i, j = (int(x) for x in RaggedTiles(self.seqlens_q, self.seqlens_k, tile).locate(at))
             first, (rows, keys) = int(self.q_first[b]), (int(self.seqlens_q[b]), int(self.seqlens_k[b]))
@@ -92,15 +92,15 @@ def _part(i: int, size: int, length: int) -> range:
 
 
 class Listed(NamedTuple):
-    """The classes of tiles by a call's lists, as ``Pairs`` number them; the first mask says what the partial ones show."""
+    """Tile classes according to a call's block lists, numbered as in ``Pairs``; the first mask applies inside partial tiles."""
 
     classes: Tensor
     tile: tuple[int, int]
 
 
 class _Examined(NamedTuple):
-    """mod: with every index that leaves its tensor clamped. outside: of each such index the mask of the pairs where it does, its program,
-    and the error that says so."""
+    """mod: the mod with every index clamped that may leave its tensor. outside: for each of those indices the mask of the pairs at which it
+    does, the index's program, and the error that describes it."""
 
     mod: TracedMod
     outside: tuple[tuple[TracedMod, Expr, OutsideError], ...]
@@ -114,11 +114,12 @@ def check_call(
     *,
     reads_values: bool = True,
 ) -> tuple[list[TracedMod], list[TracedMod]]:
-    """The masks and scores with loads that lie inside at all pairs. Raises ``ValueError`` if one leaves its tensor at a pair that is seen.
+    """The masks and scores, with every load inside its tensor at all pairs. Raises ``ValueError`` if a load leaves it at a visible pair.
 
-    A pair is seen where all masks show it; with ``lists``, which are read only where that decides, the first mask holds in partial
-    tiles alone, full ones need none, and the others are hidden. A mask's own load counts where the mask may show the pair, whatever the
-    load returned. reads_values: as ``check_loads`` has it; then no captured value decides what is hidden either.
+    A pair is visible if all masks show it. With ``lists``, which are read only if they decide, the first mask applies only in partial
+    tiles; full tiles do not need it, and all other tiles are hidden. A mask's own load counts if the mask may show the pair for some loaded
+    value.
+    reads_values: as in ``check_loads``; if False, the values of captured tensors do not decide visibility either.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> table = torch.zeros(4)
@@ -128,7 +129,7 @@ def check_call(
     >>> [node.op for node in held_bias.expr.nodes if node.op in ("min", "max", "load")]
     ['min', 'max', 'load']
     """
-    hangs = lists is not None or isinstance(pairs, Ragged)  # on the contents of lists, on lengths
+    hangs = lists is not None or isinstance(pairs, Ragged)  # the result depends on the contents of lists, or on lengths
     examined = [_examine(m, pairs, reads_values) for m in masks]
     if any(e.outside for e in examined):
         possible = [_possible(e, reads_values) for e in examined]
@@ -148,7 +149,7 @@ def check_call(
 
 
 def _settled(e: _Examined, hangs_on_values: bool) -> TracedMod:
-    """A clamped mod, marked so that it is checked again when what hides the pairs has other values."""
+    """A clamped mod; if visibility depends on values, it has no source, so that other values are checked again."""
     return replace(e.mod, source=None) if e.outside and hangs_on_values else e.mod
 
 
@@ -173,12 +174,13 @@ def _examine(mod: TracedMod, pairs: Pairs, reads_values: bool) -> _Examined:
 
 
 def _without_values(mod: TracedMod) -> TracedMod:
-    """The mod with tensors on the CPU that have nothing but their shapes."""
+    """The mod with CPU tensors of the same shapes and without contents."""
     return replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
 
 
 def _refuse_seen(e: _Examined, pairs: Pairs, masks: Sequence[TracedMod], lists: Callable[[], Listed] | None, wants_full: bool) -> None:
-    """Raises for an index that leaves its tensor at a seen pair. wants_full: in full tiles too, which do not ask the first mask."""
+    """Raises for an index that leaves its tensor at a visible pair. wants_full:
+    full tiles count too; the first mask does not apply there."""
     if not e.outside:
         return
     if not masks and lists is None:
@@ -188,7 +190,7 @@ def _refuse_seen(e: _Examined, pairs: Pairs, masks: Sequence[TracedMod], lists: 
     for outside, index, error in e.outside:
         outside = replace(outside, tensors=e.mod.tensors)
         for asked, wanted in kinds:
-            known = [m for m in asked if not any(node.op == "native" for node in m.expr.nodes)]  # what a CuTe function shows is not known
+            known = [m for m in asked if not any(node.op == "native" for node in m.expr.nodes)]  # CuTe masks are opaque
             bad = anded([outside, *known])
             assert bad is not None
             tile, classes = (_TILE, None) if listed is None else (listed.tile, listed.classes)
@@ -207,7 +209,7 @@ def _where(mod: TracedMod, bad: TracedMod, index: Expr, error: OutsideError, pla
 
 
 def held(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> TracedMod:
-    """The mod with every index clamped that is not proved to be inside its tensor: for calls that must not read captured tensors."""
+    """The mod with every index clamped that is not proved to be inside its tensor, for calls that must not read captured tensors."""
     return clamped(mod, unsettled(mod, B, H, seqlen_q, seqlen_k))
 
 
@@ -218,7 +220,7 @@ def clamped(mod: TracedMod, loads: Unsettled) -> TracedMod:
 
 
 def _with_limits(mod: TracedMod, loads: tuple[tuple[int, int, int, int], ...]) -> TracedMod:
-    """``_clamped`` of the mod. The limits are numbers in front of its own, so that tensors of all sizes have one program."""
+    """``_clamped`` of the mod. The limits come before the mod's own numbers, so that tensors of all sizes share one program."""
     sizes = tuple(dict.fromkeys(size for *_, size in loads))
     numbered = tuple((slot, dim, arg, sizes.index(size)) for slot, dim, arg, size in loads)
     limits = tuple(n for size in sizes for n in (-size, size - 1))
@@ -230,8 +232,8 @@ def _with_limits(mod: TracedMod, loads: tuple[tuple[int, int, int, int], ...]) -
 
 @lru_cache(maxsize=1024)
 def _clamped(expr: Expr, loads: tuple[tuple[int, int, int, int], ...], count: int) -> Expr:
-    """``expr`` with indices kept between two numbers each. loads: (slot, dimension, index's node, which pair of numbers). count: of the
-    numbers, which come first."""
+    """``expr`` with indices clamped between two scalars. loads: (slot, dimension, index's node, number of the pair of scalars). count: of
+    the scalars, which come before the others."""
     builder = Builder()
     new: list[int] = []
     for node in expr.nodes:
@@ -253,7 +255,8 @@ def _negated(expr: Expr) -> Expr:
 
 
 def _possible(e: _Examined, reads_values: bool) -> TracedMod:
-    """The mask of the pairs that ``e.mod`` may show whatever the loads that leave their tensors return; of no values, whatever any does."""
+    """The mask of the pairs that ``e.mod`` may show, for any result of the loads that leave their
+    tensors (of all loads without reads_values)."""
     if not e.outside and reads_values:
         return e.mod
     slots = frozenset(error.slot for *_, error in e.outside) if reads_values else None
@@ -263,10 +266,10 @@ def _possible(e: _Examined, reads_values: bool) -> TracedMod:
 
 @lru_cache(maxsize=256)
 def _possible_expr(expr: Expr, slots: frozenset[Any] | None) -> Expr:
-    """slots: of the tensors whose entries are unknown, None for all."""
+    """The mask of the pairs that ``expr`` may show. slots: of the tensors whose entries are unknown, None for all."""
     builder = Builder()
     unknown: list[bool] = []
-    limits: list[tuple[int, int]] = []  # of each bool: when it must be true, and when it can be
+    limits: list[tuple[int, int]] = []  # per bool: (must be true, can be true)
     false, true = builder.const(False), builder.const(True)
 
     def negated(x: int) -> int:

@@ -1,1 +1,1 @@
-"""The expression IR: typed operations, their text form, dependence and derivatives."""
+"""Expression IR of mods: typed operations, serialisation, content keys, dependence analysis and derivatives."""

@@ -1,6 +1,6 @@
-"""Serialisation of expressions as text, which compiled and exported graphs carry and any process can read.
+"""Serialisation of expressions as text: compiled and exported graphs carry it, and any process can read it.
 
-It is JSON with single quotes, and ";" between programs: Inductor's C++ wrapper writes a string operand between double quotes as it stands.
+The text is JSON with single quotes, and ";" between programs: Inductor's C++ wrapper puts a string operand between double quotes unescaped.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _WEAK: dict[str, type] = {"int": int, "float": float}
 
 
 def encode(expr: Expr) -> str:
-    """A program's text; ``decode(encode(expr)) == expr``."""
+    """The text of a program; ``decode(encode(expr)) == expr``."""
     nodes = [[n.op, list(n.args), _dtype_name(n.dtype), _plain(n.attr)] for n in expr.nodes]
     return quoted([nodes, list(expr.outputs)])
 
 
 def quoted(value: Any) -> str:
-    """The text of lists, dicts, numbers and names."""
+    """Lists, dicts, numbers and names as text."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace('"', "'")
 
 
 def read(text: str) -> Any:
-    """The way back of ``quoted``; also of plain JSON, which graphs carried before."""
+    """The inverse of ``quoted``; also reads plain JSON, which older graphs carry."""
     return json.loads(text.replace("'", '"'))
 
 
@@ -42,7 +42,7 @@ def joined(programs: Iterable[str]) -> str:
 
 
 def separated(programs: str) -> list[str]:
-    """The way back of ``joined``; also of a line for each, as graphs had them before."""
+    """The inverse of ``joined``; also reads one program per line, as in older graphs."""
     return programs.replace("\n", ";").split(";") if programs else []
 
 
@@ -70,7 +70,7 @@ def _dtype(name: str) -> DType:
 
 
 def _plain(attr: Any) -> Any:
-    """JSON has no infinity and no NaN: those are written as {"float": text}."""
+    """An attribute as JSON, which has no infinity and no NaN: those become {"float": text}."""
     return {"float": repr(attr)} if isinstance(attr, float) and not math.isfinite(attr) else attr
 
 

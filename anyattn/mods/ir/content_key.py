@@ -1,7 +1,7 @@
-"""Content keys of expressions: equal for mods that are the same program.
+"""Content keys of expressions: hashes that are equal for mods with equal programs.
 
 A key covers structure, dtypes and the ranks of captured tensors (the number of a load's indices), never values, shapes or object
-identities; it is the same in every process, so that it can name files in a cache.
+identities. It is the same in every process, so it can name files in a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _text(item: object) -> str:
 
 
 def content_key(*parts: object) -> str:
-    """32 hexadecimal digits that name ``parts`` (tuples of dtypes, strings, numbers, None) by their content.
+    """A hash of ``parts`` (tuples of dtypes, strings, numbers, None), 32 hexadecimal digits.
 
     >>> content_key("a", 1) == content_key("a", 1), content_key("a", 1) == content_key("a", 1.0)
     (True, False)

@@ -1,7 +1,7 @@
-"""Dependence analysis: which indices each subexpression of a mod depends on, by which emitters hoist it out of loops.
+"""Dependence analysis: the indices that each subexpression of a mod depends on; emitters use it to hoist subexpressions out of loops.
 
-``diagonal`` marks values that see the two positions only through their difference q_idx - kv_idx: such a value is the same along every
-diagonal, so one vector of S_q + S_k values holds all of it.
+``diagonal`` marks values that depend on the two positions only through their difference q_idx - kv_idx: such a value is the same along
+every diagonal, so one vector of S_q + S_k values holds all of it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["FAR_NUMBER", "Dep", "dependence", "relies_on_near_numbers"]
 class Dep:
     """b, h, q, kv, score: whether the value changes with each. diagonal: it changes with q and kv only through q_idx - kv_idx.
 
-    slope: (dq, dkv) when the value is ``dq * q_idx + dkv * kv_idx + (something of b, h)``, with integer literals dq, dkv; of whole
-    numbers wrapped around as they are in 64 bits (``extents.unwrapped`` says where they never are).
+    slope: (dq, dkv) when the value is ``dq * q_idx + dkv * kv_idx + (a function of b, h)``, with integer literals dq, dkv, in integer
+    arithmetic that wraps around at 64 bits (``extents.unwrapped`` says where it cannot wrap).
     """
 
     b: bool = False
@@ -49,7 +49,7 @@ _LEAF = {
     "q_idx": Dep(q=True, slope=(1, 0)),
     "kv_idx": Dep(kv=True, slope=(0, 1)),
 }
-FAR_NUMBER = 2**62  # captured whole numbers are assumed to be less; ``relies_on_near_numbers`` says whether that matters
+FAR_NUMBER = 2**62  # captured integers are assumed to be smaller; ``relies_on_near_numbers`` says whether a mod depends on that
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
@@ -67,7 +67,7 @@ def dependence(expr: Expr) -> tuple[Dep, ...]:
 
 @lru_cache(maxsize=4096)
 def relies_on_near_numbers(expr: Expr) -> bool:
-    """Whether ``dependence`` holds only while captured whole numbers are less than ``FAR_NUMBER``: a sum with one that is not may wrap."""
+    """Whether ``dependence`` holds only while captured integers are less than ``FAR_NUMBER``: a sum with a larger one may wrap around."""
     has_numbers = any(node.op == "scalar" and node.dtype is int for node in expr.nodes)
     return has_numbers and _dependence(expr, None) != dependence(expr)
 
@@ -104,7 +104,7 @@ def _diagonal(node: Node, args: list[Dep], union: Dep, slope: tuple[int, int] | 
     if all(a.diagonal or a.per_head for a in args):
         return True
     left, right = (args[0].slope, args[1].slope) if node.op in _COMPARISONS and are_plain else (None, None)
-    # q + c >= kv compares q - kv with -c, on whichever side each is written, if neither wraps around
+    # q + c >= kv compares q - kv with -c, whichever side each is on, if neither side wraps around
     return left is not None and right is not None and left[0] - right[0] == right[1] - left[1]
 
 
@@ -114,7 +114,7 @@ def _slope(node: Node, expr: Expr, args: list[Dep], union: Dep) -> tuple[int, in
     slopes = [a.slope for a in args]
     if any(s is None for s in slopes) or node.op not in ("add", "sub", "neg", "mul", "cast"):
         return None
-    if category(node.dtype) == "float":  # sums of floats are rounded: (q + 0.1) - (kv + 0.1) depends on more than q - kv
+    if category(node.dtype) == "float":  # float sums are rounded: (q + 0.1) - (kv + 0.1) depends on more than q - kv
         return None
     if node.op == "cast":
         whole = expr.nodes[node.args[0]].dtype

@@ -1,13 +1,13 @@
-"""The expression IR that a mod is traced into: a flat, interned list of typed operations.
+"""The expression IR that a mod is traced into: a flat list of typed operations, in which equal subexpressions are one node.
 
-An ``Expr`` guarantees that
+Guarantees of an ``Expr``:
 
-* every node's arguments stand before it, so that a reader is one loop over ``nodes``;
-* two equal subexpressions are one node, so that equal mods have equal lists and therefore equal keys;
+* every node comes after its arguments, so a reader is one loop over ``nodes``;
+* two equal subexpressions are one node, so equal mods have equal lists and therefore equal keys;
 * every node obeys the table ``OPS``, which ``verify`` checks after each pass that builds an expression;
 * no run-time value is part of it: captured numbers are ``scalar`` slots and captured tensors ``load`` slots.
 
-An opaque CuTe function (``cute_mod.py``) is one operation, ``native``, of all arguments of a mod and of whole tensors (``tensor``).
+An opaque CuTe function (``cute_mod.py``) is one operation, ``native``, whose arguments are those of the mod and whole tensors (``tensor``).
 
 A dtype is a ``torch.dtype``, or Python's ``int`` or ``float`` for a *weak* number (a literal, a captured number, or arithmetic
 between such), which takes part in type promotion the way a Python number does in torch.
@@ -30,7 +30,7 @@ __all__ = ["INDICES", "MIRRORED", "OPS", "Builder", "DType", "Expr", "Node", "ca
 
 DType = torch.dtype | type
 INDICES = ("b", "h", "q_idx", "kv_idx")
-MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}  # a comparison with its sides exchanged
+MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}  # the comparison with its operands exchanged
 
 
 class Node(NamedTuple):
@@ -54,7 +54,7 @@ def category(dtype: DType) -> str:
 
 
 def wrapped(number: int, dtype: torch.dtype) -> int:
-    """``number`` wrapped around to the range of ``dtype``, as torch does: the value of its lowest bits.
+    """``number`` in the range of ``dtype``: the value of its lowest bits, as torch wraps around.
 
     >>> wrapped(300, torch.uint8), wrapped(2**63, torch.int64) == -(2**63)
     (44, True)
@@ -64,12 +64,12 @@ def wrapped(number: int, dtype: torch.dtype) -> int:
 
 
 class OpSpec(NamedTuple):
-    """What one operation accepts: argument count, operand categories, and its result: ``same`` as the operands or ``bool``."""
+    """The operands that an operation accepts (count, categories) and its result: ``same`` as the operands or ``bool``."""
 
     arity: int
     operands: tuple[str, ...]
     result: str
-    on_host: Callable[..., int | float | bool] | None  # the same operation on Python numbers, for weak values
+    on_host: Callable[..., int | float | bool] | None  # the operation on Python numbers, for weak values
 
 
 _NUMBER, _ANY, _BITS, _REAL = ("int", "float"), ("bool", "int", "float"), ("bool", "int"), ("float",)
@@ -116,7 +116,7 @@ _COMPARE: dict[str, Callable[..., bool]] = {n: getattr(operator, n) for n in ("e
 OPS: dict[str, OpSpec] = {
     **{name: OpSpec(1, _REAL, "same", f) for name, f in _UNARY_REAL.items()},
     "erfinv": OpSpec(1, _REAL, "same", None),
-    "detach": OpSpec(1, _REAL, "same", lambda x: x),  # the value itself, of which no derivative is taken
+    "detach": OpSpec(1, _REAL, "same", lambda x: x),  # the value without its derivative
     "neg": OpSpec(1, _NUMBER, "same", operator.neg),
     "abs": OpSpec(1, _NUMBER, "same", abs),
     "sign": OpSpec(1, _NUMBER, "same", _sign),
@@ -173,18 +173,18 @@ class Expr:
 
     @cached_property
     def tensor_slots(self) -> tuple[int, ...]:
-        """The captured tensors that are read, ascending."""
+        """The slots of the captured tensors that are read, ascending."""
         return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
     @property
     def without_detach(self) -> Expr:
-        """The same values where nothing is differentiated any more."""
+        """The expression without its ``detach`` nodes, for code that takes no more derivatives."""
         return self if self._undetached is None else self._undetached
 
     @cached_property
     def _undetached(self) -> Expr | None:
         if all(node.op != "detach" for node in self.nodes):
-            return None  # itself would be a cycle
+            return None  # a cached reference to itself would be a cycle
         builder = Builder()
         new: list[int] = []
         for node in self.nodes:
@@ -193,11 +193,11 @@ class Expr:
         return builder.build(*(new[o] for o in self.outputs))
 
     def of_first_output(self) -> Expr:
-        """The expression of the first output alone, which a builder puts before what only later ones need."""
+        """The expression of the first output alone. A builder puts the nodes that only later outputs need behind it."""
         return Expr(self.nodes[: self.outputs[0] + 1], self.outputs[:1])
 
     def conjuncts(self) -> list[int]:
-        """The nodes of which a mask's output is the conjunction, in order."""
+        """The nodes whose conjunction a mask's output is, in order."""
         found: list[int] = []
         pending = [self.outputs[0]]
         while pending:
@@ -229,7 +229,7 @@ class Builder:
         self._position: dict[tuple, int] = {}
 
     def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
-        """Position of the node ``op(*args)``; leaves and casts give their ``dtype``, other operations derive it."""
+        """Position of the node ``op(*args)``. dtype: given for leaves and casts, derived for other operations."""
         if op == "cast" and self.nodes[args[0]].dtype == dtype:
             return args[0]
         if dtype is None:
@@ -238,7 +238,7 @@ class Builder:
         simpler = self._simplify(node)
         if simpler is not None:
             return simpler
-        # 0.0 == -0.0 and 1 == True in Python, so a literal is identified by its text; NaN would never equal itself either
+        # 0.0 == -0.0 and 1 == True in Python, and NaN != NaN, so a literal is identified by its text
         identity = (op, args, dtype, repr(attr))
         if identity not in self._position:
             self._position[identity] = len(self.nodes)
@@ -263,12 +263,13 @@ class Builder:
         return self.add("cast", position, dtype=dtype)
 
     def promote(self, *positions: int) -> tuple[int, ...]:
-        """The values cast to the one dtype that torch would compute their combination in."""
+        """The values cast to the dtype in which torch would combine them."""
         dtype = result_dtype([self.nodes[p].dtype for p in positions])
         return tuple(self.cast(p, dtype) for p in positions)
 
     def copy(self, expr: Expr, position: int | None = None, replace: dict[int, int] | None = None) -> int:
-        """Copies the value at ``position`` (default: the only output) of ``expr``; ``replace`` maps its positions to ours."""
+        """Copies the value at ``position`` (default: the only output) of ``expr``; ``replace`` maps positions of ``expr`` to positions
+        here."""
         done = dict(replace or {})
         target = expr.outputs[0] if position is None else position
         for old in _reachable(expr.nodes, [target], stop=done):
@@ -298,7 +299,7 @@ class Builder:
             try:
                 return self.const(spec.on_host(*literals))
             except (ArithmeticError, ValueError):
-                return None  # torch gives inf or nan here: leave it to run time
+                return None  # torch gives inf or nan here, which run time computes
         if None not in literals and category(node.dtype) != "float" and category(self.nodes[node.args[-1]].dtype) == "int":
             folded = _on_whole_numbers(node, literals)  # type: ignore[arg-type]
             if folded is not None:
@@ -330,7 +331,7 @@ class Builder:
 
 
 def _on_whole_numbers(node: Node, literals: list[int]) -> int | bool | None:
-    """An operation on literals of one whole dtype, None where it is left to run time."""
+    """The result of an operation on literals of one integer or bool dtype; None if run time computes it."""
     f = OPS[node.op].on_host
     if f is None or is_weak(node.dtype) or node.op == "pow" or (node.op in ("floordiv", "mod") and literals[1] == 0):
         return None
@@ -338,13 +339,13 @@ def _on_whole_numbers(node: Node, literals: list[int]) -> int | bool | None:
         return bool(f(*literals))
     if node.op in ("shl", "shr"):
         bits = torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
-        if not 0 <= literals[1] < bits:  # torch's: all bits leave, and to the right the sign's come in
+        if not 0 <= literals[1] < bits:  # as in torch: all bits are shifted out, and a right shift fills with the sign bit
             return 0 if node.op == "shl" else -int(literals[0] < 0)
     return wrapped(f(*literals), node.dtype)  # type: ignore[arg-type]
 
 
 def result_dtype(dtypes: Iterable[DType]) -> DType:
-    """torch's type promotion among scalars of these dtypes, weak numbers counting as Python numbers."""
+    """torch's type promotion among scalars of these dtypes; weak numbers count as Python numbers."""
     dtypes = list(dtypes)
     strong = [d for d in dtypes if not is_weak(d)]
     weak_float = any(d is float for d in dtypes)
@@ -361,7 +362,7 @@ def result_dtype(dtypes: Iterable[DType]) -> DType:
 
 
 def _reachable(nodes: Iterable[Node], targets: Iterable[int], stop: dict[int, int]) -> list[int]:
-    """Positions that ``targets`` need, arguments first, in the order of a depth-first walk (canonical: independent of dead nodes)."""
+    """Positions that ``targets`` need, arguments first, in depth-first order (canonical: independent of dead nodes)."""
     nodes = list(nodes)
     order: list[int] = []
     seen = set(stop)

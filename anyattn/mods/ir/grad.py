@@ -1,9 +1,9 @@
 """Differentiation of score mods, IR in and IR out: by the score, and by each value loaded from a captured float tensor.
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
-have 0 at 0, steps such as ``floor`` have derivative 0, and ``detach`` lets none through. ``minimum`` and ``maximum`` share a tie half and
-half, unless their attribute says which argument has it all: ``clamp`` gives it to what is clamped, ``relu`` to its 0. A branch that
-``where`` does not take contributes 0 even where its own derivative is infinite.
+have 0 at 0, steps such as ``floor`` have derivative 0, and ``detach`` has derivative 0. At a tie ``minimum`` and ``maximum`` give half of
+the derivative to each argument, unless an attribute names the argument that gets all of it: ``clamp`` gives it to the clamped value,
+``relu`` to its 0. The branch that ``where`` does not take contributes 0 even where its own derivative is infinite.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["Gradients", "LoadGradient", "score_gradients"]
 
 @dataclass(frozen=True)
 class LoadGradient:
-    """One load of a captured float tensor: its slot; which output of the gradient expression is d mod / d (loaded value); which outputs
-    are its index arguments, one per dimension of the tensor."""
+    """One load of a captured float tensor. slot: of the tensor. output, indices: outputs of the gradient expression, which are
+    d mod / d (loaded value) and the load's index arguments, one per dimension of the tensor."""
 
     slot: int
     output: int
@@ -30,7 +30,7 @@ class LoadGradient:
 
 @dataclass(frozen=True)
 class Gradients:
-    """expr: output 0 is d mod / d score; ``loads`` says what the others are. Scalar and tensor slots are those of the mod."""
+    """expr: output 0 is d mod / d score; ``loads`` describes the other outputs. Scalar and tensor slots are those of the mod."""
 
     expr: Expr
     loads: tuple[LoadGradient, ...]
@@ -39,8 +39,8 @@ class Gradients:
 def score_gradients(expr: Expr, is_exact: bool = False) -> Gradients:
     """The derivatives of a traced score mod's expression.
 
-    is_exact: derivatives of saturating functions avoid differences of numbers near 1, which would cancel all digits; that takes one more
-    exponential. Not needed where results are rounded to 16 bits.
+    is_exact: derivatives of saturating functions avoid the difference of two numbers near 1, which would cancel all digits; this costs one
+    more exponential. Not needed where results are rounded to 16 bits.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> import torch
@@ -59,7 +59,7 @@ class _Reverse:
         self.primal: list[int] = []
         for node in expr.nodes:
             args = [self.primal[a] for a in node.args]
-            is_plain = node.op != "detach"  # what is computed here is not differentiated again
+            is_plain = node.op != "detach"  # derivatives of derivatives are not taken
             attr = None if node.op in ("min", "max") else node.attr
             self.primal.append(self.builder.add(node.op, *args, dtype=node.dtype, attr=attr) if is_plain else args[0])
         self.needed = [False] * len(expr.nodes)
@@ -68,9 +68,9 @@ class _Reverse:
             passes = category(node.dtype) == "float" and node.op not in ("load", "detach")
             self.needed[i] = leaf or (passes and any(self.needed[a] for a in node.args))
         self.cotangent: dict[int, int] = {}
-        self.conditional: set[int] = set()  # cotangents that passed a `where`: 0 in the branch that it does not take
+        self.conditional: set[int] = set()  # cotangents that passed a `where`: 0 in the branch not taken
 
-    # -- arithmetic in the score's dtype, with the literals that derivatives are full of folded away
+    # -- arithmetic in the score's dtype; literals, which derivatives are full of, are folded
     def number(self, value: float) -> int:
         return self.builder.const(float(value), self.dtype)
 
@@ -99,7 +99,7 @@ class _Reverse:
         return b if x == 0 else a if y == 0 else self.op("add", a, b)
 
     def sum(self, a: int, b: int) -> int:
-        """Two cotangents of one node together."""
+        """The sum of two cotangents of one node."""
         total = self.add(a, b)
         if a in self.conditional or b in self.conditional:
             self.conditional.add(total)
@@ -113,14 +113,14 @@ class _Reverse:
         return a if self.literal(b) == 1 else self.op("div", a, b)
 
     def guarded(self, g: int, factor: Callable[[], int]) -> int:
-        """``g * factor``, and 0 where g is 0: an infinite factor in a branch not taken must not give NaN."""
+        """``g * factor``, and 0 where g is 0: an infinite factor in a branch not taken would give NaN."""
         product = self.mul(g, factor())
         if g not in self.conditional or self.literal(g) is not None:
             return product
         return self.op("where", self.op("eq", g, self.number(0.0)), self.number(0.0), product)
 
     def bell(self, x: int) -> int:
-        """The derivative of the sigmoid, computed from its lower half, where nothing cancels."""
+        """The derivative of the sigmoid, computed from its lower half, where no digits cancel."""
         lower = self.op("sigmoid", self.neg(self.op("abs", x)))
         return self.mul(lower, self.op("sub", self.number(1.0), lower))
 
@@ -157,7 +157,7 @@ class _Reverse:
         return Gradients(self.builder.build(*outputs), tuple(described))
 
     def parts(self, i: int, g: int) -> list[int | None]:
-        """The cotangents of node ``i``'s arguments, from its own cotangent ``g``."""
+        """The cotangents of node ``i``'s arguments, given its own cotangent ``g``."""
         node = self.expr.nodes[i]
         if node.op in _UNARY:
             return [_UNARY[node.op](self, g, self.value(node.args[0]), self.value(i))]
@@ -206,7 +206,7 @@ _WINS = {"min": "lt", "max": "gt"}
 
 
 def _decided(r: _Reverse, g: int, x: int, y: int, wins: str, is_first: bool) -> tuple[int, int]:
-    """The derivatives of an extreme whose tie is one argument's."""
+    """The derivatives of a minimum or maximum that gives a tie to one argument."""
     zero = r.number(0.0)
     other_wins = r.op(wins, y, x) if is_first else r.op(wins, x, y)
     tied, other = r.op("where", other_wins, zero, g), r.op("where", other_wins, g, zero)
@@ -224,14 +224,14 @@ def _extreme(r: _Reverse, g: int, x: int, y: int, wins: str) -> tuple[int, int]:
 
 def _pow(r: _Reverse, g: int, x: int, y: int, out: int) -> tuple[int, int]:
     lower = r.op("pow", x, r.op("sub", y, r.number(1.0)))
-    # x ** 0 is 1 whatever x is, and d/dy at x = 0 is 0 as in torch
+    # x ** 0 is 1 for every x, and d/dy at x = 0 is 0, as in torch
     by_x = r.guarded(g, lambda: r.op("where", r.op("eq", y, r.number(0.0)), r.number(0.0), r.mul(y, lower)))
     by_y = r.guarded(g, lambda: r.op("where", r.op("eq", x, r.number(0.0)), r.number(0.0), r.mul(out, r.op("log", x))))
     return by_x, by_y
 
 
 def _atan2(r: _Reverse, g: int, x: int, y: int, out: int) -> tuple[int, int]:
-    """torch's names: the angle of ``x`` up and ``y`` to the right."""
+    """Derivatives of torch's ``atan2(x, y)``, the angle of the point with ordinate ``x`` and abscissa ``y``."""
 
     def over(a: int) -> int:
         return r.op("div", a, r.op("add", r.mul(x, x), r.mul(y, y)))

@@ -1,1 +1,1 @@
-"""Tracing: a Python function becomes an expression of the IR."""
+"""Tracing: turns a Python function into an expression of the IR."""

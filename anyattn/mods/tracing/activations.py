@@ -1,8 +1,8 @@
 """Activations and other compound functions that a mod may call, each composed of simpler torch functions.
 
-They are called with symbolic values while a mod is traced, so torch's functions and Python's operators record their nodes. Forms are those
-that keep their digits in float32: no difference of numbers near 1, no exponential that overflows where the result does not. Where torch's
-autograd picks a side at a kink, so does the branch that ``where`` takes here.
+They are called with symbolic values while a mod is traced, so torch's functions and Python's operators record their nodes. The formulas
+keep float32 precision: they subtract no two numbers near 1, and no exponential overflows where the result is finite. At a kink, the branch
+that ``where`` takes here is the side whose derivative torch's autograd uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anyattn.mods.tracing.diagnostics import mod_error
 
 __all__ = ["ACTIVATIONS", "rounded_to"]
 
-ACTIVATIONS: dict[str, Callable[..., Any]] = {}  # by the name that torch's function reports
+ACTIVATIONS: dict[str, Callable[..., Any]] = {}  # by the name that torch reports for the function
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # G. Klambauer et al., 2017
 _SQRT_2_OVER_PI = 0.7978845608028654
 
@@ -35,7 +35,7 @@ def _refuse_inplace(name: str, inplace: Any) -> None:
 
 
 def _activation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of one float value; ``inplace`` is taken as False only."""
+    """Registers a function of one float value; of ``inplace`` only False is accepted."""
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         def apply(x: Any, *args: Any, inplace: Any = False, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def _frac(x: Any) -> Any:
     return x - torch.trunc(x)
 
 
-# ---- NaN and infinities, which whole numbers cannot be
+# ---- NaN and infinity tests; whole numbers are neither
 
 
 def _isnan(x: Any) -> Any:
@@ -173,11 +173,11 @@ def _nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None)
     return torch.where(x != x, 0.0 if nan is None else nan, finite)
 
 
-# ---- of two and three
+# ---- functions of two and three values
 
 
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """From the nearer end, so that weights 0 and 1 give the ends themselves."""
+    """Interpolates from the nearer end, so weights 0 and 1 give exactly the ends."""
     _need_floats("lerp", start, end, weight)
     way = end - start
     near_start, near_end = start + weight * way, end - way * (1.0 - weight)
@@ -207,7 +207,7 @@ def _logaddexp2(x: Any, y: Any) -> Any:
 
 
 def _difference(x: Any, y: Any) -> Any:
-    """x - y, and 0 of equal infinities."""
+    """x - y, and 0 for two equal infinities."""
     return torch.where(x == y, 0.0, x - y)
 
 
@@ -218,7 +218,7 @@ def _heaviside(x: Any, values: Any) -> Any:
 
 
 def rounded_to(nearest: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``torch.round``, which knows decimals: of the value times a power of ten, as torch computes it, of 16 bits in float32."""
+    """``torch.round`` with decimals: rounds the value times a power of ten, as torch does, 16-bit values in float32."""
 
     def apply(x: Any, *, decimals: Any = 0) -> Any:
         places = int(decimals)

@@ -1,6 +1,6 @@
-"""Argument checks of torch functions inside a mod: each argument is used with torch's meaning, or refused by name.
+"""Argument checks of torch functions inside a mod: an argument has torch's meaning, or is refused by name.
 
-The parameters of the functions in ``FUNCTIONS`` have torch's names, so that a function's signature says what it understands.
+The parameters of the functions in ``FUNCTIONS`` have torch's names, so a function's signature lists the arguments it supports.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = [
     "refuse_outside",
 ]
 
-_PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # what torch reads in a Python type
-_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
+_PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the dtypes that torch reads from Python types
+_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes in which torch supports almost no operation
 _OPTIONS = ("dtype", "device", "layout", "requires_grad", "pin_memory", "memory_format")
 
 
 class _Taken(NamedTuple):
-    """What a function takes: the names of its arguments, how many by position (None: any number), how many at least."""
+    """A function's parameters: their names, how many arguments it takes by position (None: any number), and how many it requires."""
 
     names: tuple[str, ...]
     most: int | None
@@ -51,7 +51,8 @@ def _taken(function: Callable) -> _Taken:
 
 
 def check_call(name: str, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which ``function`` stands for torch's function ``name``; ``ModError`` for what it does not understand."""
+    """Checks a call of torch's function ``name`` that ``function`` implements, and returns its keyword arguments; ``ModError`` for
+    arguments that ``function`` does not support."""
     taken = _taken(function)
     given = {key: value for key, value in kwargs.items() if not (key == "out" and value is None)}
     takes = f"inside a mod {name} takes ({', '.join(taken.names)})"
@@ -70,7 +71,7 @@ def check_call(name: str, function: Callable, args: tuple, kwargs: Mapping[str, 
 
 
 def dtype_of(item: Any) -> torch.dtype | None:
-    """``item`` as a real dtype, None where it names none; ``ModError`` for a dtype that a mod cannot compute in."""
+    """``item`` as a real dtype; None if it is not a dtype. ``ModError`` for a dtype that a mod cannot compute in."""
     dtype = _PYTHON_DTYPES.get(item) if isinstance(item, type) else item
     if not isinstance(dtype, torch.dtype):
         return None
@@ -82,32 +83,32 @@ def dtype_of(item: Any) -> torch.dtype | None:
 
 
 def check_device(device: Any) -> None:
-    """Accepts any device, which does not change a number; refuses only what is no device."""
+    """Accepts any device, since it does not change a number; refuses values that are not a device."""
     if device is None:
         return
     try:
         is_place = not isinstance(device, bool) and torch.device(device).type != "meta"
     except (TypeError, RuntimeError):
-        is_place = isinstance(device, int) and not isinstance(device, bool)  # an accelerator's number where there is none
+        is_place = isinstance(device, int) and not isinstance(device, bool)  # an accelerator's index, on a machine without accelerators
     if not is_place:
         raise mod_error(f"{device!r} is no device on which a mod's values could be", "leave it out: a mod runs where its tensors are")
 
 
 def check_memory_format(memory_format: Any) -> None:
-    """Accepts the memory formats that a single number can have; those of images need four dimensions."""
+    """Accepts the memory formats that a single number can have; the image formats need four dimensions."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise mod_error(f"memory_format={memory_format} needs a tensor of more dimensions", "leave it out: a mod's value is one number")
 
 
 def check_flags(**flags: Any) -> None:
-    """Checks flags such as copy and non_blocking, on which no value depends."""
+    """Checks that flags such as copy and non_blocking, which affect no value, are bools."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise mod_error(f"{name} is a {type(value).__name__} {value!r}; wanted a bool", f"leave {name} out")
 
 
 def options_of(name: str, options: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype among the options of a function that makes a tensor; ``ModError`` for those that ask for more than a number."""
+    """The dtype among the options of a function that makes a tensor; ``ModError`` for options that a single number cannot have."""
     for key, value in options.items():
         if key not in _OPTIONS:
             raise mod_error(f"{name} is given {key}=, which is not supported inside a mod", f"leave {key} out")
@@ -125,7 +126,7 @@ def options_of(name: str, options: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def refuse_bare(*values: Any) -> None:
-    """Raises ``ModError`` for values of dtypes in which torch computes nothing."""
+    """Raises ``ModError`` for values whose dtypes torch cannot compute in."""
     for value in values:
         if value.kind in _BARE:
             raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")

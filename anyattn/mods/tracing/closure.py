@@ -1,10 +1,10 @@
 """Closure analysis: the numbers and tensors that a mod captures, and copies of it with the numbers replaced.
 
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
-arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
-with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
-without notice (a user's module, class, container, object or function attribute), or where the body may read what is no capture (grad mode,
-the clock; ``pure_names.py``): such a mod is traced on every call.
+arguments, bound methods, callable instances. ``walk`` also returns the mod's *structure*, by which a later function of the same code with
+other numbers and tensors is recognised without calling it. It returns None where a captured object could change the mod's meaning
+undetected (a user's module, class, container, object or function attribute), and where the body may read something other than its captures
+(grad mode, the clock; ``pure_names.py``): such a mod is traced on every call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN = "anyattn.mods."
 
 @dataclass(frozen=True)
 class Found:
-    """The structure (hashable, equal for equal code and kinds), and the captured numbers and tensors in visiting order."""
+    """The structure (hashable; equal for equal code and kinds of captures), and the captured numbers and tensors in visiting order."""
 
     structure: tuple
     numbers: tuple[int | float, ...]
@@ -50,18 +50,18 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_number(item: Any) -> bool:
-    """Whether a captured item is a run-time number. A whole number of more than 64 bits is not: only Python computes with it."""
+    """Whether a captured item becomes a run-time scalar. An int of more than 64 bits does not: only Python can compute with it."""
     return type(item) is float or (type(item) is int and -(2**63) <= item < 2**63)
 
 
 def _from_stable_module(item: Any) -> bool:
-    """Whether Python's, torch's or our own code: what has no module (a method of C code) is Python's, a function without one a user's."""
+    """Whether ``item`` belongs to Python, torch or anyattn. Without a module a method of C code is Python's, a function is the user's."""
     default = "" if isinstance(item, types.FunctionType) else "builtins"
     return (getattr(item, "__module__", None) or default).split(".")[0] in STABLE_MODULES
 
 
 def _instance_state(item: Any) -> dict | None:
-    """The attributes of a callable instance that the rebuilt copy replaces."""
+    """The attributes of a callable instance, which the rebuilt copy replaces."""
     return vars(item) if callable(item) and not isinstance(item, type) and hasattr(item, "__dict__") else None
 
 
@@ -69,8 +69,8 @@ def _instance_state(item: Any) -> dict | None:
 
 
 def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> tuple[Callable, bool]:
-    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; whether it does what only a number itself answers: it
-    compares objects by ``is``, or handles exceptions."""
+    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; and whether its code needs real numbers instead, because
+    it compares objects by ``is`` or handles exceptions."""
     done: dict[int, Any] = {}
     copy = _rebuild(fn, lift, done)
     codes = (f.__code__ for f in done.values() if isinstance(f, types.FunctionType) and not _from_stable_module(f))
@@ -84,11 +84,11 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
         return done[id(item)]
     if (instead := refusing(item)) is not None:
         return instead
-    done[id(item)] = item  # a function that captures itself keeps the original inside
+    done[id(item)] = item  # a function that captures itself keeps the original in its copy
     if isinstance(item, types.FunctionType):
         copy: Any = item if _library_code(item) else _rebuild_function(item, lift, done)
     elif isinstance(item, functools.partial):
-        inner = _rebuild(item.func, lift, done)  # before its arguments, as in _walk: numbers are known by their order
+        inner = _rebuild(item.func, lift, done)  # before its arguments, as in _walk: the order of the visits numbers the slots
         args = [_rebuild(a, lift, done) for a in item.args]
         copy = functools.partial(inner, *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
     elif isinstance(item, types.MethodType):
@@ -102,7 +102,8 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
 
 
 def _library_code(fn: types.FunctionType) -> bool:
-    """torch's and Python's own functions hold no captured values, unless they are closures over the user's (torch's ``and_masks``)."""
+    """Whether ``fn`` is torch's or Python's own and captures nothing; closures over the user's values (torch's ``and_masks``) are
+    excluded."""
     return fn.__closure__ is None and _from_stable_module(fn) and not (fn.__module__ or "").startswith(_OWN)
 
 
@@ -115,7 +116,7 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
     for cell in fn.__closure__ or ():
         try:
             cells.append(types.CellType(_rebuild_contents(cell.cell_contents, lift, done)))
-        except ValueError:  # a cell not filled yet
+        except ValueError:  # an empty cell
             cells.append(cell)
     names = fn.__globals__
     if not _from_stable_module(fn):
@@ -130,7 +131,7 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
 
 
 def _rebuild_contents(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
-    """A cell's contents; a tuple of functions (torch's ``and_masks``) is entered too."""
+    """The copy of a cell's contents; a tuple or list of functions (torch's ``and_masks``) is copied element by element."""
     if type(item) in (tuple, list) and any(callable(i) for i in item):
         return type(item)(_rebuild(i, lift, done) for i in item)
     return _rebuild(item, lift, done)
@@ -155,11 +156,11 @@ def _unlifted(number: int | float) -> int | float:
     return number
 
 
-# ---- recognising
+# ---- structure and captures
 
 
 def walk(fn: Callable) -> Found | None:
-    """What ``fn`` captures, or None if that cannot be known without calling it."""
+    """The structure and captures of ``fn``; None if they can only be determined by calling it."""
     numbers: list[int | float] = []
     tensors: list[torch.Tensor] = []
     try:
@@ -170,7 +171,7 @@ def walk(fn: Callable) -> Found | None:
 
 
 def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
-    """The structure of ``item``; the first entry of each tuple is a tag for the kind of the rest (``fingerprint.py`` reads them too)."""
+    """The structure of ``item``; each tuple begins with a tag for the kind of the rest (``fingerprint.py`` reads the tags too)."""
     if is_number(item):
         numbers.append(item)
         return ("number", type(item))
@@ -193,12 +194,12 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
     if is_library and not _has_state(item) and has_pure_name(item):
         return ("same", item)
     if _is_own(item) and callable(getattr(item, "fn", None)):
-        return ("wrapped", type(item), _walk(item.fn, numbers, tensors, seen))  # the rest of a wrapped mod is made from fn
+        return ("wrapped", type(item), _walk(item.fn, numbers, tensors, seen))  # its other attributes follow from fn
     raise _Unknown
 
 
 def _has_state(item: Any) -> bool:
-    """Whether a built-in function is the method of some object, such as ``some_dict.get``."""
+    """Whether a built-in function is a method bound to an object, such as ``some_dict.get``."""
     return not isinstance(getattr(item, "__self__", None), (types.NoneType, types.ModuleType, type))
 
 
@@ -209,19 +210,19 @@ def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]
 
 
 def _is_trusted(fn: types.FunctionType) -> bool:
-    """Our own closures, and those that torch joins masks by, read nothing but their cells."""
+    """Whether ``fn`` reads only its cells: anyattn's closures, and those by which torch joins masks."""
     return (fn.__module__ or "").startswith((_OWN, "torch.nn.attention."))
 
 
 def _reads_unknown(fn: types.FunctionType) -> bool:
-    """Whether the body uses a name through which it could read anything but its captures."""
+    """Whether the body uses a name that could give it more than its captures."""
     is_pure, read = names_of(fn.__code__)
     return not is_pure or not read <= fn.__globals__.keys()
 
 
 def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
     if fn.__dict__ or (not _is_trusted(fn) and _reads_unknown(fn)):
-        raise _Unknown  # the body may read the function's attributes, or what no capture says
+        raise _Unknown  # the body may read the function's attributes, or state outside its captures
     cells = []
     for cell in fn.__closure__ or ():
         try:

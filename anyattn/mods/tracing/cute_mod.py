@@ -1,7 +1,7 @@
 """CuTe mods: ``@cute.jit`` functions over TensorSSA as mods, with the signatures of FlashAttention's CuTe interface.
 
 Such a function is opaque, and only the Hopper kernel can run it: in the IR it is one operation, ``native``, of all arguments of a mod and
-of its whole ``aux_tensors``. It composes with traced mods (softcap, ALiBi, bands, block lists); analyses that would need its inside refuse.
+of its whole ``aux_tensors``. It composes with traced mods (softcap, ALiBi, bands, block lists); analyses that need its body refuse it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIBRARIES = (
     "functools",
     "builtins",
     "_operator",
-)  # named by their names; versions are in every key
+)  # a key contains only their names; the versions are in every key
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _counter = itertools.count()
 _MOST_PATTERNS = 1024
@@ -44,10 +44,10 @@ _patterns: dict[str, Pattern] = {}
 
 
 class NativeFunction(str):
-    """A jitted function and its content key; functions of equal content are equal.
+    """A jitted function with its content key, which decides equality.
 
-    has_content: the key is the same in every process and covers closure and globals; else it identifies this very object, whose captures
-    are read once, and kernels with it are kept in memory alone.
+    has_content: the key is the same in every process and covers closure and globals. Otherwise it identifies this one object; its captures
+    are read once, and kernels with it are cached in memory only.
     """
 
     function: Callable
@@ -55,7 +55,7 @@ class NativeFunction(str):
 
     @classmethod
     def of(cls, function: Callable) -> NativeFunction:
-        """Raises ``ModError`` where the function captures a tensor."""
+        """The ``NativeFunction`` of ``function``; raises ``ModError`` if it captures a tensor."""
         try:
             name, has_content = hashlib.sha256(_content(function, ()).encode()).hexdigest()[:32], True
         except _CapturesTensor:
@@ -74,7 +74,7 @@ class NativeFunction(str):
 
 
 class _NoContent(Exception):
-    """Something captured has no textual content that could be hashed."""
+    """Raised for a captured object that has no content as text that could be hashed."""
 
 
 class _CapturesTensor(Exception):
@@ -82,7 +82,8 @@ class _CapturesTensor(Exception):
 
 
 def _content(item: Any, within: tuple) -> str:
-    """The content of ``item`` as text that is the same in every process. within: the functions whose text is being written."""
+    """The content of ``item`` as text that is the same in every process. within: the functions whose text is being written, for
+    recursion."""
     if item is None or type(item) in (bool, int, float, str, bytes, torch.dtype):
         return repr(item)
     if type(item) in (tuple, list):
@@ -98,18 +99,19 @@ def _content(item: Any, within: tuple) -> str:
     if not isinstance(item, types.FunctionType):
         raise _NoContent
     raw = item.__wrapped__ if is_native(item) else item  # type: ignore[attr-defined]
-    if hasattr(raw, "__wrapped__"):  # a decorator of the user's, which may do anything
+    if hasattr(raw, "__wrapped__"):  # a decorator of the user's, whose behaviour is unknown
         raise _NoContent
     return f"function {within.index(raw)}" if raw in within else _function_content(raw, (*within, raw))
 
 
 def _function_content(fn: types.FunctionType, within: tuple) -> str:
-    """Its code, and the current values of its closure, defaults and named globals, which CuTe reads while it compiles."""
+    """The content of a function: its code, and the current values of its closure, defaults and globals, which CuTe reads when it
+    compiles."""
     cells = []
     for cell in fn.__closure__ or ():
         try:
             held = cell.cell_contents
-        except ValueError as error:  # not filled yet
+        except ValueError as error:  # an empty cell
             raise _NoContent from error
         cells.append(_content(held, within))
     names = [f"{n}={_content(fn.__globals__[n], within)}" for n in _code(fn.__code__)[1] if n in fn.__globals__]
@@ -119,7 +121,7 @@ def _function_content(fn: types.FunctionType, within: tuple) -> str:
 
 @lru_cache(maxsize=1024)
 def _code(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
-    """A sum over what the code says, and the names that it may look up among globals; those of inner functions too."""
+    """A hash of the code, and the names it may look up as globals, both including inner functions."""
     inner = [_code(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     steps = list(dis.get_instructions(code))
     if any(i.opname == "IMPORT_NAME" and i.argval.split(".")[0] not in _LIBRARIES for i in steps):
@@ -131,9 +133,9 @@ def _code(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
 
 
 def native_mod(fn: Any, kind: str, aux_tensors: Sequence[Tensor] | None) -> TracedMod | None:
-    """A CuTe function as a mod, None if ``fn`` is none.
+    """A CuTe function as a mod; None if ``fn`` is not a CuTe function.
 
-    Raises ``TypeError`` for a wrong number of parameters, ``ModError`` where it captures a tensor.
+    Raises ``TypeError`` for a wrong number of parameters, ``ModError`` if it captures a tensor.
     """
     if not is_native(fn):
         return None
@@ -164,7 +166,7 @@ def native_mod(fn: Any, kind: str, aux_tensors: Sequence[Tensor] | None) -> Trac
 
 
 def native_reading(fn: Any) -> Reading | None:
-    """As ``fingerprint.recognise``, for a CuTe function, whose key covers all that it captures. None where it has no content key."""
+    """``fingerprint.recognise`` for a CuTe function, whose key covers all of its captures. None if it has no content key."""
     function = NativeFunction.of(fn)
     return Reading(_pattern(function), [], []) if function.has_content else None
 
@@ -185,5 +187,5 @@ def _expression(function: NativeFunction, kind: str, tensors: int) -> Expr:
 
 
 def has_native(mods: Iterable[TracedMod | None]) -> str | None:
-    """Which of the mods is, or contains, a CuTe function, as a person calls it: "score_mod 'f'"; None if none does."""
+    """The name, as in "score_mod 'f'", of the first mod that is or contains a CuTe function; None if there is none."""
     return next((f"{m.kind}_mod {m.name!r}" for m in mods if m is not None and any(n.op == "native" for n in m.expr.nodes)), None)

@@ -1,6 +1,6 @@
-"""Diagnostics of ``ModError``: the user's source line at which a mod failed, and what to write instead.
+"""Diagnostics of ``ModError``: the user's source line at which a mod failed, and the code to write instead.
 
-What is raised while a mod's body runs is raised again after it, should the body have an ``except`` for it: ``nothing_swallowed``.
+An exception that the tracer raises inside a mod's body is raised again after the body if the body caught it: ``nothing_swallowed``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "user_line",
 ]
 
-# Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
+# Frames in these folders are never the user's. Full paths, since a user's folder may be called torch/ too.
 _PACKAGES = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
 RANDOM_FILES = frozenset(
@@ -57,7 +57,7 @@ FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyat
 
 
 class _Span(NamedTuple):
-    """Lines from 1 and columns from 0 (in bytes), the end excluded; columns are None before Python 3.11."""
+    """Lines from 1 and columns from 0 (in bytes), end excluded; columns are None before Python 3.11."""
 
     line: int
     end_line: int
@@ -67,14 +67,14 @@ class _Span(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def is_library(filename: str) -> bool:
-    """Whether a frame of this file is never the user's own."""
+    """Whether frames of this file never belong to the user."""
     if filename in _FILES or filename.startswith("<frozen"):
         return True
     return not filename.startswith("<") and str(Path(filename).resolve()).replace("\\", "/").startswith(_FOLDERS)
 
 
 def _user_frame() -> FrameType:
-    """The innermost frame that is the user's own; the outermost of all if none is."""
+    """The innermost frame of the user's code; the outermost frame if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -90,12 +90,12 @@ def _span(code: CodeType, instruction: int, line: int) -> _Span:
     return _Span(start, end, column, end_column)
 
 
-_node_lines: list[str | None] = []  # where the nodes that run come from, innermost last
+_node_lines: list[str | None] = []  # stack traces of the graph nodes being run, innermost last
 
 
 @contextlib.contextmanager
 def at_line(stack_trace: str | None) -> Iterator[None]:
-    """Context of a graph node: errors inside name the last line of ``stack_trace``, a traceback's text (None if not known)."""
+    """Context of a graph node: errors inside it name the last line of ``stack_trace``, a traceback as text (None if unknown)."""
     _node_lines.append(stack_trace)
     try:
         yield
@@ -104,13 +104,13 @@ def at_line(stack_trace: str | None) -> Iterator[None]:
 
 
 def _line_of_node() -> tuple[str, str] | None:
-    """The last place in the traceback of the running node, and its text."""
+    """Place and text of the last line in the traceback of the node being run."""
     found = re.findall(r'File "([^"\n]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', (_node_lines[-1] if _node_lines else None) or "")
     return (f"{found[-1][0]}:{found[-1][1]}", found[-1][2]) if found else None
 
 
 def user_line() -> tuple[str, str]:
-    """The place and the text of what the user's own code is doing: the lines of the expression that is being evaluated."""
+    """Place and text of the user's code that is running: the lines of the expression being evaluated."""
     of_node = _line_of_node()
     if of_node is not None:
         return of_node
@@ -125,7 +125,7 @@ def _quoted(code: CodeType, instruction: int, line: int) -> tuple[str, str]:
 
 
 def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
-    """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
+    """The error with the problem, its place and the cure. at: a place other than ``user_line``, in the same form."""
     place, text = at or user_line()
     error = ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
     note_raised(error)
@@ -133,7 +133,7 @@ def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> Mod
 
 
 class _Raised(threading.local):
-    """What was raised in each body that runs in this thread, the innermost last: a mod may trace another."""
+    """The exceptions raised in each mod body that this thread is running, innermost body last: a mod may trace another mod."""
 
     def __init__(self) -> None:
         self.by_body: list[list[Exception]] = []
@@ -143,16 +143,16 @@ _raised = _Raised()
 
 
 def note_raised(error: Exception) -> None:
-    """Notes what is about to be raised in the body of a mod, if one runs."""
+    """Records an exception that is about to be raised, if a mod's body is running."""
     if _raised.by_body:
         _raised.by_body[-1].append(error)
 
 
 @contextlib.contextmanager
 def nothing_swallowed() -> Iterator[None]:
-    """Context of a mod's body: raises the first of the exceptions noted in it that the body has not let through.
+    """Context of a mod's body: if the body caught recorded exceptions, raises the first of them.
 
-    An exception of the user's own stands where theirs is a ``ModError``, which it then has for a context.
+    If the body raised an exception of its own instead of a ``ModError``, its own is raised, with the ``ModError`` as its context.
     """
     _raised.by_body.append([])
     try:
@@ -172,7 +172,7 @@ def nothing_swallowed() -> Iterator[None]:
 
 
 def defined_at(fn: Any, word: str) -> tuple[str, str]:
-    """The first line of ``fn`` that has ``word`` in it, or else its first line, as ``user_line`` gives it."""
+    """The first line of ``fn`` that contains ``word``, else its first line, in the form of ``user_line``."""
     fn = inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -187,7 +187,7 @@ def defined_at(fn: Any, word: str) -> tuple[str, str]:
 
 
 def called_from(outermost: CodeType) -> tuple[str, str] | None:
-    """The user's line, as ``user_line`` gives it, that applies a ``torch.autograd.Function``; None if none runs below ``outermost``."""
+    """The user's line that applies a ``torch.autograd.Function``, in the form of ``user_line``; None if none runs below ``outermost``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         if frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS):
@@ -199,7 +199,7 @@ def called_from(outermost: CodeType) -> tuple[str, str] | None:
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """The user's innermost line on the way of ``error``, as ``user_line`` gives it; None if it passed none of theirs."""
+    """The user's innermost line in the traceback of ``error``, in the form of ``user_line``; None if it has none."""
     ours = _last_of_the_user(error)
     return None if ours is None else _quoted(ours.tb_frame.f_code, ours.tb_lasti, ours.tb_lineno)
 
@@ -218,10 +218,10 @@ def _steps(error: BaseException) -> list[TracebackType]:
 
 
 def failed(error: Exception, name: str) -> ModError | None:
-    """The ``ModError`` for an exception that came out of the body of the mod called ``name``.
+    """The ``ModError`` for an exception that the body of the mod called ``name`` did not catch.
 
-    None for one that the user's own code raises, by ``raise`` or ``assert``, and for one that their code has no part in: those stay as
-    they are.
+    None for an exception that the user's code raises itself, by ``raise`` or ``assert``, and for one whose traceback has no line of the
+    user's: those are not replaced.
     """
     last = _last_of_the_user(error)
     if last is None or (last.tb_next is None and _is_raised_there(last)):
@@ -250,14 +250,14 @@ _CURES = {
 
 
 def truth_cure() -> str:
-    """What to write instead of the Python construct that has just converted a symbolic value to a bool."""
+    """The replacement for the Python construct that has just converted a symbolic value to a bool."""
     frame = _user_frame()
     span = _span(frame.f_code, frame.f_lasti, frame.f_lineno)
     tree = _parsed(frame.f_code.co_filename)
     if tree is None:
         return _CURES[""]
     around = [(node, kind) for node in ast.walk(tree) if _covers(node, span) and (kind := _truth_of(node))]
-    # ast.walk goes from the outside in: the last is the innermost
+    # ast.walk visits outer nodes first, so the last one is the innermost
     return _CURES[around[-1][1] if around else ""]
 
 
@@ -279,7 +279,7 @@ def _covers(node: ast.AST, span: _Span) -> bool:
 
 
 def _truth_of(node: ast.AST) -> str:
-    """Which construct that needs a Python truth value ``node`` is, '' if none."""
+    """The kind of ``node`` as a construct that needs a Python truth value, '' if it is not one."""
     if isinstance(node, ast.BoolOp):
         return "and" if isinstance(node.op, ast.And) else "or"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):

@@ -1,4 +1,4 @@
-"""A callback for the moment when Dynamo is imported, which ``import torch`` leaves to the first compilation."""
+"""Import hook for Dynamo: runs a callback once Dynamo is imported, which ``import torch`` delays until the first compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DYNAMO = "torch._dynamo"
 
 
 class _Watch(MetaPathFinder):
-    """Finds Dynamo as the other finders do and, once it is loaded, calls ``then``. A search without an import changes nothing."""
+    """Finds Dynamo as the other finders do and calls ``then`` once it is loaded. A search that imports nothing has no effect."""
 
     def __init__(self, then: Callable[[], None]):
         self.then = then
@@ -40,7 +40,7 @@ class _Watch(MetaPathFinder):
 
 
 def call_when_imported(then: Callable[[], None]) -> None:
-    """Calls ``then`` now if Dynamo is imported, else as soon as it is; of several callbacks that wait, the first alone is called."""
+    """Calls ``then`` now if Dynamo is imported, else once it is. Only the first of several waiting callbacks is called."""
     if _DYNAMO in sys.modules:
         then()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):

@@ -1,11 +1,11 @@
 """Fingerprints of mods: recognises a mod whose structure is known, and reads its current captures.
 
-``closure.walk`` describes a mod's structure, which takes too long for a warm call. A ``Pattern`` is a structure that was described once:
-matching a later function against it visits the same places, compares what must be equal, and collects the numbers and tensors of this
-call. Every capture is read again: a rebound cell, global or attribute either gives its new value or makes the match fail, and then the mod
-is described again.
+``closure.walk`` describes a mod's structure, which is too slow for a warm call. A ``Pattern`` stores one such structure: matching a later
+function against it visits the same places, compares the parts that must be equal, and collects this call's numbers and tensors. Every
+capture is read again: a rebound cell, global or attribute either gives its new value or makes the match fail, and then ``closure.walk``
+describes the mod again.
 
-Patterns hold code, constants and what belongs to libraries, never a user's tensor or function object.
+Patterns hold code, constants and objects of libraries, never a user's tensor or function object.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from anyattn.mods.tracing.closure import is_number, walk
 
 __all__ = ["Pattern", "Reading", "recognise"]
 
-_MOST_PATTERNS = 64  # of one piece of code: what ``a & b`` makes of any two masks shares its code
+_MOST_PATTERNS = 64  # per code object: all masks made by ``a & b`` share one code object
 _MOST_CODE = 1024
 _MISSING = object()
 _FUNCTION, _PARTIAL, _TENSOR = types.FunctionType, functools.partial, torch.Tensor
 
 
 class Pattern:
-    """A structure seen before. Identical patterns, not equal ones, are the same: they key the memos.
+    """A structure seen before. Patterns are compared by identity, not by equality, and are keys of the memos.
 
-    fixed: slots of a score mod's numbers on which more than its result depends; caches use their values as keys.
-    takes_aux: whether the trailing argument is passed, by (kind, whether the call brings tensors), where that is known.
+    fixed: slots of a score mod's numbers that affect more than the mod's result; caches use their values as keys.
+    takes_aux: whether the trailing argument is passed, by (kind, whether the call has aux_tensors), where that is known.
     """
 
     __slots__ = ("fixed", "structure", "takes_aux")
@@ -45,7 +45,7 @@ class Pattern:
 
 
 class Reading(NamedTuple):
-    """A pattern and what this call's mod captures, in visiting order."""
+    """A pattern, and the values that this call's mod captures, in visiting order."""
 
     pattern: Pattern
     numbers: list[int | float]
@@ -56,7 +56,7 @@ _patterns: dict[Any, list[Pattern]] = {}
 
 
 def recognise(fn: Any) -> Reading | None:
-    """What ``fn`` captures and its pattern, or None where ``closure.walk`` cannot know.
+    """The pattern of ``fn`` and its captures; None where ``closure.walk`` returns None.
 
     >>> width = 3
     >>> recognise(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width).numbers
@@ -77,7 +77,7 @@ def recognise(fn: Any) -> Reading | None:
             numbers: list[int | float] = []
             tensors: list[torch.Tensor] = []
             if _fits(pattern.structure, fn, numbers, tensors, []):
-                if at > 0:  # the latest comes first; a new list, for another thread may be going through this one
+                if at > 0:  # most recent first; a new list, because another thread may be iterating over this one
                     _patterns[anchor] = [pattern, *(p for p in patterns if p is not pattern)]
                 return Reading(pattern, numbers, tensors)
     return _described(fn, anchor, patterns or [])
@@ -97,7 +97,7 @@ def _described(fn: Any, anchor: Any, patterns: list[Pattern]) -> Reading | None:
 
 
 def _fits(node: tuple, item: Any, numbers: list, tensors: list, seen: list) -> bool:
-    """Whether ``closure.walk`` would describe ``item`` as ``node``; collects numbers and tensors in its order."""
+    """Whether ``closure.walk`` would describe ``item`` as ``node``; collects numbers and tensors in visiting order."""
     tag = node[0]
     if tag == "number":
         numbers.append(item)
@@ -140,13 +140,13 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
     if not (fn.__code__ is code or fn.__code__ == code) or fn.__module__ != module:
         return False
     if cells:
-        for cell_node, cell in zip(cells, fn.__closure__ or ()):  # equal code has as many
+        for cell_node, cell in zip(cells, fn.__closure__ or ()):  # equal code has equally many cells
             try:
                 contents = cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 contents = _MISSING
             tag = cell_node[0]
-            if tag == "tensor" and isinstance(contents, _TENSOR):  # as ``_fits``, without two calls
+            if tag == "tensor" and isinstance(contents, _TENSOR):  # the test of ``_fits`` without its two calls
                 tensors.append(contents)
             elif tag == "number" and type(contents) is cell_node[1] and is_number(contents):
                 numbers.append(contents)
@@ -170,7 +170,7 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
 
 
 def _place_fits(node: tuple, contents: Any, numbers: list, tensors: list, seen: list) -> bool:
-    """A cell's or a global name's contents; a place that was empty must be so still."""
+    """``_fits`` for the contents of a cell or of a global name; an empty place matches only an empty one."""
     if node[0] == "empty" or contents is _MISSING:
         return node[0] == "empty" and contents is _MISSING
     return _fits(node, contents, numbers, tensors, seen)

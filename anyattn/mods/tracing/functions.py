@@ -1,8 +1,8 @@
-"""Torch functions inside a mod that are more than one operation: casts, shapes, constants, and those with extra arguments.
+"""Torch functions inside a mod that take more than one operation: casts, shapes, constants, and functions with extra arguments.
 
-A number has the shape ``()`` and is on the mod's device. Arguments that ask for another shape, for reinterpreted bits or for a new tensor
-are refused, as are copies that torch would detach from gradients. Importing this module completes ``FUNCTIONS``: every function also takes
-rows of captured tensors, element by element, and Python's operators are added.
+A number has the shape ``()`` and is on the mod's device. Arguments that request another shape, reinterpreted bits or a new tensor are
+refused, and so are copies that torch would detach from gradients. Importing this module completes ``FUNCTIONS``: it extends every function
+to rows of captured tensors, element by element, and adds Python's operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["FUNCTIONS"]
 
 
 def _number(x: Any, *beside: Any) -> Value:
-    """``x`` as a value; ``beside`` may be what is symbolic where ``x`` is not."""
+    """``x`` as a value. beside: other arguments, of which one is symbolic if ``x`` is not."""
     builder = builder_in((x, *beside))
     assert builder is not None, "called without a symbolic value"
     return Value.lift(builder, x)
@@ -33,7 +33,7 @@ def _number(x: Any, *beside: Any) -> Value:
 # ---- arithmetic
 
 _ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
-_POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # the first of floats, and of a whole number to a literal
+_POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # pow takes floats, or a whole number with a literal exponent
 _WHERE = FUNCTIONS["where"]
 
 
@@ -71,7 +71,7 @@ def _relu(input: Any, inplace: Any = False) -> Value:
 
 
 def _extreme(op: str) -> Callable[..., Value]:
-    """torch.min and torch.max of two tensors; a number there is the dimension to reduce."""
+    """torch.min and torch.max of two tensors; torch takes a number in the second place for the dimension to reduce."""
 
     def apply(input: Any, other: Any) -> Value:
         second = _number(other, input)
@@ -83,7 +83,7 @@ def _extreme(op: str) -> Callable[..., Value]:
 
 
 def _ignoring_nan(op: str) -> Callable[..., Value]:
-    """fmin and fmax: the other value where one is NaN."""
+    """fmin and fmax: if one value is NaN, the other."""
 
     def apply(input: Any, other: Any) -> Value:
         a, b = _number(input, other), _number(other, input)
@@ -121,14 +121,15 @@ def _pow(input: Any, exponent: Any) -> Value:
 
 
 def _literal(value: Value, least: int | None = None) -> int | None:
-    """The literal that a whole value is, if it is not below ``least``."""
+    """The literal, if the value is a whole literal and not below ``least``; else None."""
     node = value.builder.nodes[value.node]
     is_one = node.op == "const" and category(node.dtype) == "int"
     return node.attr if is_one and (least is None or node.attr >= least) else None  # type: ignore[return-value, operator]
 
 
 def _xlogy(input: Any, other: Any) -> Value:
-    """``input * log(other)``, and 0 of 0 whatever the logarithm is; the derivative by 0 is the logarithm where there is one."""
+    """``input * log(other)``, and 0 where input is 0 for any logarithm; the derivative by input is the logarithm where that is
+    finite."""
     x, y = _number(input, other), _number(other, input)
     kind = result_dtype([x.kind, y.kind])
     dtype = kind if isinstance(kind, torch.dtype) and kind.is_floating_point else torch.get_default_dtype()
@@ -140,7 +141,7 @@ def _xlogy(input: Any, other: Any) -> Value:
 
 def _detach(input: Any) -> Value:
     value = _number(input)
-    has_gradient = category(value.kind) == "float" and any(node.op == "score" for node in value.builder.nodes)  # a mask has none
+    has_gradient = category(value.kind) == "float" and any(node.op == "score" for node in value.builder.nodes)  # masks have no gradient
     return Value(value.builder, value.builder.add("detach", value.node)) if has_gradient else value
 
 
@@ -188,11 +189,11 @@ def _caster(dtype: torch.dtype) -> Callable[..., Value]:
     return apply
 
 
-# ---- shapes, of which a number has one, and constants of that shape
+# ---- shapes (a number has the shape ()) and constants of that shape
 
 
 def _check_shape(name: str, shape: tuple) -> None:
-    """Refuses every shape but ``()``; a captured number in the shape of a real tensor is requested as a Python number."""
+    """Refuses every shape but ``()``. A captured number in the shape of a real tensor raises the request for a Python number."""
     sizes = [size for item in shape for size in (item if isinstance(item, (tuple, list)) else (item,))]
     for size in sizes:
         if isinstance(size, Value):
@@ -246,7 +247,7 @@ def _filled(name: str, value: int) -> Callable[..., Value]:
 
 
 def _constant(name: str, like: Any, fill: Any, options: dict[str, Any]) -> Value:
-    """``fill`` in the dtype of ``like``, unless the options say another."""
+    """``fill`` in the dtype that the options name, else in the dtype of ``like``."""
     builder = builder_in((like, fill))
     assert builder is not None, "called without a symbolic value"
     number = Value.lift(builder, fill)
@@ -271,7 +272,7 @@ def _new_tensor(input: Any, data: Any, **options: Any) -> Value:
 
 
 def _tensor(name: str) -> Callable[..., Value]:
-    """tensor, as_tensor and scalar_tensor of one number; of a list, which has no meaning per (q, kv), captured numbers become constants."""
+    """tensor, as_tensor and scalar_tensor of one number. A list has no meaning per (q, kv): its captured numbers become constants."""
 
     def apply(data: Any, dtype: Any = None, device: Any = None, **options: Any) -> Value:
         _pin(data, name)
@@ -289,7 +290,7 @@ def _tensor(name: str) -> Callable[..., Value]:
 
 
 def _pin(data: Any, name: str) -> None:
-    """Asks for every captured number in a list as a Python number."""
+    """Requests every captured number in a list as a Python number."""
     for item in data if isinstance(data, (list, tuple)) else ():
         if isinstance(item, Value):
             item.python_number(f"torch.{name} of a list", "make the tensor outside the mod, and index it")
@@ -309,7 +310,7 @@ FUNCTIONS.update({
     "relu": _relu,
     **{name: _extreme(name) for name in ("min", "max")},
     **{"f" + name: _ignoring_nan(name) for name in ("min", "max")},
-    "where of a tensor": lambda input, condition, other: _WHERE(condition, input, other),  # the method
+    "where of a tensor": lambda input, condition, other: _WHERE(condition, input, other),  # the method, whose first argument is self
     "masked_fill": _masked_fill,
     "to": _to,
     "type": _type,

@@ -1,4 +1,4 @@
-"""Tracing of FX graphs: a mod that a compiler passes as a graph is run on symbolic values, as ``trace.py`` runs a function."""
+"""Tracing of FX graphs: runs a mod that a compiler passes as a graph on symbolic values, as ``trace.py`` runs a function."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from anyattn.mods.tracing.trace import InterceptCaptured, TracedMod, Tracer, fin
 
 __all__ = ["trace_graph"]
 
-# How graphs say that a part of them computes under another mode.
+# The functions by which a graph changes the mode of a part.
 _MODE_CHANGES = {torch._C._set_grad_enabled: "grad mode", torch.amp.autocast_mode._enter_autocast: "autocast"}
 
 
 class _Run(torch.fx.Interpreter):
-    """Runs a graph on symbolic values; errors name the user's line that became the node.
+    """Runs a graph on symbolic values; errors name the user's line that the node came from.
 
-    numbers: those that the compiler keeps symbolic, by scalar slot; ``run`` adds to them.
+    numbers: the numbers that the compiler keeps symbolic, by scalar slot; ``run`` appends to them.
     """
 
     extra_traceback = False
@@ -44,14 +44,14 @@ class _Run(torch.fx.Interpreter):
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = super().call_method(target, args, kwargs)
-        return self.lifted(found)  # a captured float that has changed comes as a tensor's item()
+        return self.lifted(found)  # a captured float that has changed between calls is passed as a tensor's item()
 
     def lifted(self, item: Any) -> Any:
-        """What a symbolic number is in the mod, such as a captured tensor's size: a run-time scalar; other operands are as they are."""
+        """A symbolic number, such as a captured tensor's size, as a run-time scalar; other operands unchanged."""
         if isinstance(item, torch.Size):
             return tuple([self.lifted(n) for n in item])
         if isinstance(item, torch.SymFloat):
-            # a sum, for torch keeps a float symbolic only where it meets tensors in operations that it knows
+            # a sum, since torch keeps a float symbolic only in operations with tensors that it knows
             return self.real(torch.zeros((), dtype=torch.float64) + item)  # type: ignore[operator]
         if not isinstance(item, torch.SymInt):
             return item
@@ -61,7 +61,7 @@ class _Run(torch.fx.Interpreter):
         return Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=slot))
 
     def real(self, number: Tensor) -> Value:
-        """A captured float that stands in a tensor of rank 0: in the score's dtype, as torch takes a Python float beside a score."""
+        """A captured float held in a tensor of rank 0, cast to the score's dtype, as torch combines a Python float with a score."""
         value = Value.lift(self.tracer, number)
         return Value(self.tracer, self.tracer.cast(value.node, self.score_dtype))
 
@@ -69,9 +69,9 @@ class _Run(torch.fx.Interpreter):
 def trace_graph(
     graph: torch.fx.GraphModule, kind: str, captured: Sequence[Any], *, name: str, score_dtype: torch.dtype, device: torch.device
 ) -> TracedMod:
-    """The ``TracedMod`` of a graph of (score, b, h, q_idx, kv_idx, *captured), or of the same without score.
+    """The ``TracedMod`` of a graph of (score, b, h, q_idx, kv_idx, *captured), or without score for a mask.
 
-    captured: tensors, and the numbers that the compiler keeps symbolic, which become run-time scalars. name: the mod's, in messages.
+    captured: tensors, and the numbers that the compiler keeps symbolic, which become run-time scalars. name: of the mod, for messages.
     Raises ``ModError`` for a graph that the IR cannot express.
     """
     tracer = Tracer(device)

@@ -1,8 +1,8 @@
 """Pickling and copying of mods: a function that closes over its settings is pickled as the call that makes it.
 
-Python pickles a function by its name, which a function made inside another one does not have. The library's masks and scores, and what
-``&``, ``|``, ``~``, ``then`` and slices make of mods, keep their ``Recipe``. Made again they are the same code over equal captures, so
-that what was traced or compiled for the original serves them too.
+Python pickles a function by its qualified name, and a function made inside another one cannot be found by it. So the library's masks and
+scores, and the results of ``&``, ``|``, ``~``, ``then`` and slices, store their ``Recipe``. A mod made from its recipe has the same code
+over equal captures, so traces and compiled kernels of the original serve it too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ M = TypeVar("M")
 
 
 class Recipe(NamedTuple):
-    """The call ``make(*args)`` that makes an equal mod. make: a function at a module's top level."""
+    """The call ``make(*args)`` that makes an equal mod. make: a function at the top level of a module."""
 
     make: Callable[..., Any]
     args: tuple
 
 
 def remade_by_call(factory: Callable[P, M]) -> Callable[P, M]:
-    """Decorates a function that makes mods: a mod without a recipe gets this very call for one."""
+    """Decorates a function that makes mods: a returned mod without a recipe gets this call as its recipe."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -48,7 +48,7 @@ def remade_by_call(factory: Callable[P, M]) -> Callable[P, M]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """What ``module`` calls ``name``, with dots for what lies inside a class."""
+    """The attribute ``name`` of ``module``; the name has dots for attributes of classes."""
     found = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -56,7 +56,7 @@ def attribute(module: str, name: str) -> Any:
 
 
 def place_of(fn: Any) -> tuple[str, str, Any] | None:
-    """(module, name, what lies there) of a function, by the name that it was defined under; None where nothing does."""
+    """(module, name, object at that name) for a function, by the name it was defined under; None if there is no such object."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if module not in sys.modules or name is None:
         return None
@@ -67,7 +67,7 @@ def place_of(fn: Any) -> tuple[str, str, Any] | None:
 
 
 def refuse_nameless(fn: Any, what: str) -> None:
-    """Raises ``pickle.PicklingError`` for a function that no other process could find, also inside ``functools.partial``."""
+    """Raises ``pickle.PicklingError`` for a function that another process could not find by name, also inside ``functools.partial``."""
     if isinstance(fn, functools.partial):
         for part in (fn.func, *fn.args, *fn.keywords.values()):
             refuse_nameless(part, what)

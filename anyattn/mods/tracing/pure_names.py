@@ -1,8 +1,8 @@
-"""Pure names: attributes, built-ins and imports that a mod's code may use and still mean the same at every trace.
+"""Pure names: attributes, built-ins and imports in a mod's code that have the same meaning at every trace.
 
-A trace is remembered by what the mod captures. Whatever else the body reads (grad mode, autocast, ``table.requires_grad``, the clock, a
-global that it looks up by text) is reached through some name: an attribute, a built-in function, an import. Code that uses other names
-than these is traced on every call. A name that is missing here costs time, one too many costs a wrong result.
+Traces are memoised by the mod's captures. The body reaches everything else it reads (grad mode, autocast, ``table.requires_grad``, the
+clock, a global looked up by text) through a name: an attribute, a built-in function, an import. Code that uses a name outside these lists
+is traced on every call. A missing name costs time; a wrong one gives wrong results.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _PURE = (
 
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
 _GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
-_HANDLERS = frozenset(("PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"))  # the last two before Python 3.11
+_HANDLERS = frozenset(("PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"))  # SETUP_FINALLY and SETUP_WITH: before Python 3.11
 _WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS", "IMPORT_STAR"))
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> frozenset[str]:
-    """The library's functions that make masks and scores, which depend on their arguments alone."""
+    """The library's functions that make masks and scores; they depend only on their arguments."""
     from anyattn.mods import masks, scores
 
     return frozenset((*masks.__all__, *scores.__all__))
@@ -66,14 +66,14 @@ def _is_pure(name: str) -> bool:
 
 
 def has_pure_name(item: Any) -> bool:
-    """Whether a library's function or class that a mod captures depends on its arguments alone."""
+    """Whether a captured function or class of a library depends only on its arguments."""
     name = getattr(item, "__name__", "")
     return name in _BUILTINS or _is_pure(name)
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_identity(code: CodeType) -> bool:
-    """Whether the body asks if something is the same object as anything but None, True or False: what a number's symbol is not."""
+    """Whether the body compares identity with anything but None, True or False; a symbolic number is not identical to the number."""
     last = None
     for instruction in dis.get_instructions(code):
         is_literal = last is not None and last.opname == "LOAD_CONST" and (last.argval is None or isinstance(last.argval, bool))
@@ -85,7 +85,7 @@ def compares_identity(code: CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def handles_errors(code: CodeType) -> bool:
-    """Whether the body handles exceptions: a number's symbol raises others than the number itself."""
+    """Whether the body handles exceptions: a symbolic number raises other exceptions than the number itself."""
     if any(instruction.opname in _HANDLERS for instruction in dis.get_instructions(code)):
         return True
     return any(handles_errors(c) for c in code.co_consts if isinstance(c, CodeType))
@@ -93,7 +93,7 @@ def handles_errors(code: CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> tuple[bool, frozenset[str]]:
-    """(whether the body uses nothing but pure attributes and imports, the globals it reads that are no pure built-in functions)."""
+    """(whether all attributes and imports in the body are pure, the globals it reads other than pure built-ins)."""
     is_pure, read = not compares_identity(code), set()
     for instruction in dis.get_instructions(code):
         kind, name = instruction.opname, instruction.argval

@@ -1,9 +1,9 @@
-"""Refusal of random numbers and clocks inside a mod: read while the mod is traced, they would be one number for all pairs.
+"""Refusal of random numbers and clocks inside a mod: read during tracing, they would be one number for all pairs.
 
-torch's functions are caught by name in the tracer's function mode. Python's and NumPy's are not: their modules and functions among a mod's
-captures are replaced by an object that raises at the user's line, and other draws are detected by the state of the two global generators.
-The clock and the system's own random bytes have no such state: a profile function of the thread sees whose code calls them, in any module.
-Calls from C code (``functools.partial(time.time)()``) it does not see; for these, captured clocks are replaced too, also within modules.
+torch's functions are caught by name in the tracer's function mode. Python's and NumPy's modules and functions among a mod's captures are
+replaced by an object that raises at the user's line; other draws are detected by the state of the two global generators. Clocks and the
+system's random bytes have no such state: a profile function on the thread catches calls of them from any module that is not a library's.
+It does not see calls from C code (``functools.partial(time.time)()``), so captured clocks are replaced too, also inside modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DRAWS = frozenset(
         "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "rrelu", "uniform",
     )
 )  # fmt: skip
-_SYSTEM_DRAWS = frozenset(("urandom", "getrandom", "generate_time_safe", "UuidCreate"))  # of uuid1 the last two
+_SYSTEM_DRAWS = frozenset(("urandom", "getrandom", "generate_time_safe", "UuidCreate"))  # generate_time_safe and UuidCreate: uuid.uuid1
 _TIMES = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 _CLOCKS = {
     "time": frozenset((*_TIMES, *(f"{name}_ns" for name in _TIMES), "asctime", "ctime", "gmtime", "localtime", "strftime")),
@@ -50,23 +50,23 @@ _CLOCKS = {
 _DATES = frozenset(("now", "today", "utcnow"))
 _WATCHED = _SYSTEM_DRAWS.union(*_CLOCKS.values(), _DATES, ("random", "getrandbits", "seed"))
 _CLOCK_CURE = "read it outside the mod and capture the number: a captured number may change from call to call"
-_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # the folder of Python's own modules
-_MT19937 = 624 * 4 + 4  # bytes: its words, and the place among them
-_CALLS = 5  # other threads draw too, but hardly during each of five calls
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # the folder of the standard library
+_MT19937 = 624 * 4 + 4  # bytes: the words of the state, and the position among them
+_CALLS = 5  # another thread may draw too, but hardly during each of five calls
 
 
 def is_random(name: str) -> bool:
-    """Whether torch's function of this name draws random numbers; in-place ones end in an underscore, and ``__rand__`` is ``&``."""
+    """Whether torch's function of this name draws random numbers; in-place ones end in an underscore; ``__rand__`` is ``&``."""
     return name.rstrip("_") in _DRAWS
 
 
 def refuse_random(what: str) -> None:
-    """Raises the ``ModError`` of a mod that draws random numbers by ``what``."""
+    """Raises the ``ModError`` for a mod that draws random numbers with ``what``."""
     raise mod_error(f"{what} is a random number, and would be one and the same for all (b, h, q_idx, kv_idx)", RANDOM_CURE)
 
 
 class _Refusing:
-    """Stands for a source of random numbers that a mod captures."""
+    """Replaces a captured source of random numbers."""
 
     def __init__(self, what: str):
         self._what = what
@@ -81,7 +81,7 @@ class _Refusing:
 
 
 class _Clock:
-    """Stands for a clock that a mod captures, or that a module which it captures has."""
+    """Replaces a clock that a mod captures, directly or in a captured module."""
 
     def __init__(self, what: str):
         self.__name__ = what
@@ -91,7 +91,7 @@ class _Clock:
 
 
 class _DateTime64:
-    """``numpy.datetime64``, of which two strings are the time of the call."""
+    """Replaces ``numpy.datetime64``, which reads the clock for the strings "now" and "today"."""
 
     def __init__(self, real: type):
         self._real = real
@@ -106,7 +106,7 @@ class _DateTime64:
 
 
 class _Module(types.ModuleType):
-    """A module without its clocks and its sources of random numbers."""
+    """A module whose clocks and sources of random numbers are replaced."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(sys.modules[self.__name__], name)
@@ -119,7 +119,7 @@ def _refuse_clock(what: str) -> None:
 
 
 def _clock(called: Any) -> str | None:
-    """The name of a built-in function that reads a clock for any arguments; None for every other function."""
+    """The name of a built-in function that always reads a clock; None for every other function."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, types.ModuleType):
         module = owner.__name__
@@ -129,7 +129,7 @@ def _clock(called: Any) -> str | None:
 
 
 def refusing(item: Any) -> Any:
-    """The replacement in a traced mod of what is, or belongs to, a clock or a source of random numbers; None for anything else."""
+    """The replacement for a clock or a source of random numbers, or for an object that contains one; None for anything else."""
     if isinstance(item, types.ModuleType):
         if item.__name__ in ("numpy", "os", "resource", "time"):
             return _Module(item.__name__)
@@ -157,19 +157,19 @@ def _is_generator(item: Any) -> bool:
     return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
 
 
-# What has run without a read: a tree by the objects that a mod is made of, none of which is kept alive, with sets of plain values.
+# Mods that have run without reading a clock: a tree over the objects a mod is made of, by weak reference; its leaves are sets of values.
 _clean: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _PLAIN = (int, float, str, types.NoneType, torch.dtype, torch.device)
-_MOST_VALUES = 64  # a number that changes at each call would only grow the set
+_MOST_VALUES = 64  # bounds the set for a number that changes at each call
 
 
 class _Values:
-    """The key of the set at an end of the tree."""
+    """The key of the set at a leaf of the tree."""
 
 
 def _parts(fn: Any) -> tuple[list[Any], tuple]:
-    """The objects that a mod is made of, and the plain values among its captures, each with its place. A function made anew of the same
-    ones is the same mod."""
+    """The objects that a mod is made of, and the plain values among its captures, each with its place. Two functions with equal results are
+    the same mod."""
     objects: list[Any] = []
     values: list[Any] = []
     seen: list[Any] = []
@@ -195,9 +195,9 @@ def _itself(fn: Any) -> tuple[list[Any], tuple]:
 
 
 def _clean_values(fn: Any) -> tuple[set, tuple]:
-    """The plain values with which the objects of ``fn`` have run without a read, and those of ``fn``."""
+    """The set of plain values with which the objects of ``fn`` have run without reading a clock, and the plain values of ``fn``."""
     for parts in (_parts, _itself):
-        with contextlib.suppress(TypeError, ValueError):  # a list has no weak references, a cell may be empty
+        with contextlib.suppress(TypeError, ValueError):  # a list cannot be weakly referenced, and a cell may be empty
             objects, values = parts(fn)
             level: Any = _clean
             for item in objects:
@@ -208,18 +208,18 @@ def _clean_values(fn: Any) -> tuple[set, tuple]:
 
 @contextlib.contextmanager
 def reads_refused(fn: Any) -> Iterator[None]:
-    """Context of the first call of the mod ``fn``: a clock that it reads, and a draw from a source of Python's, raise ``ModError``.
+    """Context of the first call of the mod ``fn``: reading a clock or drawing from one of Python's random sources raises ``ModError``.
 
-    Only in this thread, and only of code that is no library's. Later calls of the same object, or of a function of the same code and
-    captures (tensors may be others), are not watched, which takes as long as to trace it; nor is a thread that has a profile function, such
-    as a profiler's.
+    This covers this thread only, and only calls from code outside libraries. Later calls of the same object, or of a function with the same
+    code and captures (tensors may differ), are not watched, since that takes as long as tracing; neither is a thread that already has a
+    profile function, such as a profiler's.
     """
     clean, values = _clean_values(fn)
     if values in clean or sys.getprofile() is not None:
         yield
         return
     collects = gc.isenabled()
-    gc.disable()  # what a finalizer or a callback of the collector reads is no mod's
+    gc.disable()  # finalizers and callbacks of the collector may read clocks, and are not part of the mod
     sys.setprofile(_refuse_reads)
     try:
         yield
@@ -238,7 +238,7 @@ def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:
     file, owner = frame.f_code.co_filename, getattr(called, "__self__", None)
     is_standard = file.startswith((_STANDARD, "<frozen")) and "-packages" not in file
     if file not in RANDOM_FILES and (is_standard or is_library(file)):
-        return  # such as the time of an entry in a log
+        return  # such as the timestamp of a log entry
     module = owner.__name__ if isinstance(owner, types.ModuleType) else None
     is_system = name in _SYSTEM_DRAWS and module is not None
     if isinstance(owner, random.Random) or is_system or (name == "seed" and isinstance(owner, torch.Generator)):
@@ -248,20 +248,20 @@ def _refuse_reads(frame: types.FrameType, event: str, called: Any) -> None:
 
 
 def generators_state() -> tuple:
-    """The state of Python's and of NumPy's global generator, to be compared with a later one."""
+    """The states of Python's and of NumPy's global generator, for comparison with later ones."""
     numpys = sys.modules.get("numpy.random")
     if numpys is None:
         return (random.getstate(),)
     generator = numpys.get_bit_generator() if hasattr(numpys, "get_bit_generator") else None
     if generator is None or type(generator) is not numpys.MT19937:
         return random.getstate(), repr(numpys.get_state() if generator is None else generator.state)
-    return random.getstate(), ctypes.string_at(generator.ctypes.state_address, _MT19937)  # a tenth of the time of get_state
+    return random.getstate(), ctypes.string_at(generator.ctypes.state_address, _MT19937)  # takes a tenth of the time of get_state
 
 
 def check_draws(fn: Any, before: tuple, again: Callable[[], Any]) -> None:
-    """Raises ``ModError`` if the mod ``fn`` draws from a global generator. before: their state before it was called; again: calls it."""
+    """Raises ``ModError`` if the mod ``fn`` draws from a global generator. before: their states before its call. again: calls it again."""
     for _ in range(_CALLS):
-        # NumPy's generator may have been loaded between the two
+        # NumPy's generator may have been loaded in between
         if not any(a != b for a, b in zip(before, generators_state(), strict=False)):
             return
         before = generators_state()

@@ -1,7 +1,7 @@
-"""Reductions inside a mod, of rows of captured tensors (``vectors.py``) to one number: sums, extremes, norms, inner products.
+"""Reductions inside a mod, from rows of captured tensors (``vectors.py``) to one number: sums, extremes, norms, inner products.
 
-Each is written out as a tree of pairs, so that the rounding of a sum grows with the logarithm of its length. Rows of 16 bits are added up
-in float32 and rounded once, as torch does.
+A reduction is traced as a tree of pairs, so the rounding error of a sum grows with the logarithm of its length. 16-bit rows are added in
+float32 and rounded once, as in torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Extremes(NamedTuple):
-    """What torch's ``max`` and ``min`` along a dimension return."""
+    """The result of torch's ``max`` and ``min`` along a dimension."""
 
     values: Any
     indices: Any
@@ -36,7 +36,7 @@ class _NoIndices:
 
 
 def _tree(values: Sequence[Any], pair: Callable[[Any, Any], Any]) -> Any:
-    """Pairs, then pairs of pairs."""
+    """Combines the values as a balanced tree: pairs, then pairs of pairs."""
     values = list(values)
     while len(values) > 1:
         paired = [pair(a, b) for a, b in zip(values[::2], values[1::2])]
@@ -59,7 +59,7 @@ def _axes(dim: Any, rank: int) -> tuple[int, ...]:
 
 
 def _along(x: Any, dim: Any, keepdim: bool, reduce: Callable[[list[Any]], Any]) -> Any:
-    """``reduce`` of the elements along ``dim``; everywhere else one result each."""
+    """``reduce`` of the elements along ``dim``: one result per position of the other dimensions."""
     items = as_vector(x, builder_of([x])).items
     axes = _axes(dim, items.ndim)
     kept = [a for a in range(items.ndim) if a not in axes]
@@ -69,7 +69,7 @@ def _along(x: Any, dim: Any, keepdim: bool, reduce: Callable[[list[Any]], Any]) 
 
 
 def _of(name: str, x: Any) -> Any:
-    """A row's dtype; sets of dimensions come from single values as well, of which a reduction is the value itself."""
+    """The dtype of a row. Single values are accepted too: a reduction over no dimensions returns them."""
     if isinstance(x, (int, float)) or _is_number(x):
         raise mod_error(f"torch.{name} of a Python number", "reduce rows of captured tensors: table[q_idx].sum(-1)")
     return x.dtype
@@ -107,14 +107,14 @@ def _need_float(name: str, dtype: torch.dtype) -> None:
 
 def _logical(name: str, pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def apply(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        dtype = torch.uint8 if _of(name, x) is torch.uint8 else torch.bool  # torch's exception
+        dtype = torch.uint8 if _of(name, x) is torch.uint8 else torch.bool  # as in torch
         return _along(x, dim, keepdim, lambda values: _tree([v.to(torch.bool) for v in values], pair).to(dtype))
 
     return apply
 
 
 def _extreme(name: str, pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """amax, amin: equal elements share the derivative."""
+    """amax and amin: equal extreme elements share the derivative."""
 
     def apply(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         _of(name, x)
@@ -124,7 +124,7 @@ def _extreme(name: str, pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def _first(is_more: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
-    """The first of the extreme elements, which has all of the derivative; NaN is more than all."""
+    """Reduces to the first of equal extreme elements, which gets the whole derivative; NaN counts as the most extreme."""
 
     def reduce(values: list[Any]) -> Any:
         return functools.reduce(lambda a, b: torch.where(is_more(b, a) | ((b != b) & (a == a)), b, a), values)
@@ -135,7 +135,7 @@ def _first(is_more: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
 def _max_or_min(
     name: str, of_two: Callable[..., Any], of_all: Callable[..., Any], is_more: Callable[[Any, Any], Any]
 ) -> Callable[..., Any]:
-    """torch's ``max``: of two, of all elements, or along a dimension, then with a place for indices."""
+    """torch's ``max``: of two values, of all elements, or along a dimension, which returns values and (unusable) indices."""
 
     def apply(x: Any, *args: Any, dim: Any = None, keepdim: bool = False, other: Any = None, out: None = None) -> Any:
         if args and not isinstance(args[0], int) and not _is_number(args[0]):
@@ -156,7 +156,7 @@ def _max_or_min(
 
 
 def _is_number(item: Any) -> bool:
-    """Whether a captured number: a dimension, for torch takes no number as the second of two."""
+    """Whether ``item`` is a captured number; as a second argument it is a dimension, since torch takes no number there."""
     return kind_of(item) is not None and is_weak(item.kind)
 
 
@@ -183,7 +183,7 @@ def _norm(name: str) -> Callable[..., Any]:
 
 def _euclid(values: list[Any]) -> Any:
     total = _tree([v * v for v in values], lambda a, b: a + b)
-    return torch.where(total == 0, 0.0, torch.sqrt(total))  # of nothing but zeros the derivative is 0, as in torch
+    return torch.where(total == 0, 0.0, torch.sqrt(total))  # the derivative at an all-zero row is 0, as in torch
 
 
 _NORMS: dict[float, Callable[[list[Any]], Any]] = {
@@ -211,7 +211,7 @@ def _pair(name: str, x: Any, y: Any) -> tuple[np.ndarray, np.ndarray, torch.dtyp
 
 
 def _dot(name: str) -> Callable[..., Any]:
-    """Of two rows: dot, vdot, inner."""
+    """dot, vdot and inner: the inner product of two rows."""
 
     def apply(x: Any, y: Any, *, out: None = None) -> Any:
         a, b, dtype = _pair(name, x, y)
@@ -231,7 +231,7 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1, out: None = None) -> Any:
 
 
 def _matmul(x: Any, y: Any, *, out: None = None) -> Any:
-    """Of two rows, or of a matrix and a row."""
+    """The product of two rows, or of a matrix and a row."""
     a, b, dtype = _pair("matmul", x, y)
     if not (1 <= a.ndim <= 2 and 1 <= b.ndim <= 2) or a.shape[-1] != b.shape[0]:
         raise mod_error(f"a product of shapes {a.shape} and {b.shape}", "give it rows of one length, or matrices that fit")
@@ -269,10 +269,10 @@ def _flatten(x: Any) -> Any:
 
 
 def _rows_or(of_rows: Callable[..., Any], of_values: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A function of rows, and another of single values."""
+    """Applies ``of_rows`` to rows and ``of_values`` to single values."""
 
     def apply(x: Any, *args: Any, **kwargs: Any) -> Any:
-        # of a captured tensor itself, a captured number in the shape is asked for by the function of single values
+        # for a whole captured tensor, the function of single values requests a captured number in its shape
         f = of_rows if of_values is None or (is_row(x) and not isinstance(x, torch.Tensor)) else of_values
         return f(x, *args, **kwargs)
 
@@ -283,9 +283,9 @@ _SHAPES = {"squeeze": _squeeze, "reshape": _reshape, "view": _reshape}
 
 
 def with_rows(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The functions of single values, by name, knowing rows element by element, and those of rows alone.
+    """The functions of single values, by name, extended to rows element by element, and the functions of rows alone.
 
-    ``max`` and ``min`` are of two values or of a row.
+    ``max`` and ``min`` take two values or a row.
     """
     made = {name: by_element(name, f) for name, f in functions.items() if name != "getitem"}
     largest, least = _extreme("amax", functions["maximum"]), _extreme("amin", functions["minimum"])

@@ -1,9 +1,9 @@
-"""Symbolic values, with which a mod computes while it is traced.
+"""Symbolic values: the operands that a mod computes with while it is traced.
 
-A ``Value`` is one number inside the mod: an index, the score, a captured number, or anything computed from them. It implements
-Python's operators, torch's functions (through ``__torch_function__``) and the tensor methods of the table below, and records each
-as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with, it is a row (``vectors.py``).
-What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
+A ``Value`` is one number inside the mod: an index, the score, a captured number, or a result computed from them. It implements Python's
+operators, torch's functions (through ``__torch_function__``) and the tensor methods of the table below, and records each as a node. A
+``View`` is a captured tensor with some dimensions still to be indexed; in arithmetic it is a row (``vectors.py``). Code that has no meaning
+for one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FUNCTIONS", "Value", "View", "binary", "builder_in", "cast"]
 
 
 class View:
-    """A captured tensor with some dimensions indexed: ``indices[d]`` is a node, or None while dimension d is still whole."""
+    """A captured tensor with some dimensions indexed: ``indices[d]`` is a node, or None while dimension d is not indexed."""
 
     def __init__(self, builder: Builder, slot: int, tensor: torch.Tensor, indices: tuple[int | None, ...]):
         self.builder, self.slot, self.tensor, self.indices = builder, slot, tensor, indices
@@ -59,7 +59,7 @@ class View:
         raise mod_error("a mod cannot loop over a captured tensor", "index it: table[q_idx], or loop over range(n)")
 
     def components(self) -> Vector:
-        """The row that is left, element by element."""
+        """The remaining row, one value per element."""
         refuse_many(self.shape)
         made = [self[place] for place in itertools.product(*map(range, self.shape))]
         return from_values(made, self.shape)
@@ -110,7 +110,7 @@ class View:
         return self.builder.cast(item.node, torch.int64)
 
     def settled(self, required: bool = False) -> Any:
-        """The loaded ``Value`` once every dimension is indexed, before that the view itself (an error if ``required``)."""
+        """The loaded ``Value`` once every dimension is indexed; before that the view itself (an error if ``required``)."""
         if None not in self.indices:
             load = self.builder.add("load", *self.indices, dtype=self.tensor.dtype, attr=self.slot)  # type: ignore[arg-type]
             return Value(self.builder, load)
@@ -147,7 +147,7 @@ class Value:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether a tensor of rank 0, and not a Python number."""
+        """Whether this is a tensor of rank 0 rather than a Python number."""
         return not is_weak(self.kind)
 
     def dim(self) -> int:
@@ -161,7 +161,7 @@ class Value:
 
     @staticmethod
     def lift(builder: Builder, item: Any) -> Value:
-        """``item`` as a value: itself, a literal, or a captured tensor of rank 0."""
+        """``item`` as a value: a ``Value`` itself, a literal, or a captured tensor of rank 0."""
         if isinstance(item, Value):
             return item
         if isinstance(item, Vector):
@@ -171,12 +171,12 @@ class Value:
             return item.settled(required=True)
         if isinstance(item, torch.Tensor):
             return builder.capture(item).settled(required=True)  # type: ignore[attr-defined]
-        if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
+        if hasattr(item, "item") and getattr(item, "shape", None) == ():  # NumPy scalars; np.float64 is a float too
             item = item.item()
         if isinstance(item, int) and not -(2**63) <= item < 2**64:
             raise mod_error(f"the number {item} has more than the 64 bits of torch's whole numbers", "use one of 64 bits, or a float")
         for number in (bool, int, float):
-            if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
+            if isinstance(item, number):  # an IntEnum member is an int; the IR has exact types only
                 return Value(builder, builder.const(number(item)))
         cure = "use numbers, indices, the score and captured tensors"
         if type(item).__module__ == "numpy":
@@ -185,7 +185,7 @@ class Value:
 
     # -- Python's number protocol
     def python_number(self, use: str, cure: str = "") -> Any:
-        """Requests a new trace in which this is a Python number; ``ModError`` where it cannot be one."""
+        """Requests a new trace in which this is a Python number; ``ModError`` if it depends on more than captured numbers."""
         scalars = scalar_slots(self.builder.nodes, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
@@ -202,7 +202,7 @@ class Value:
         return self.python_number("a Python index or range()", cure)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        """NumPy asks for it when an array is indexed with a value, or one of its functions is called on it."""
+        """NumPy calls this when a value indexes an array or is passed to one of NumPy's functions."""
         cure = "wrap a table outside the mod, table = torch.from_numpy(array), and use torch's functions"
         return self.python_number("NumPy", cure)
 
@@ -225,7 +225,7 @@ class Value:
         raise mod_error("`in` has no meaning per (q, kv)", "write it with == and |")
 
     def _need_number(self) -> None:
-        """Requests a new trace if this is made of captured numbers alone, whose hash and text are those of a Python number."""
+        """Requests a new trace if this is computed from captured numbers alone: hash and text must be those of a Python number."""
         if is_weak(self.kind) and (scalars := scalar_slots(self.builder.nodes, self.node)):
             raise NeedsNumber(scalars)
 
@@ -239,7 +239,7 @@ class Value:
 
     def __round__(self, digits: int | None = None) -> Any:
         if is_weak(self.kind):
-            return round(self.python_number("round()"), digits)  # a whole number of a float, and decimal digits as Python counts them
+            return round(self.python_number("round()"), digits)  # rounds a float to an int, or counts decimal digits as Python does
         return _call("round", self) if digits is None else _call("round", self, decimals=digits)
 
     def __getattr__(self, name: str) -> Any:
@@ -250,12 +250,12 @@ class Value:
             return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
         if is_random(name):
             refuse_random(f"torch.Tensor.{name}")
-        if hasattr(self.kind, name) and is_weak(self.kind):  # n.bit_length() of a captured number
+        if hasattr(self.kind, name) and is_weak(self.kind):  # such as n.bit_length() of a captured number
             return getattr(self.python_number(f".{name}"), name)
         raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """numpy's functions, which ``np.float64(2) * q_idx`` calls too."""
+        """NumPy's functions; ``np.float64(2) * q_idx`` calls one too."""
         name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
         if method != "__call__" or kwargs or name not in FUNCTIONS:
             raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _supported())
@@ -279,24 +279,24 @@ class Value:
 
 
 def _ask_for_numbers(items: Any) -> None:
-    """Requests the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    """Requests the captured numbers in ``items`` as Python numbers if nothing else there is symbolic, as in ``torch.arange(n)``."""
     values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
     slots = [scalar_slots(item.builder.nodes, item.node) for item in values if isinstance(item, Value)]
     if slots and None not in slots and not any(isinstance(item, View) for item in values):
         raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
 
 
-# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py completes them
+# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py adds to them
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's function ``name``, once every argument is known to be one that ours understands."""
+    """Calls our version of torch's function ``name``, after checking that it supports every argument."""
     function = FUNCTIONS[name]
     return function(*args, **check_call(name, function, args, kwargs))
 
 
 def builder_in(items: Any) -> Builder | None:
-    """The builder of the first symbolic value among ``items``, lists and tuples in it included."""
+    """The builder of the first symbolic value among ``items``, including nested lists and tuples."""
     for item in items:
         if isinstance(item, (Value, View)):
             return item.builder
@@ -312,7 +312,7 @@ def _values(*items: Any) -> tuple[Builder, list[Value]]:
 
 
 def _real(builder: Builder, value: Value) -> int:
-    """The value's node in the float dtype that torch computes it in."""
+    """The value's node in the float dtype in which torch would compute it."""
     if category(value.kind) == "float":
         return value.node
     return builder.cast(value.node, float if value.kind is int else torch.get_default_dtype())
@@ -325,7 +325,7 @@ def _unary(op: str) -> Callable[..., Value]:
         ask_for_truths(builder.nodes, op, value.node)
         is_cut = op in ("floor", "ceil", "trunc", "round")
         if is_cut and category(value.kind) == "int":
-            return value  # whole already
+            return value  # already a whole number
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",) and not is_cut:
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
@@ -336,7 +336,8 @@ def _unary(op: str) -> Callable[..., Value]:
 
 
 def binary(op: str, swapped: bool = False, tie: str | None = None) -> Callable[..., Value]:
-    """tie: which of two equal floats an extreme has its derivative by, ``"first"`` or ``"second"``; None for half by each."""
+    """A function of two values. tie: the argument that gets an extreme's derivative at a float tie, ``"first"`` or ``"second"``; None: half
+    each."""
 
     def apply(input: Any, other: Any) -> Value:
         if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
@@ -346,11 +347,11 @@ def binary(op: str, swapped: bool = False, tie: str | None = None) -> Callable[.
         ask_for_truths(builder.nodes, op, a.node, b.node)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
-        if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
+        if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic
             raise NeedsNumber(scalar_slots(builder.nodes, left) | scalar_slots(builder.nodes, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:
-            name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
+            name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # + and * of bools, as in torch
         kind = category(builder.nodes[left].dtype)
         if name in ("div", "atan2") and kind != "float":
             left, right = _real(builder, Value(builder, left)), _real(builder, Value(builder, right))
@@ -372,7 +373,7 @@ def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(binary("div")(a, b))
-    return binary("floordiv")(binary("sub")(a, binary("fmod")(a, b)), b)  # without its rest there is nothing to round
+    return binary("floordiv")(binary("sub")(a, binary("fmod")(a, b)), b)  # subtracting the remainder first makes the quotient exact
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
@@ -395,7 +396,7 @@ def _where(condition: Any, input: Any, other: Any) -> Value:
     for value in (x, y):
         refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
     left, right = builder.promote(x.node, y.node)
-    if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) is a tensor, no longer a Python number
+    if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) returns a tensor, not a Python number
         strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64
         left, right = builder.cast(left, strong), builder.cast(right, strong)
     return Value(builder, builder.add("where", c.node, left, right))

@@ -1,11 +1,11 @@
 """Tracer: turns a user's mod into the IR by calling it once on symbolic values.
 
 Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
-instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``, or arithmetic among captured
-numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time
+instance attributes hold symbolic numbers. Where the body needs a Python number (``range(n)``, or arithmetic among captured numbers that
+exceeds 64 bits), the mod is traced again with that number as a constant, which becomes part of the key. Captured tensors become run-time
 inputs when they are indexed (or, at rank 0, computed with).
 
-A trace costs about 0.1 ms. ``fingerprint.py`` recognises a function traced before, with other captured values, and skips it.
+A trace takes about 0.1 ms. ``fingerprint.py`` recognises a function that was traced before with other captured values, and skips it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "
 
 
 class Source(NamedTuple):
-    """Where a mod's run-time values come from: which of the numbers, and of the tensors (aux_tensors last), that its reading finds."""
+    """The sources of a mod's run-time values: places among the numbers, and among the tensors (aux_tensors last), of its ``Reading``."""
 
     pattern: Pattern
     scalars: tuple[int, ...]
@@ -63,7 +63,7 @@ class TracedMod(OfFields):
 
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
     scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
-    source: how to find them again in a mod of the same pattern, None where only a new trace can.
+    source: how to read them from another mod of the same pattern, None if that takes a new trace.
     """
 
     kind: str
@@ -79,15 +79,15 @@ class TracedMod(OfFields):
 
 
 class Tracer(Builder):
-    """A builder that also numbers the captured tensors and numbers it meets."""
+    """A builder that also assigns slots to captured tensors and numbers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
-        self.reads_values = False  # the body read what the memo's key does not cover: this trace is valid once
-        self.wants_grad: bool | None = None  # grad mode around the call of the body
-        self.wants_autocast: bool | None = None  # and autocast
+        self.reads_values = False  # the body read state that the memo's key does not cover, so this trace must not be reused
+        self.wants_grad: bool | None = None  # grad mode when the body is called
+        self.wants_autocast: bool | None = None  # autocast when the body is called
 
     def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
         if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
@@ -97,7 +97,7 @@ class Tracer(Builder):
         return super().add(op, *args, dtype=dtype, attr=attr)
 
     def _check_grad_mode(self) -> None:
-        """A custom function runs its forward, and a ``with torch.no_grad()`` its body, where no gradient is recorded."""
+        """Refuses a node recorded under a grad mode that the body changed, by ``torch.no_grad()`` or by applying a custom function."""
         applied = called_from(_run.__code__)
         if applied is not None:
             raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
@@ -128,7 +128,7 @@ def _is_metadata(func: Any) -> bool:
 
 
 class InterceptCaptured(TorchFunctionMode):
-    """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
+    """Redirects torch calls with a symbolic argument to the table of functions; only a mode sees ``tensor[value]``."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def _is_symbolic(item: Any) -> bool:
 
 
 def name_of(fn: Callable) -> str:
-    """What a mod is called in messages: a wrapped mod's name, else the function's, else its class's."""
+    """The name of a mod in messages: a wrapped mod's name, else the function's, else its class's."""
     if isinstance(getattr(fn, "name", None), str):
         return fn.name  # type: ignore[attr-defined]
     inner = getattr(fn, "func", None) or fn
@@ -160,7 +160,7 @@ def name_of(fn: Callable) -> str:
 
 
 def is_native(fn: Any) -> bool:
-    """Whether ``fn`` was made by ``@cute.jit``, as CuTe DSL marks it; asks without importing CuTe."""
+    """Whether ``fn`` carries the mark of ``@cute.jit``; works without importing CuTe."""
     return getattr(fn, "_decorator_kind", None) == "jit" and hasattr(fn, "_dsl_cls")
 
 
@@ -188,7 +188,7 @@ def trace(
     """The ``TracedMod`` of a user's function.
 
     fn: any callable of ``(b, h, q_idx, kv_idx)`` for a mask or ``(score, b, h, q_idx, kv_idx)`` for a score, each with an optional
-    trailing ``aux_tensors``. score_dtype: float32, or float64 for float64 inputs. aux_tensors: what the trailing argument receives.
+    trailing ``aux_tensors``. score_dtype: float32, or float64 for float64 inputs. aux_tensors: the value of the trailing argument.
 
     Raises ``TypeError`` for a wrong number of arguments and ``ModError`` for a body that the IR cannot express.
 
@@ -205,7 +205,7 @@ def trace(
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
-    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing, and read no clock
+    before = generators_state() if reading is None else None  # code with a pattern uses pure names: it neither draws nor reads a clock
     pinned: frozenset[int] = frozenset()
 
     def run() -> tuple[Expr, Tracer, list[int | float]]:
@@ -224,7 +224,7 @@ def trace(
             raise
         except Exception as error:
             every = _every_slot(fn) if isinstance(error, TypeError) else pinned
-            if not every <= pinned:  # torch.arange(n) asks nothing of a symbolic n, but refuses it
+            if not every <= pinned:  # torch.arange(n) and others refuse a symbolic n with a TypeError
                 pinned = every
                 continue
             told = _told(error, fn, kind)
@@ -240,7 +240,7 @@ def trace(
 
 
 def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
-    """Whether an export leaves a size open, or there are no sizes (nested tensors): such sizes are no key."""
+    """Whether sizes cannot be part of a key: an export keeps them symbolic, or the tensor is nested and has none."""
     for t in tensors:
         for n in t.shape if not t.is_nested else (None,):
             if type(n) is not int:
@@ -249,21 +249,21 @@ def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
 
 
 def _every_slot(fn: Callable) -> frozenset[int]:
-    """The slots of all numbers that ``fn`` captures."""
+    """The slots of all captured numbers of ``fn``."""
     found: list[int | float] = []
     closure.rebuild(fn, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
     return frozenset(range(len(found)))
 
 
 def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
-    """The error to raise for an exception from a mod's body; None where the exception itself says enough."""
+    """The ``ModError`` for an exception from a mod's body; None if the exception itself should be raised."""
     if type(error).__module__.startswith("cutlass"):
         return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
     return failed(error, f"{kind}_mod {name_of(fn)!r}")
 
 
 def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
-    """Whether ``fn`` is to get aux_tensors; a signature is inspected once and the answer kept with its pattern."""
+    """Whether ``fn`` is passed aux_tensors; a signature is inspected once per pattern."""
     if reading is None:
         return _signature_takes_aux(fn, kind, aux_tensors)
     known, asked = reading.pattern.takes_aux, (kind, aux_tensors is not None)
@@ -301,12 +301,12 @@ _PRETENDERS = frozenset(("__wrapped__", "__signature__"))
 
 
 def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
-    """The names of the positional arguments, how many of them are required, and whether any more are taken; None if it does not say."""
+    """The positional parameter names, the number of required ones, and whether there is *args; None if the signature is unknown."""
     is_function = type(fn) is FunctionType
     called, skipped = (fn, 0) if is_function else (type(fn).__call__, 1)
     pretends = called.__dict__ if is_function else _PRETENDERS.intersection(getattr(fn, "__dict__", ()))
     if type(called) is FunctionType and not pretends:
-        code = called.__code__  # what inspect would find, in a tenth of the time: this is on the way of every call
+        code = called.__code__  # the same result as inspect's in a tenth of the time: every call runs this
         names = code.co_varnames[skipped : code.co_argcount]
         return names, len(names) - len(called.__defaults__ or ()), bool(code.co_flags & inspect.CO_VARARGS)
     try:
@@ -321,10 +321,11 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 def _run(
     fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device, is_watched: bool
 ) -> tuple[Expr, Tracer, list[int | float]]:
-    """One trace: the result, and all arithmetic among captured numbers, whose slots are numbered as ``closure.walk`` finds them.
+    """One trace: the result and, as further outputs, all arithmetic among captured numbers, whose slots are numbered as in
+    ``closure.walk``.
 
-    Python computes that arithmetic, and torch refuses it beyond 64 bits, also where no result needs it. is_watched: whether the body may
-    read a clock, for all that is known of its names.
+    In the user's function Python computes that arithmetic; torch refuses it beyond 64 bits, even if no result depends on it. is_watched:
+    the names in the body do not rule out that it reads a clock.
     """
     tracer = Tracer(device)
     numbers: list[int | float] = []
@@ -349,7 +350,7 @@ def _run(
 
 
 def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
-    """The symbolic values that a mod is called with."""
+    """The symbolic arguments of a mod."""
     leaves = (
         tracer.add("score", dtype=score_dtype) if name == "score" else tracer.add("index", dtype=torch.int64, attr=name)
         for name in _INPUTS[kind]
@@ -358,7 +359,7 @@ def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value
 
 
 def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, numbers: list, name: str) -> TracedMod:
-    """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
+    """The traced mod of ``result``, which a call on ``inputs_of`` returned. numbers: the captured numbers, by scalar slot."""
     with InterceptCaptured(tracer):
         expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
     expr, scalars, tensors = compact(expr, tracer.tensors)
@@ -382,7 +383,7 @@ def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtyp
 
 
 def compact(expr: Expr, tensors: Sequence[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
-    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys whatever else they capture."""
+    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys even if their other captures differ."""
     scalars: list[int] = []
     slots: list[int] = []
     nodes = []
@@ -397,7 +398,7 @@ def compact(expr: Expr, tensors: Sequence[torch.Tensor]) -> tuple[Expr, list[int
 
 
 class _Memo:
-    """Cache of traces, by code and kinds of captures, then by the numbers that became constants."""
+    """Memo of traces, by code and kinds of captures, then by the numbers that became constants."""
 
     table: ClassVar[dict[tuple, list[tuple]]] = {}
 
@@ -409,7 +410,7 @@ class _Memo:
         tensors = [*reading.tensors, *aux]
         described = tuple((t.dtype, t.shape, t.device) for t in tensors)
         same = tuple(next(j for j, u in enumerate(tensors) if u is t) for t in tensors) if len(tensors) > 1 else ()
-        default = torch.get_default_dtype()  # what captured floats make of integers
+        default = torch.get_default_dtype()  # the dtype of a captured float combined with integers
         return cls((reading.pattern, len(aux), kind, score_dtype, default, described, same, device), reading, kind, tensors)
 
     def lookup(self, fn: Callable) -> TracedMod | None:
@@ -417,7 +418,7 @@ class _Memo:
         for computed, expr, pinned, source in self.table.get(self.identity, ()):
             if all(_same_number(found[s], value) for s, value in pinned) and not strayed(computed, found):
                 numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
-                return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs have names of their own
+                return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs may have different names
         return None
 
     def remember(
@@ -425,9 +426,9 @@ class _Memo:
     ) -> Source | None:
         paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), -1) for tensor in tensors]
         if -1 in paths or len(numbers) != len(self.reading.numbers):
-            return None  # the body made a tensor of its own (a view, a constant): its values are this trace's only
+            return None  # the body made a tensor (a view, a constant), whose values hold for this trace only
         entries = self.table.setdefault(self.identity, [])
-        if len(entries) >= 64:  # a number that changes each call is needed as a Python number: remembering would only grow
+        if len(entries) >= 64:  # bounds the entries of a number that is a constant and changes at each call
             entries.clear()
         if len(self.table) > 4096:
             self.table.clear()

@@ -1,8 +1,8 @@
-"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr``, ``getattr``, ``torch.is_tensor`` answer for what a symbol stands for.
+"""Type checks inside a mod: ``isinstance``, ``type``, ``hasattr``, ``getattr``, ``torch.is_tensor`` with the answers for the real object.
 
-A captured number is traced as a symbolic value, which is no ``int``; a mod that asks ``isinstance(window, int)`` has to hear of the number.
-Copies of the mod's functions look these built-ins up here (``closure.py``). The methods of a class are not copied: where they ask, the
-instance's numbers stay numbers.
+A captured number is traced as a symbolic value, which is not an ``int``, but ``isinstance(window, int)`` must still be True in a mod.
+Copies of the mod's functions look up these built-ins here (``closure.py``). Methods of a class are not copied: if they use one of these
+built-ins, the instance's numbers stay Python numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["TYPE_CHECKS", "aware", "has_type_checks"]
 
 
 def _meant(item: Any) -> Any:
-    """A number of the captured number's type, a tensor of the dtype of what stands for one; ``item`` itself where it is no symbol."""
+    """A number or tensor of the type and dtype that the symbol ``item`` represents; ``item`` itself if it is not symbolic."""
     if type(item) is Value:
         return item.kind() if is_weak(item.kind) else torch.empty((), dtype=item.dtype)  # type: ignore[operator]
     return torch.empty((), dtype=item.dtype) if isinstance(item, (View, Vector)) else item
@@ -50,14 +50,14 @@ TYPE_CHECKS = types.MappingProxyType({"isinstance": _isinstance, "type": _type, 
 
 @functools.lru_cache(maxsize=1)
 def _torch() -> types.ModuleType:
-    """torch with an ``is_tensor`` that knows symbols: they cannot pass for tensors themselves, for C code would read their memory."""
+    """torch with an ``is_tensor`` that accepts symbols. They cannot be tensors themselves: C code would read their memory."""
     copy = types.ModuleType("torch")
     vars(copy).update(vars(torch), is_tensor=lambda item: _isinstance(item, torch.Tensor))
     return copy
 
 
 def aware(item: Any, names: tuple[str, ...]) -> Any:
-    """``item``, or what answers in its place for code that uses ``names``."""
+    """The replacement of ``item`` in code that uses ``names``, or ``item``."""
     if "is_tensor" in names and (item is torch or item is torch.is_tensor):
         return _torch() if item is torch else _torch().is_tensor
     return item

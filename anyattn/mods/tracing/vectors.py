@@ -1,9 +1,9 @@
 """Vectors inside a mod: rows of captured tensors, a few numbers per (b, h, q_idx, kv_idx), traced element by element and then reduced.
 
-``a[q_idx]`` of a captured tensor of shape (S, 8) is such a row. A ``Vector`` holds one symbolic value per element, so that
-``(a[q_idx] - b[kv_idx]).pow(2).sum(-1)`` is traced as arithmetic on 16 loads: kernels know nothing of vectors. That is why a vector has at
-most ``MOST`` elements. Shapes, broadcasting and type promotion are those of torch's flex_attention, which calls mods under vmap: in
-arithmetic a row outranks a single number of the same category (a bfloat16 row times the score is bfloat16), in comparisons it does not.
+For a captured tensor of shape (S, 8), ``a[q_idx]`` is such a row. A ``Vector`` holds one symbolic value per element, so that
+``(a[q_idx] - b[kv_idx]).pow(2).sum(-1)`` is traced as arithmetic on 16 loads, and kernels need no vectors. A vector has therefore at most
+``MOST`` elements. Shapes, broadcasting and type promotion are those of torch's flex_attention, which calls mods under vmap: in arithmetic a
+row outranks a single number of the same category (a bfloat16 row times the score is bfloat16), in comparisons it does not.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = [
     "refuse_many", "shaped", "spelled_out",
 ]  # fmt: skip
 
-MOST = 64  # elements: each is loaded and computed with by itself
+MOST = 64  # elements: each one is a load and arithmetic of its own
 _CURE = "compute with its elements one by one, and reduce it: row.sum(-1), row.any(-1), row.amax(-1), torch.dot(row, other)"
 
 
 class Vector:
-    """A small tensor of symbolic values, as a numpy array of them."""
+    """A small tensor of symbolic values, stored in a NumPy array."""
 
-    functions: ClassVar[dict[str, Callable[..., Any]]] = {}  # those a mod may call, by name: the table of ``symbolic.py``
+    functions: ClassVar[dict[str, Callable[..., Any]]] = {}  # functions that a mod may call, by name: the table of ``symbolic.py``
 
     def __init__(self, items: np.ndarray):
         self.items = items
@@ -105,7 +105,7 @@ def _literal_key(key: Any, shape: torch.Size) -> Any:
     if isinstance(key, int) and not isinstance(key, bool):
         return key
     if kind_of(key) is not None and category(key.kind) == "int":
-        return int(key)  # a captured number is traced again as a literal; what differs per (q, kv) says so
+        return int(key)  # a captured number is traced again as a literal; a value that differs per (q, kv) raises
     raise mod_error(
         f"a row of shape {tuple(shape)} that was computed is indexed with a {type(key).__name__}",
         "use literal integers and slices, or index the captured tensor itself: table[q_idx, i]",
@@ -113,7 +113,7 @@ def _literal_key(key: Any, shape: torch.Size) -> Any:
 
 
 def shaped(items: Any) -> Any:
-    """A single value where nothing is left of the shape."""
+    """The single value if the shape is (), else a ``Vector``."""
     if not isinstance(items, np.ndarray):
         return items
     if items.size == 0:
@@ -123,7 +123,7 @@ def shaped(items: Any) -> Any:
 
 def array_of(values: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     made = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):  # NumPy would ask a list of values for the numbers in it
+    for place, value in enumerate(values):  # one by one: NumPy would convert a list of values to numbers
         made[place] = value
     return made.reshape(shape)
 
@@ -133,7 +133,7 @@ def from_values(values: Sequence[Any], shape: tuple[int, ...]) -> Vector:
 
 
 def refuse_many(shape: Sequence[int]) -> None:
-    """Raises ``ModError`` for a row with more than ``MOST`` elements, or none."""
+    """Raises ``ModError`` for a row with no or more than ``MOST`` elements."""
     if not 0 < math.prod(shape) <= MOST:
         raise mod_error(
             f"a captured tensor indexed in part leaves a row of shape {tuple(shape)}, {math.prod(shape)} elements; "
@@ -143,12 +143,12 @@ def refuse_many(shape: Sequence[int]) -> None:
 
 
 def is_row(item: Any) -> bool:
-    """Whether ``item`` has dimensions of its own: a vector, a captured tensor, or one indexed in part."""
+    """Whether ``item`` has dimensions: a vector, a captured tensor, or one with some dimensions indexed."""
     return (isinstance(item, (Vector, torch.Tensor)) or hasattr(type(item), "components")) and item.ndim > 0
 
 
 def as_vector(item: Any, builder: Any) -> Vector:
-    """A row with its elements as values, a single value as a vector of no dimensions."""
+    """A row with one value per element; a single value becomes a vector without dimensions."""
     if isinstance(item, torch.Tensor):
         item = builder.capture(item)
     if hasattr(type(item), "components"):
@@ -157,7 +157,7 @@ def as_vector(item: Any, builder: Any) -> Vector:
 
 
 def kind_of(item: Any) -> Any:
-    """The dtype of a single value, weak ones told apart; None of anything else."""
+    """The dtype of a single value, weak dtypes included; None for anything else."""
     return item.kind if hasattr(type(item), "kind") else None
 
 
@@ -173,7 +173,7 @@ def cuts(key: Any) -> bool:
 
 
 def spelled_out(keys: list[Any], rank: int) -> list[Any]:
-    """The same indices, an ellipsis and what follows the last of them written as whole dimensions."""
+    """The same indices, with an ellipsis and missing trailing indices written as whole dimensions."""
     named = sum(k is not None and k is not Ellipsis for k in keys)
     rest = [slice(None)] * (rank - named)
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
@@ -186,11 +186,11 @@ _WIDEST = frozenset(
     ("where", "eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal")
 )  # computed in the widest dtype of all operands
 _NOT_BY_ELEMENT = frozenset(("expand", "tensor", "as_tensor", "scalar_tensor", "new_tensor", "new_full", "new_ones", "new_zeros"))
-_BY_DTYPE = frozenset(("to", "type_as"))  # of whose second tensor only the dtype counts
+_BY_DTYPE = frozenset(("to", "type_as"))  # only the dtype of the second tensor matters
 
 
 def by_element(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` on rows too, which it knows element by element; single values are passed to it as they are."""
+    """``f`` extended to rows, element by element; single values are passed to it directly."""
 
     @functools.wraps(f)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _outranked(x: Any, dtype: torch.dtype) -> Any:
-    """A single value in the rows' dtype, where torch computes in that: of two of one category the one with dimensions decides."""
+    """A single value cast to the rows' dtype where torch would do so: within a category, the operand with dimensions decides."""
     kind = x.dtype if isinstance(x, torch.Tensor) else kind_of(x)
     if kind is None or is_weak(kind) or kind == dtype or category(kind) != category(dtype) or dtype is torch.bool:
         return x

@@ -1,9 +1,9 @@
-"""Captured numbers for which a traced program's arithmetic is not Python's, and which become constants of another trace.
+"""Captured numbers for which a traced program's arithmetic differs from Python's; a new trace makes them constants.
 
-Arithmetic among captured numbers is Python's in the user's function: unbounded, with errors of its own. A traced mod computes it in 64
-bits, as torch does; where a call's numbers leave that range, or Python raises an exception (a division by zero) or finds no real number,
-the function is traced again with them as Python numbers: it raises the user's exception, or the results meet tensors as in torch. So is a
-function whose numbers are so close to the ends of 64 bits that sums with positions wrap around, which the analyses assume they do not.
+In the user's function, arithmetic among captured numbers is Python's: unbounded, with Python's exceptions. A traced mod computes it in 64
+bits, as torch does. If a call's numbers leave that range, or Python raises (a division by zero) or has no real result, the function is
+traced again with them as Python numbers: then it raises the user's exception, or its results meet tensors as in torch. The same holds for
+numbers so near the ends of 64 bits that sums with positions wrap around, which the analyses assume not to happen.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
     "weak_arithmetic",
 ]
 
-NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
-_MOST_SHIFT = 64  # 1 << n is as long as n says
-_RAISING = ("div", "floordiv", "mod", "pow")  # what Python refuses to do with some floats
+NEAR_NUMBER = 2**29  # sums of a few captured integers below it, and of positions, fit in 32 bits
+_MOST_SHIFT = 64  # larger shifts are not evaluated: the result has n more bits
+_RAISING = ("div", "floordiv", "mod", "pow")  # operations that raise in Python for some floats
 
 
 class NeedsNumber(Exception):
@@ -45,7 +45,7 @@ class NeedsNumber(Exception):
 
 
 def ask_for_truths(nodes: Sequence[Node], op: str, *args: int) -> None:
-    """Requests the captured numbers of comparisons with which Python counts: True + True is 2, the sum of two bool tensors True."""
+    """Requests the captured numbers of comparisons that are used in arithmetic: in Python True + True is 2, in torch it is True."""
     truths = [a for a in args if nodes[a].dtype is torch.bool]
     if not truths or OPS[op].result == "bool" or (op in ("and", "or", "xor") and len(truths) == len(args)):
         return
@@ -55,7 +55,7 @@ def ask_for_truths(nodes: Sequence[Node], op: str, *args: int) -> None:
 
 
 def weak_arithmetic(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The positions of what is computed from captured numbers alone and may not be what Python computes."""
+    """The positions of nodes that are computed from captured numbers alone and may differ from Python's result."""
     return tuple(
         i
         for i, node in enumerate(nodes)
@@ -64,7 +64,7 @@ def weak_arithmetic(nodes: Sequence[Node]) -> tuple[int, ...]:
 
 
 def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
-    """The slots of captured numbers with which ``expr`` is not what the user wrote; ``numbers`` by slot.
+    """The slots of captured numbers for which ``expr`` differs from the user's function. numbers: by slot.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> expr = trace(lambda b, h, q, k, n=3: q * (n * n) >= k, "mask").expr
@@ -88,7 +88,7 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
 
 @lru_cache(maxsize=4096)
 def slots_in_question(expr: Expr) -> frozenset[int]:
-    """The slots of the numbers on whose values ``strayed`` depends."""
+    """The slots of the numbers whose values decide ``strayed``."""
     found = _whole_slots(expr) if relies_on_near_numbers(expr) else frozenset()
     return found.union(*(_slots_below(expr, at) for at in weak_arithmetic(expr.nodes)))
 
@@ -98,7 +98,7 @@ def _whole_slots(expr: Expr) -> frozenset[int]:
 
 
 def _computed(node: Node, args: list[Any], numbers: Sequence[int | float]) -> int | float | None:
-    """What Python computes, None where that is an exception, or no number of the node's kind and of 64 bits."""
+    """Python's result of a node; None for an exception, for a result of another type, and for an int beyond 64 bits."""
     if node.op in ("const", "scalar"):
         return numbers[node.attr] if node.op == "scalar" else node.attr  # type: ignore[call-overload, return-value]
     if None in args or (node.op == "shl" and args[1] > _MOST_SHIFT):
@@ -111,7 +111,7 @@ def _computed(node: Node, args: list[Any], numbers: Sequence[int | float]) -> in
 
 
 def _slots_below(expr: Expr, at: int) -> frozenset[int]:
-    """The captured numbers that a node is computed from."""
+    """The slots of the captured numbers that a node is computed from."""
     slots, stack = set(), [at]
     while stack:
         node = expr.nodes[stack.pop()]
@@ -122,7 +122,7 @@ def _slots_below(expr: Expr, at: int) -> frozenset[int]:
 
 
 def scalar_slots(nodes: Sequence[Node], at: int) -> frozenset[int] | None:
-    """The slots of the captured numbers that the node ``at`` is computed from, None if it depends on anything else."""
+    """The slots of the captured numbers that the node ``at`` is computed from; None if it depends on anything else."""
     slots, stack = set(), [at]
     while stack:
         node = nodes[stack.pop()]
@@ -138,15 +138,15 @@ def scalar_slots(nodes: Sequence[Node], at: int) -> frozenset[int] | None:
 
 
 def bits_of_numbers(numbers: Sequence[int | float]) -> tuple[int, ...]:
-    """Captured numbers as integers of 64 bits, a float as its own: nothing is rounded on the way.
+    """Captured numbers as 64-bit integers, floats by their bits, so that nothing is rounded.
 
     >>> numbers_of_bits(bits_of_numbers((2**53 + 1, 0.1)), (int, float))
     (9007199254740993, 0.1)
     """
-    # (an int, or a compiler's stand-in for one)
+    # an int may also be a compiler's symbolic int
     return tuple(struct.unpack("<q", struct.pack("<d", n))[0] if isinstance(n, float) else n for n in numbers)
 
 
 def numbers_of_bits(bits: Sequence[int], kinds: Sequence[type]) -> tuple[int | float, ...]:
-    """What ``bits_of_numbers`` was given."""
+    """The inverse of ``bits_of_numbers``."""
     return tuple(x if kind is int else struct.unpack("<d", struct.pack("<q", x))[0] for x, kind in zip(bits, kinds, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,14 +24,19 @@ from anyattn.triton_tools.launch import current_device, launch
 __all__ = [
     "OF_HULLS",
     "OF_TILES",
+    "Launches",
     "Mask",
     "as_tuple",
     "can_list",
+    "compiled_for",
     "constants_of",
+    "in_front",
+    "launches_of",
     "list_tiles",
     "mask_of",
     "power_of_2",
     "slots_of",
+    "strides_of_captured",
     "way_of",
 ]
 
@@ -118,6 +123,70 @@ def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
     return max(lengths) < 2**MOST_INDEX_BITS and all(not isinstance(s, int) or -limit < s < limit for s in mod.scalars)
 
 
+class Launch(NamedTuple):
+    """One kernel, its grid, and its options: the constants and how it is compiled. takes_lists: its arguments begin with the lists."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+    takes_lists: bool
+
+
+class Launches(NamedTuple):
+    """The launches that make the lists of a mask for two lengths, without addresses and captured values.
+
+    shapes: of the allocations (``sparsity.list_stacks``). classes: 2 where full tiles have lists of their own. hulls: int64 entries of
+    scratch memory. sizes: ``TileSizes``. launches: in their order; none where there are no tiles.
+    """
+
+    mask: Mask
+    shapes: tuple[tuple[int, ...], ...]
+    classes: int
+    hulls: int
+    sizes: TileSizes
+    launches: tuple[Launch, ...]
+
+
+@lru_cache(maxsize=1024)
+def launches_of(
+    expr: Expr,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    *,
+    wants_columns: bool,
+    separate_full: bool,
+    has_full_tails: bool,
+    broadcasts: bool,
+) -> Launches:
+    """The launches for ``list_tiles``, whose arguments these are."""
+    mask = mask_of(expr)
+    entries, heads = batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1
+    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
+    rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
+    # one allocation for lists of one shape: each takes about a tenth of a first call's time
+    classes = 2 if separate_full else 1
+    shapes = tuple([shape for pair in stack_shapes((entries, heads), (rows, columns), classes, wants_columns) for shape in pair])
+    row_hulls, column_hulls = (2 * n * entries * heads for n in (mask.row_leaves * rows, mask.column_leaves * columns))
+    sizes = TileSizes(*lengths, rows, columns, heads, row_hulls)
+    made = Launches(mask, shapes, classes, 0, sizes, ())
+    if min(entries, heads, rows, columns) == 0:
+        return made
+    # (an axis for each: beyond the first none is longer than 65,535)
+    chunk, is_at_once = way_of(mask, tile, max(rows, columns))
+    values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), classes == 2, has_full_tails)
+    options = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
+    grid, kernels = (rows + (columns if wants_columns else 0), heads, entries), mask.kernels
+    if is_at_once:
+        return made._replace(launches=(Launch(kernels.list_tiles_at_once, grid, options, True),))
+    lists = Launch(kernels.list_tiles, grid, options, True)
+    if not mask.row_leaves + mask.column_leaves:
+        return made._replace(launches=(lists,))
+    options = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
+    hulls = Launch(kernels.store_hulls, (rows + columns, heads, entries), options, False)
+    return made._replace(hulls=row_hulls + column_hulls, launches=(hulls, lists))
+
+
 def list_tiles(
     mod: TracedMod,
     lengths: tuple[int, int],
@@ -125,68 +194,53 @@ def list_tiles(
     batch: tuple[int, int],
     device: torch.device,
     *,
-    wants_columns: bool,
-    separate_full: bool,
-    has_full_tails: bool,
-    broadcasts: bool,
     stacks: bool = False,
+    **options: bool,
 ) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
-    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. separate_full: False lists full tiles as partial ones and leaves their
+    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: the allocations that hold them instead, see
+    ``sparsity.list_stacks``. options: all of these. wants_columns. separate_full: False lists full tiles as partial ones and leaves their
     own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
-    stacks: the allocations that hold them instead, see ``sparsity.list_stacks``.
     """
-    mask = mask_of(mod.expr)
-    sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
-    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
-    rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
-    classes = 2 if separate_full else 1
-    # one allocation for lists of one shape: each takes about a tenth of the call's time
-    shapes = stack_shapes(sizes, (rows, columns), classes, wants_columns)
-    memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for pair in shapes for shape in pair]
-    if min(*sizes, rows, columns) == 0:
+    made = launches_of(mod.expr, lengths, tile, batch, **options)
+    memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in made.shapes]
+    found = lists_of_memory(memory, made.classes)
+    if made.launches:
+        with current_device(device):
+            _launch(made, mod, found)
+    else:
         for t in memory:
             t.zero_()
-    found = lists_of_memory(memory, classes)
-    if min(*sizes, rows, columns) > 0:
-        with current_device(device):
-            _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
     return memory if stacks else found
 
 
-def _launch(
-    mask: Mask,
-    mod: TracedMod,
-    found: list[Tensor | None],
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    sizes: tuple[int, int],
-    grid: tuple[int, int],
-    has_full_tails: bool,
-) -> None:
-    (rows, columns), count, first = grid, sizes[0] * sizes[1], found[0]
+def _launch(made: Launches, mod: TracedMod, found: list[Tensor | None]) -> None:
+    first = found[0]
     assert first is not None
-    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
-    strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
-    numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
-    captured = (*numbers, *bits_of_numbers([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
-    known = tuple([t.dtype for t in tensors])  # Triton specialises on no number and on no alignment
-    kernel, hulls = mask.kernels.list_tiles, first
-    chunk, is_at_once = way_of(mask, tile, max(rows, columns))
-    if is_at_once:
-        kernel = mask.kernels.list_tiles_at_once
-    elif mask.row_leaves + mask.column_leaves:
-        size = numbers[-1] + 2 * mask.column_leaves * count * columns
-        hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-        constants = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
-        launch(mask.kernels.store_hulls, (rows + columns, sizes[1], sizes[0]), [hulls, *captured], first.device, constants, known)
-    lists = [t if t is not None else first for t in found]
-    programs = rows + (columns if len(lists) > 4 else 0)
-    values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), found[2] is not None, has_full_tails)
-    constants = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
-    # (an axis for each: beyond the first none is longer than 65,535)
-    launch(kernel, (programs, sizes[1], sizes[0]), [*lists[:4], *lists[-4:], hulls, *captured], first.device, constants, known)
+    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in made.mask.tensor_slots)]
+    numbers = bits_of_numbers([mod.scalars[slot] for slot in made.mask.scalar_slots])
+    hulls = torch.empty(made.hulls, dtype=torch.int64, device=first.device) if made.hulls else first
+    lists = in_front(found)
+    behind, known = [hulls, *made.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
+    for kernel, grid, options, takes_lists in made.launches:
+        launch(kernel, grid, [*lists, *behind] if takes_lists else behind, first.device, options, known)
+
+
+def in_front(lists: Sequence[Any]) -> list[Any]:
+    """The eight lists that a kernel takes, or their addresses. Where there are no lists of columns, those of the rows are passed again, and
+    for a list that is None the first list."""
+    return [lists[0] if t is None else t for t in (*lists[:4], *lists[-4:])]
+
+
+def strides_of_captured(tensors: Sequence[Tensor]) -> list[int]:
+    """The stride and the size of each dimension of each captured tensor, as kernels take them."""
+    return [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
+
+
+def compiled_for(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    """The properties of arguments that Triton compiles for, besides a launch's options: dtypes, no numbers and no alignment."""
+    return tuple([t.dtype for t in tensors])
 
 
 def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:

@@ -1,1 +1,1 @@
-"""Harness of every speed claim: contestants, judging before timing, interleaved rounds; shared by ``anyattn bench`` and ``benchmarks``."""
+"""Benchmark harness: contestants, judging before timing, interleaved rounds; shared by ``anyattn bench`` and ``benchmarks``."""

@@ -1,4 +1,4 @@
-"""What a benchmark is about: shapes, cases, and what was measured of them."""
+"""Benchmark cases: shapes, cases, and records of their measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["KINDS", "LARGEST_DIFFERENCE", "OTHER_FLOPS", "OURS", "Case", "Record
 
 OURS = "anyattn"
 KINDS = ("flex", "flash", "varlen", "decode", "mask")
-OTHER_FLOPS = ("anyattn-full",)  # contestants that compute other pairs than the case's
-LARGEST_DIFFERENCE = 2e-2  # relative RMS between two bfloat16 results that are taken for the same computation
-_FORWARD_PRODUCTS = (1, 1)  # as long as a row of q, and as a row of v
-_BACKWARD_PRODUCTS = (3, 2)  # the scores again, dQ, dK; dP, dV: as FlashAttention counts
+OTHER_FLOPS = ("anyattn-full",)  # contestants that compute other pairs than the case
+LARGEST_DIFFERENCE = 2e-2  # relative RMS up to which two bfloat16 results count as the same computation
+_FORWARD_PRODUCTS = (1, 1)  # products with q's head dimension, and with v's
+_BACKWARD_PRODUCTS = (3, 2)  # S again, dQ, dK; dP, dV: as FlashAttention counts
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
     seqlen_q: int = 4096
     seqlen_k: int = 4096
     head_dim: int = 64
-    head_dim_v: int | None = None  # None: as head_dim
+    head_dim_v: int | None = None  # None: equal to head_dim
 
     @property
     def value_dim(self) -> int:
@@ -43,20 +43,20 @@ class Shape:
 
     @property
     def width(self) -> str:
-        """The head dimension, and v's where it is another."""
+        """The head dimension, followed by v's if it differs."""
         return str(self.head_dim) if self.value_dim == self.head_dim else f"{self.head_dim}-{self.head_dim_v}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time.
+    """One call to time.
 
-    kind: which of anyattn's functions is timed: flex, flash, varlen, decode (``flash_attn_with_kvcache``) or mask (``create_block_mask``).
-    variant: a name in ``variants.VARIANTS[device]``. peers: names in ``peers.PEERS``. backend: the one that anyattn's contestant insists
-    on, None for its own choice. is_backward: what is timed are the gradients of q, k and v, the forward pass having been run before.
-    learns: the score mod's tensors get one too. is_host_time: how long the call takes to return, whatever the device does behind it.
-    device: cpu or cuda, which decides the clock and the variant's sizes. dtype: a torch dtype's name, empty for masks. rounds: fewer, for
-    the long ones.
+    kind: the anyattn function that is timed: flex, flash, varlen, decode (``flash_attn_with_kvcache``) or mask (``create_block_mask``).
+    variant: a name in ``variants.VARIANTS[device]``. peers: names in ``peers.PEERS``. backend: the one that anyattn's contestant requires,
+    None for its own choice. is_backward: times the gradients of q, k and v after an untimed forward pass. learns: also those of the score
+    mod's tensors. is_host_time: times how long the call takes to return, without the device's work.
+    device: cpu or cuda, which decides the clock and the variant's sizes. dtype: a torch dtype's name, empty for masks. rounds: a smaller
+    number for long cases.
     """
 
     group: str
@@ -80,7 +80,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What ``--filter``, ``--only`` and bars look for. CPU: group/variant/S/dtype. GPU: group/variant/D/S, of decoding its sizes."""
+        """The name matched by ``--filter``, ``--only`` and bars. CPU: group/variant/S/dtype. GPU:
+        group/variant/D/S, for decoding its sizes."""
         shape = self.shape
         if self.device == "cpu":
             return "/".join(part for part in (self.group, self.variant, str(shape.seqlen_q), self.dtype) if part)
@@ -100,28 +101,28 @@ class Case:
 
     @property
     def products(self) -> tuple[int, int]:
-        """Matrix products per visible pair: with q's head dimension, and with v's; none where it is not they that take the time."""
+        """Matrix products per visible pair: with q's head dimension, and with v's; (0, 0) if products do not dominate the time."""
         if self.kind == "mask" or self.is_host_time or self.bytes:
             return 0, 0
         return _BACKWARD_PRODUCTS if self.is_backward else _FORWARD_PRODUCTS
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that have to be read, where it is they that take the time: on a GPU that decodes."""
+        """Bytes of the keys and values to be read if reading them dominates the time, as in decoding on a GPU; else 0."""
         shape = self.shape
         if self.kind != "decode" or self.device == "cpu":
             return 0
         return 2 * self.torch_dtype.itemsize * shape.batch * shape.seqlen_k * shape.heads_kv * shape.head_dim
 
     def flops(self, pairs: int) -> int:
-        """Of the matrix products over ``pairs`` visible (query, key) pairs of all batch entries and heads."""
+        """Operations of the matrix products over ``pairs`` visible (query, key) pairs of all batch entries and heads."""
         of_keys, of_values = self.products
         return 2 * (of_keys * self.shape.head_dim + of_values * self.shape.value_dim) * pairs
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one number a round."""
+    """Seconds per call, one number per round."""
 
     seconds: tuple[float, ...]
 
@@ -131,7 +132,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a part of the median."""
+        """Half the interquartile range, relative to the median."""
         if len(self.seconds) < 4:
             return (max(self.seconds) - min(self.seconds)) / 2 / self.median
         low, _, high = statistics.quantiles(self.seconds, n=4)
@@ -140,10 +141,10 @@ class Timing:
 
 @dataclass
 class Record:
-    """What came of a case.
+    """The measurements of a case.
 
     timings: the n-th numbers of all contestants come from one round. budget: contestant -> share of its error budget against float64.
-    difference: contestant -> relative RMS between its result and anyattn's. refused: why nothing was timed. extra: other figures.
+    difference: contestant -> relative RMS between its result and anyattn's. refused: the reason if nothing was timed. extra: other figures.
     """
 
     case: str
@@ -166,22 +167,22 @@ class Record:
 
     @classmethod
     def from_json(cls, figures: dict[str, Any]) -> Record:
-        """The record that ``as_json`` gave ``figures`` of."""
+        """The record from the ``figures`` that ``as_json`` returned."""
         plain = dict(figures)
         contenders = plain.pop("contenders")
         return cls(**plain, timings={name: Timing(tuple(c["rounds_s"])) for name, c in contenders.items()})
 
     @property
     def is_quiet(self) -> bool:
-        """Timed, and in rounds during which nothing else ran."""
+        """Whether the case was timed in rounds without other busy processes."""
         return bool(self.timings) and not self.extra.get("disturbed_used", False)
 
     def differs(self, name: str) -> bool:
-        """Whether a contestant computed something else than anyattn."""
+        """Whether a contestant's result differs from anyattn's, so that it did not compute the same thing."""
         return name in self.difference and not self.difference[name] <= LARGEST_DIFFERENCE
 
     def ratio(self, peer: str, mine: str = OURS) -> float:
-        """How many times as fast as ``peer`` anyattn was: the median over rounds of the ratio within the round."""
+        """anyattn's speed relative to ``peer``: the median over rounds of the ratio within a round."""
         rounds = zip(self.timings[mine].seconds, self.timings[peer].seconds)
         return statistics.median(theirs / ours for ours, theirs in rounds)
 

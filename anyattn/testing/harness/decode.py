@@ -1,4 +1,4 @@
-"""Decoding from a cache: ``flash_attn_with_kvcache`` in each of its forms, and copying as many bytes as the keys and values have."""
+"""Decoding contestants: ``flash_attn_with_kvcache`` in all its forms, and a copy of as many bytes as the keys and values have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _lengths(inputs: Inputs, less: int = 0) -> Tensor:
 
 
 def contiguous(inputs: Inputs, **options: Any) -> Callable[..., Any]:
-    """One query a sequence against a full cache, nothing appended; still takes ``backend``."""
+    """One query per sequence against a full cache, nothing appended; the function still accepts ``backend``."""
     import anyattn
 
     (q, k, v), lengths = inputs.bshd, _lengths(inputs)
@@ -30,14 +30,14 @@ def contiguous(inputs: Inputs, **options: Any) -> Callable[..., Any]:
 
 
 def alibi(inputs: Inputs) -> Callable[[], Any]:
-    """With a score mod, as plain Python."""
+    """Decoding with a plain Python score mod."""
     slopes = scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device)
     call = contiguous(inputs, score_mod=lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx))
     return lambda: call(backend=inputs.case.backend)
 
 
 def splits(count: int) -> Callable[[Inputs], Callable[[], Any]]:
-    """With so many partial results."""
+    """Decoding with ``count`` splits."""
 
     def prepare(inputs: Inputs) -> Callable[[], Any]:
         call = contiguous(inputs, num_splits=count)
@@ -47,7 +47,7 @@ def splits(count: int) -> Callable[[Inputs], Callable[[], Any]]:
 
 
 def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache cut into pages that lie in random order: both pools, and the table (batch, pages of a sequence)."""
+    """The cache as pages in random order: both pools, and the table (batch, pages of a sequence)."""
     _, k, v = inputs.bshd
     batch, seqlen, heads, width = k.shape
     each = seqlen // page_size
@@ -74,7 +74,7 @@ def paged(page_size: int, num_splits: int = 0) -> Callable[[Inputs], Callable[[]
 
 
 def append(inputs: Inputs) -> Callable[[], Any]:
-    """A whole step of decoding: the last key and value are appended, rotated by their positions, and attended to. On caches of its own."""
+    """A whole decoding step on separate caches: the last key and value are appended, rotated by their positions, and attended to."""
     import anyattn
 
     q, k, v = inputs.bshd
@@ -86,7 +86,7 @@ def append(inputs: Inputs) -> Callable[[], Any]:
 
 
 def copy(inputs: Inputs) -> Callable[[], Any]:
-    """Reads the keys and writes them elsewhere: as many bytes as reading keys and values."""
+    """Reads the keys and writes them to another tensor: as many bytes as reading keys and values."""
     source = inputs.bshd[1]
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

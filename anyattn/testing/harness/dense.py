@@ -1,4 +1,4 @@
-"""Dense attention in plain torch: a mask as bools, an additive score mod as a bias, and the formula as a person would write it."""
+"""Dense attention in plain torch: a bool mask, an additive score mod as a bias, and the plain formula."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def entries_and_heads(mods: Mods) -> tuple[bool, bool]:
 
 
 def is_additive(mods: Mods) -> bool:
-    """Whether the score mod adds something that does not depend on the score."""
+    """Whether the score mod adds a bias that does not depend on the score."""
     return mods.score is not None and additive_bias(trace(mods.score, "score").expr) is not None
 
 
@@ -37,7 +37,7 @@ def places(batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: str) ->
 
 
 def visible(mods: Mods, where: tuple[Tensor, ...]) -> Tensor | None:
-    """The mask as bools (1 or batch, 1 or heads, seqlen_q, seqlen_k), None where everything is visible."""
+    """The mask as bools (1 or batch, 1 or heads, seqlen_q, seqlen_k), None if everything is visible."""
     if mods.mask is None:
         return None
     by_entry, by_head = entries_and_heads(mods)
@@ -47,7 +47,7 @@ def visible(mods: Mods, where: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def bias(mods: Mods, where: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """What an additive score mod adds, contiguous (1 or batch, heads, seqlen_q, seqlen_k); -inf where the mask hides."""
+    """The bias of an additive score mod, contiguous (1 or batch, heads, seqlen_q, seqlen_k); -inf where the mask hides."""
     assert mods.score is not None
     added = torch.as_tensor(mods.score(torch.zeros((), device=where[0].device), *where))
     seen = visible(mods, where)
@@ -56,7 +56,7 @@ def bias(mods: Mods, where: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, score: Any, where: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
-    """softmax(mask(score(Q K^T / sqrt(head dim)))) V over (batch, heads, length, head dim); a row that sees nothing is 0."""
+    """softmax(mask(score(Q K^T / sqrt(head dim)))) V over (batch, heads, length, head dim); 0 for a row without visible keys."""
     ratio = q.shape[1] // k.shape[1]
     if ratio > 1:
         k, v = (t.repeat_interleave(ratio, dim=1) for t in (k, v))

@@ -1,4 +1,4 @@
-"""A case's tensors, in each layout that a contestant wants, and its mods."""
+"""A benchmark case's tensors, in every layout that a contestant takes, and its mods."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Inputs:
     """Random normal q, k, v of a case, the same for every contestant, and the gradient of its output.
 
     bshd: contiguous (batch, length, heads, head dim), FlashAttention's layout. bhsd: a contiguous copy, torch's layout. packed: bshd as
-    one row of tokens. Where gradients are timed each is a leaf of its own. device: where they are, the case's unless named.
-    variant: a user's own, that no table has.
+    one row of tokens. If gradients are timed, each is a separate leaf. device: default the case's. variant: replaces the case's one for
+    a user's own mods.
     """
 
     def __init__(self, case: Case, device: str | None = None, variant: Variant | None = None):
@@ -57,7 +57,7 @@ class Inputs:
         return {"bshd": self.bshd, "bhsd": self.bhsd, "packed": self.packed}[layout]
 
     def gradient(self, layout: str) -> Tensor:
-        """Of the output, contiguous in that layout."""
+        """The gradient of the output, contiguous in that layout."""
         assert self._gradient is not None
         if layout == "bhsd":
             return self._gradient.transpose(1, 2).contiguous()
@@ -74,7 +74,7 @@ class Inputs:
 
     @property
     def captured(self) -> list[Tensor]:
-        """What the score mod reads and is to learn."""
+        """The tensors that the score mod reads and whose gradients are timed."""
         return self.setting.captured if self.case.learns else []
 
     @property
@@ -83,7 +83,7 @@ class Inputs:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the documents of all batch entries, one after the other."""
+        """The lengths of the documents of all batch entries, one after the other."""
         assert self.variant.documents is not None, f"{self.case.variant} has no documents"
         return self.variant.documents(self.case.shape.seqlen_q) * self.case.shape.batch
 
@@ -93,20 +93,20 @@ class Inputs:
 
     @cached_property
     def grid(self) -> tuple[int, int, int, int]:
-        """Of a block mask: 1 for all batch entries or heads where the mask is the same for each."""
+        """The shape of a block mask: 1 for batch entries or heads if the mask is the same for all of them."""
         shape, (by_entry, by_head) = self.case.shape, entries_and_heads(self.mods)
         return shape.batch if by_entry else 1, shape.heads_q if by_head else 1, shape.seqlen_q, shape.seqlen_k
 
     @cached_property
     def block_mask(self) -> Any:
-        """anyattn's, or None where everything is visible."""
+        """anyattn's block mask, or None if everything is visible."""
         import anyattn
 
         mask = self.mods.mask
         return None if mask is None else anyattn.create_block_mask(mask, *self.grid, device=self.device)
 
     def pairs(self) -> int:
-        """Visible pairs of all batch entries and heads, counted on the mask itself."""
+        """Visible pairs of all batch entries and heads, counted by evaluating the mask."""
         if not any(self.case.products):
             return 0
         shape, (entries, heads, seqlen_q, seqlen_k) = self.case.shape, self.grid
@@ -114,7 +114,7 @@ class Inputs:
         return sum(shown) * (shape.batch // entries) * (shape.heads_q // heads)
 
     def comparable(self, result: Any, layout: str) -> Any:
-        """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is.
+        """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask unchanged.
 
         layout: one of ``leaves``, mask, padded (documents, heads, longest, head dim), or per-document, each (1, length, heads, head dim).
         """
@@ -136,7 +136,7 @@ class Inputs:
 
 
 def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, at: tuple[int, int] = (0, 0), rows_at_once: int = 1024) -> int:
-    """How many (query, key) pairs the mask shows of one (batch entry, head)."""
+    """The number of (query, key) pairs that the mask shows in one (batch entry, head)."""
     if mask is None:
         return seqlen_q * seqlen_k
     (b, h), keys = torch.tensor(at, device=device), torch.arange(seqlen_k, device=device)
@@ -150,7 +150,7 @@ def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, at: tupl
 def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> Tensor:
     """The keys that each query sees as int32 endpoints (n, seqlen_q), n odd: ``[0, F0), [F1, F2), ...``, ascending.
 
-    Found by looking at the mask, so that it is the same one. Of a query with fewer intervals than another the last ones are empty.
+    Found by evaluating the mask. A query with fewer intervals than the largest number has empty ones at the end.
     """
     if mask is None:
         return torch.full((1, seqlen_q), seqlen_k, dtype=torch.int32, device=device)
@@ -159,8 +159,8 @@ def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once
     for first in range(0, seqlen_q, rows_at_once):
         rows = torch.arange(first, min(first + rows_at_once, seqlen_q), device=device)[:, None]
         seen = mask(zero, zero, rows, keys).expand(len(rows), seqlen_k)
-        edges = torch.nn.functional.pad(seen, (1, 1)).int().diff().ne(0)  # (rows, seqlen_k + 1): where visible keys begin and end
-        edges[:, 0] ^= True  # the first interval's 0 is not listed; where keys do not begin at 0 that interval is [0, 0)
+        edges = torch.nn.functional.pad(seen, (1, 1)).int().diff().ne(0)  # (rows, seqlen_k + 1): starts and ends of visible keys
+        edges[:, 0] ^= True  # the first interval's 0 is omitted; if visible keys start later, it is [0, 0)
         parts.append(_listed(edges))
     longest = max(part.shape[1] for part in parts)
     padded = [torch.cat([p, p[:, -1:].expand(-1, longest - p.shape[1])], dim=1) for p in parts]
@@ -168,7 +168,7 @@ def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once
 
 
 def _listed(edges: Tensor) -> Tensor:
-    """The places of each row's true entries, int32 (rows, n), n odd and the same for all: filled up with the row's last one."""
+    """The indices of each row's true entries, int32 (rows, n), n odd and the same for all, padded with the row's last index."""
     counts = edges.sum(1)
     most = int(counts.max()) | 1
     places = torch.arange(edges.shape[1], device=edges.device).where(edges, edges.shape[1]).sort(dim=1).values[:, :most]

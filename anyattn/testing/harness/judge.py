@@ -1,7 +1,7 @@
-"""Judges results before they are timed: attention by ``anyattn.testing.budget`` against float64, block masks tile by tile.
+"""Judge of results before timing: attention by ``anyattn.testing.budget`` against float64, block masks tile by tile.
 
-``Judge.share`` looks at a part of a case, on the device where the case is: some rows and heads of a forward pass, one K/V head of a
-backward pass. ``difference`` compares whole results of two contestants: that they did the same job.
+``Judge.share`` checks a part of a case, on the case's device: some rows and heads of a forward pass, one K/V head of a backward pass.
+``difference`` compares whole results of two contestants, to show that they computed the same thing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from anyattn.testing.rounding import rounding
 
 __all__ = ["Judge", "difference"]
 
-_ROWS = 128  # query rows of a forward that are compared with the oracle: the first and last ones and random others
+_ROWS = 128  # query rows of a forward pass compared with the oracle: the first, the last and random ones
 _BATCHES = 4
-_MOST_PAIRS = 2**25  # a dozen float64 matrices of them take 3 GiB
-_TILES = 400  # tiles of a block mask that are compared with the mask itself
+_MOST_PAIRS = 2**25  # a dozen float64 matrices of this size take 3 GiB
+_TILES = 400  # tiles of a block mask compared with the mask
 
 
 class Judge:
-    """Judges the results of one case, in the form that ``Inputs.comparable`` gives them; float64's is computed once."""
+    """Judges the results of one case in the form of ``Inputs.comparable``; the float64 reference is computed once."""
 
     def __init__(self, inputs: Inputs):
         self._inputs = inputs
 
     @property
     def cannot(self) -> str:
-        """Why this case is not judged against float64; empty if it is."""
+        """The reason if this case is not judged against float64, else empty."""
         shape = self._inputs.case.shape
         pairs = shape.seqlen_q * shape.seqlen_k * (shape.heads_q // shape.heads_kv)
         if self._inputs.case.is_backward and self._inputs.case.device == "cuda" and pairs > _MOST_PAIRS:
@@ -42,7 +42,7 @@ class Judge:
         return ""
 
     def share(self, result: Any) -> float:
-        """The share of the budget that a result uses; at most 1 passes. Of block masks 0 (right) or inf."""
+        """The share of its budget that a result uses; at most 1 passes. For block masks 0 (right) or inf."""
         if self._inputs.case.kind == "mask":
             return 0.0 if _tiles_agree(self._inputs, result) else float("inf")
         if self._inputs.case.is_backward:
@@ -54,7 +54,7 @@ class Judge:
 
     @cached_property
     def _part(self) -> _Part:
-        """Of a backward pass one K/V head whole, since dk and dv are sums over all queries."""
+        """The judged part; of a backward pass one whole K/V head, since dk and dv are sums over all queries."""
         shape, heads = self._inputs.case.shape, self._inputs.case.shape.heads_kv
         if self._inputs.case.is_backward:
             return _Part(self._inputs, [heads - 1], torch.arange(shape.seqlen_q))
@@ -63,7 +63,7 @@ class Judge:
     @cached_property
     @torch.enable_grad()
     def _references(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
-        """(float64, the plain formula in the case's dtype, rounding noise), each of what ``share`` compares."""
+        """(float64, the plain formula in the case's dtype, rounding noise) of the results that ``share`` compares."""
         qkv, mods = self._part.qkv, self._part.mods
         if not self._inputs.case.is_backward:
             exact, plain, noise = oracle.attention(*qkv, **mods), oracle.same_dtype(*qkv, **mods), rounding(*qkv, **mods)
@@ -75,7 +75,7 @@ class Judge:
 
 
 class _Part:
-    """Some batch entries, heads and rows of a case, heads first, and its mods as functions of places inside that part."""
+    """Some batch entries, heads and rows of a case, heads first, and its mods as functions of positions in that part."""
 
     def __init__(self, inputs: Inputs, kv_heads: list[int], rows: Tensor):
         shape, device = inputs.case.shape, inputs.device
@@ -87,7 +87,7 @@ class _Part:
         self.qkv = (self.of_queries(q), self.of_keys(k), self.of_keys(v))
         self.mods: dict[str, Any] = {}
         mask, score = inputs.mods.mask, inputs.mods.score
-        # of fewer queries than keys a kernel that decodes takes the last positions
+        # with fewer queries than keys a decoding kernel gives the queries the last positions
         batches, heads, at = self._batches, self._q_heads, self._rows + (shape.seqlen_k - shape.seqlen_q)
         if mask is not None:
             self.mods["mask"] = lambda b, h, q_idx, kv_idx: mask(batches[b], heads[h], at[q_idx], kv_idx)
@@ -95,7 +95,7 @@ class _Part:
             self.mods["score"] = lambda s, b, h, q_idx, kv_idx: score(s, batches[b], heads[h], at[q_idx], kv_idx)
 
     def of_queries(self, tensor: Tensor) -> Tensor:
-        """(batch, length, heads, head dim) -> heads first, some of each."""
+        """(batch, length, heads, head dim) to heads first, restricted to the part."""
         return tensor[self._batches][:, self._rows][:, :, self._q_heads].transpose(1, 2)
 
     def of_keys(self, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class _Part:
 
 
 def _some_rows(inputs: Inputs) -> Tensor:
-    """Query rows: the two ends, random ones, and both ends of each document."""
+    """Query rows: the first and last, random ones, and the first and last of each document."""
     rows = _some(inputs.case.shape.seqlen_q, _ROWS)
     if inputs.variant.documents is None:
         return rows
@@ -112,7 +112,7 @@ def _some_rows(inputs: Inputs) -> Tensor:
 
 
 def _some(total: int, wanted: int) -> Tensor:
-    """Positions spread over ``range(total)``: the two ends and random ones, ascending."""
+    """Positions in ``range(total)``: the first and last and random ones, ascending."""
     if total <= wanted:
         return torch.arange(total)
     ends = torch.cat([torch.arange(8), torch.arange(total - 8, total)])
@@ -121,7 +121,7 @@ def _some(total: int, wanted: int) -> Tensor:
 
 
 def _tiles_agree(inputs: Inputs, block_mask: Any) -> bool:
-    """Whether random tiles, and those at the diagonal's ends, have the class that evaluating the mask in them gives."""
+    """Whether random tiles, and those at the ends of the diagonal, have the class found by evaluating the mask in them."""
     shape, mask, device = inputs.case.shape, inputs.mods.mask, inputs.device
     assert mask is not None
     tile_m, tile_n = block_mask.BLOCK_SIZE
@@ -149,7 +149,7 @@ def _listed(block_mask: Any, prefix: str) -> Callable[[int], set[int]]:
 
 
 def difference(mine: Any, reference: Any) -> float:
-    """Relative root mean square between results, of several the largest; of block masks 0 if they list the same tiles in the same
+    """Relative root mean square between results, the largest of several; for block masks 0 if they list the same tiles in the same
     classes, else inf."""
     if isinstance(mine, tuple):
         return max(difference(a, b) for a, b in zip(mine, reference, strict=True))

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Description of the machine, versions and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def describe(command: str) -> dict[str, Any]:
-    """The machine, the versions and the commit that figures are of; command: what made them."""
+    """The machine, the versions and the commit of figures. command: the command that produced them."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
@@ -34,7 +34,7 @@ def describe(command: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The short hash, with "+" when tracked files differ from it; of an installed package, which no repository holds, its version."""
+    """The short hash, with "+" if tracked files are modified; for an installed package outside a repository, its version."""
     if not (_ROOT / ".git").exists():
         return f"version {__version__}"
 

@@ -1,4 +1,4 @@
-"""Recognition of mods for which FlashAttention and SDPA have an option: full, causal, and windows; by looking at every pair of the mask."""
+"""Recognition of mods that FlashAttention and SDPA have options for (full, causal, windows), by evaluating every pair of the mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 1024
 
 
 def native_options(mods: Mods, seqlen: int, device: str) -> dict[str, Any] | None:
-    """The keywords of ``flash_attn_func`` that mean the same over ``seqlen`` queries and keys; None where it has none.
+    """The keywords of ``flash_attn_func`` with the same meaning over ``seqlen`` queries and keys; None if it has none.
 
     >>> from anyattn import masks
     >>> native_options(Mods(masks.causal()), 64, "cpu"), native_options(Mods(masks.sliding_window(8, 0)), 64, "cpu")

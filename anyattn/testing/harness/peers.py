@@ -1,8 +1,7 @@
-"""The contestants: one table for every device. Each is a function from a case's inputs to the call that is timed and the layout of its
-result (``Inputs.comparable``).
+"""Table of the contestants of all devices: functions from a case's inputs to the call that is timed and its result's layout.
 
-One that does not run on the case's device, whose package is not there, or that has no name for a variant, raises ``Unavailable`` and is
-left out of the case with its reason.
+The layout is that of ``Inputs.comparable``. A contestant that does not run on the case's device, whose package is missing, or that cannot
+compute a variant raises ``Unavailable`` and is left out of the case with its reason.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ Entry = tuple[Callable[[], Any], str]
 
 
 class Unavailable(Exception):
-    """This contestant cannot do this case here; the message says why."""
+    """This contestant cannot run this case here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """prepare: makes what is timed; raises ``Unavailable`` for what it cannot do. devices: where it exists.
+    """prepare: makes the call that is timed; raises ``Unavailable`` if it cannot. devices: where it exists.
 
-    is_other_job: its result is not to be compared with the case's. is_compiled: by a compiler whose kernels are worth making ahead.
+    is_other_job: its result is not comparable with the case's. is_compiled: by a compiler whose kernels are worth making in advance.
     """
 
     prepare: Callable[[Inputs], Entry]
@@ -48,7 +47,7 @@ class Peer:
     is_compiled: bool = False
 
     def entry(self, name: str, inputs: Inputs) -> Entry:
-        """What is timed, of a backward pass too."""
+        """The timed call, for a backward pass too."""
         if inputs.case.device not in self.devices:
             raise Unavailable(f"{name} does not run on {inputs.case.device}")
         entry = self.prepare(inputs)
@@ -56,7 +55,7 @@ class Peer:
 
 
 def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[[Inputs], Entry]:
-    """anyattn's function. backend: to insist on, None for its own choice, and by default what the case says."""
+    """anyattn's function. backend: the required one, None for its own choice, and by default the case's."""
 
     def prepare(inputs: Inputs) -> Entry:
         insisted = inputs.case.backend if backend == "" else backend
@@ -70,7 +69,7 @@ def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[
 
 
 def _our_function(inputs: Inputs) -> tuple[Callable[..., Any], str]:
-    """anyattn's function for a case, which still takes ``backend`` and ``deterministic``."""
+    """anyattn's function for a case, which still accepts ``backend`` and ``deterministic``."""
     import anyattn
 
     kind, native, mods = inputs.case.kind, inputs.variant.native, inputs.mods
@@ -92,7 +91,7 @@ def _our_function(inputs: Inputs) -> tuple[Callable[..., Any], str]:
 
 
 def backward_of(entry: Entry, inputs: Inputs) -> Entry:
-    """The backward pass of a contestant's forward pass, which is run here, once. What does not take part in it has no gradient."""
+    """The backward pass of a contestant's forward pass, which runs here once. Tensors that take no part have no gradient."""
     call, layout = entry
     where = inputs.leaves(layout)
     with torch.enable_grad():
@@ -103,9 +102,9 @@ def backward_of(entry: Entry, inputs: Inputs) -> Entry:
 
 
 def backend_of(inputs: Inputs, backend: str | None) -> tuple[str, str]:
-    """Which of anyattn's backends computes the case if it is told ``backend``, and, if it is torch's, why none of the others does.
+    """The backend of anyattn that computes the case if ``backend`` is passed, and, if it is torch's, the reasons against the others.
 
-    Of a backward pass: "forward's + backward's", or the one that does both.
+    For a backward pass "forward's + backward's", or the one that computes both.
     """
     import anyattn
     from anyattn.plan import BACKENDS
@@ -121,7 +120,7 @@ def backend_of(inputs: Inputs, backend: str | None) -> tuple[str, str]:
         return name, "; ".join(chosen.why) if "torch" in name else ""
     if backend is not None:
         return backend, ""
-    call, _ = _our_function(inputs)  # explain() does not know this function: insist on one backend after the other
+    call, _ = _our_function(inputs)  # explain() does not cover this function: try one backend after the other
     for name in sorted(set(BACKENDS) - {"torch"}, key=lambda name: name != "hopper"):
         try:
             call(backend=name)
@@ -143,7 +142,7 @@ def _anyattn_mod(inputs: Inputs) -> Entry:
 
 
 def _anyattn_causal(inputs: Inputs) -> Entry:
-    """anyattn's plain causal attention at the same sizes: what score mods are measured against."""
+    """anyattn's plain causal attention at the same sizes, the baseline of score mods."""
     import anyattn
 
     shape, qkv = inputs.case.shape, inputs.bhsd
@@ -154,7 +153,7 @@ def _anyattn_causal(inputs: Inputs) -> Entry:
 
 
 def _anyattn_full(inputs: Inputs) -> Entry:
-    """anyattn over all keys at the same sizes: what masks are measured against."""
+    """anyattn over all keys at the same sizes, the baseline of masks."""
     import anyattn
 
     qkv = inputs.bhsd
@@ -169,7 +168,7 @@ def _anyattn_with(inputs: Inputs, score: Any) -> Entry:
 
 
 def _anyattn_frozen(inputs: Inputs) -> Entry:
-    """The same attention where the score mod's tensors want no gradient."""
+    """The same attention if the score mod's tensors need no gradient."""
     return _anyattn_with(inputs, inputs.variant.mods(replace(inputs.setting, learns=False, captured=[])).score)
 
 
@@ -186,7 +185,7 @@ def _anyattn_flash(inputs: Inputs) -> Entry:
 
 
 def _anyattn_mods(inputs: Inputs) -> Entry:
-    """A call with library mods: what looking up mods and handing over what they capture costs the host."""
+    """A call with library mods: the host time for looking up mods and passing captured values."""
     import anyattn
 
     qkv, mask = inputs.bhsd, anyattn.masks.causal()
@@ -195,7 +194,7 @@ def _anyattn_mods(inputs: Inputs) -> Entry:
 
 
 def _per_document(inputs: Inputs) -> Entry:
-    """One call of ``flash_attn_func`` a document."""
+    """One call of ``flash_attn_func`` per document."""
     import anyattn
 
     if inputs.variant.native is None or inputs.variant.documents is None:
@@ -206,7 +205,7 @@ def _per_document(inputs: Inputs) -> Entry:
 
 
 def module(name: str) -> Any:
-    """A peer's package. Raises ``Unavailable``."""
+    """A peer's package. Raises ``Unavailable`` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as missing:
@@ -235,7 +234,7 @@ def _native(package: str, lacks: str = "") -> Callable[[Inputs], Entry]:
 
 
 def _sdpa_by(backend: str) -> Callable[[Inputs], Entry]:
-    """torch's SDPA, told to use one of its backends."""
+    """torch's SDPA with one of its backends."""
 
     def prepare(inputs: Inputs) -> Entry:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -252,7 +251,7 @@ def _sdpa_by(backend: str) -> Callable[[Inputs], Entry]:
 
 
 def _sdpa_options(inputs: Inputs) -> dict[str, Any]:
-    """What tells SDPA the case's mask: nothing or ``is_causal``. Raises ``Unavailable``."""
+    """SDPA's options for the case's mask: none or ``is_causal``. Raises ``Unavailable``."""
     native, shape = inputs.variant.native, inputs.case.shape
     is_square = shape.seqlen_q == shape.seqlen_k
     if native not in ({}, {"causal": True}) or inputs.variant.documents is not None or (native and not is_square):
@@ -261,13 +260,13 @@ def _sdpa_options(inputs: Inputs) -> dict[str, Any]:
 
 
 def _sdpa(inputs: Inputs) -> Entry:
-    """torch's SDPA with the backend of its own choice."""
+    """torch's SDPA with the backend that it chooses."""
     options, qkv = _sdpa_options(inputs), inputs.bhsd
     return lambda: F.scaled_dot_product_attention(*qkv, **options), "bhsd"
 
 
 def _sdpa_mask(inputs: Inputs) -> Entry:
-    """torch's SDPA with the mask as a dense one of bools."""
+    """torch's SDPA with the mask as dense bools."""
     if inputs.mods.score is not None or inputs.mods.mask is None:
         raise Unavailable("a bool mask cannot say this variant")
     where = _dense_places(inputs, inputs.grid, matrices=2)
@@ -276,7 +275,7 @@ def _sdpa_mask(inputs: Inputs) -> Entry:
 
 
 def _sdpa_bias(inputs: Inputs) -> Entry:
-    """torch's SDPA with a dense bias, made beforehand, that holds the mask too."""
+    """torch's SDPA with a dense bias, made beforehand, that includes the mask."""
     if not dense.is_additive(inputs.mods):
         raise Unavailable("the score mod is no bias that is added" if inputs.mods.score is not None else "there is no score mod")
     shape = inputs.case.shape
@@ -286,7 +285,7 @@ def _sdpa_bias(inputs: Inputs) -> Entry:
 
 
 def _eager(inputs: Inputs) -> Entry:
-    """The formula in torch's operations, as a person would write it."""
+    """The plain formula in torch operations."""
     shape = inputs.case.shape
     where = _dense_places(inputs, (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k), matrices=6)
     seen, score, qkv = dense.visible(inputs.mods, where), inputs.mods.score, inputs.bhsd
@@ -294,7 +293,7 @@ def _eager(inputs: Inputs) -> Entry:
 
 
 def _dense_places(inputs: Inputs, grid: tuple[int, int, int, int], matrices: int) -> tuple[Tensor, ...]:
-    """b, h, q_idx and kv_idx of every pair. Raises ``Unavailable`` where so many dense float matrices of them would be too large."""
+    """b, h, q_idx and kv_idx of every pair. Raises ``Unavailable`` if ``matrices`` dense float matrices of them would be too large."""
     needed = matrices * 4 * math.prod(grid)
     if needed > DENSE_BYTES:
         raise Unavailable(
@@ -314,7 +313,7 @@ def _sdpa_padded(inputs: Inputs) -> Entry:
 
 
 def _sdpa_grouped(inputs: Inputs) -> Entry:
-    """torch's SDPA over the cache as it lies, with ``enable_gqa``."""
+    """torch's SDPA over the cache in its own layout, with ``enable_gqa``."""
     q, k, v = (t.transpose(1, 2) for t in inputs.bshd)
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), "bhsd"
 
@@ -326,8 +325,8 @@ def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
         if inputs.case.is_backward and inputs.case.device == "cpu":
             raise Unavailable("torch's flex_attention has no backward on the CPU")
         if backend == "FLASH":
-            module("flash_attn.cute")  # without it torch would say so after half a minute of compiling
-        # a backward pass that may overwrite what the forward pass kept runs only once
+            module("flash_attn.cute")  # else torch reports it missing after half a minute of compiling
+        # a backward pass that may overwrite tensors saved by the forward pass runs only once
         importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
         compiled = torch.compile(flex_attention, dynamic=False)
         qkv, mods = inputs.bhsd, inputs.mods
@@ -405,7 +404,7 @@ PEERS: dict[str, Peer] = {
     "flex-mask": Peer(_flex_mask, is_compiled=True),
     "cudnn-fe": Peer(_cudnn_frontend, _CUDA),
 }
-# What the contestants that stand or fall with anyattn's choice of a backend insist on; "" is the case's.
+# The backend that each contestant with anyattn's own choice of backend requires; "" is the case's, None any.
 INSISTED = {
     OURS: "",
     "anyattn-deterministic": "",

@@ -1,4 +1,4 @@
-"""Runs one case: prepares its contestants, judges and compares what they compute, times those that work."""
+"""Runner of one benchmark case: prepares its contestants, judges and compares their results, times those that work."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LONGEST_ON_TORCH = 4096
 
 
 class DeviceLost(Exception):
-    """Nothing more can run in this process: a kernel failed on the device."""
+    """A kernel failed on the device: this process can run nothing more."""
 
 
 @dataclass
 class _Run:
-    """A case on its way. watch: told (contestant) before anything that may hang. judge: None where results are only compared."""
+    """A case in progress. watch: called with the contestant before anything that may hang. judge: None if results are only compared."""
 
     inputs: Inputs
     record: Record
@@ -37,7 +37,7 @@ class _Run:
     reference: Any = None
 
     def failed(self, name: str, error: Exception) -> None:
-        """Leaves a contestant out; raises ``DeviceLost`` if it took the device with it."""
+        """Leaves a contestant out; raises ``DeviceLost`` if the device failed with it."""
         self.calls.pop(name, None)
         self.record.unavailable[name] = str(error) if isinstance(error, Unavailable) else _described(error)
         if torch.cuda.is_available():
@@ -47,7 +47,7 @@ class _Run:
                 raise DeviceLost(f"{name}: {_described(error)}; {_described(lost)}") from error
 
     def prepare(self, name: str) -> None:
-        """Builds a contestant, calls it once and looks at its result; anyattn comes first, and the others are compared with it."""
+        """Builds a contestant, calls it once and checks its result; anyattn comes first, and the others are compared with it."""
         self.watch(name)
         try:
             if self.inputs.case.device == "cuda":
@@ -67,7 +67,7 @@ class _Run:
             self.failed(name, error)
 
     def _judge(self, name: str, mine: Any) -> None:
-        """On a GPU anyattn alone, to save time: the others are compared with it. There a judge may fail, for want of memory."""
+        """On a GPU judges only anyattn, to save time: the others are compared with it. Judging may run out of memory there."""
         if self.judge is None:
             return
         if self.judge.cannot:
@@ -82,7 +82,7 @@ class _Run:
                 self.record.extra["not_judged"] = _described(error)
 
     def _look_at_backend(self, name: str) -> None:
-        """Notes it, and refuses what torch's operations would take too long for."""
+        """Records anyattn's backend, and refuses cases for which torch operations would take too long."""
         extra, case = self.record.extra, self.inputs.case
         if name in INSISTED:
             key = "" if name == OURS else f"_{name.removeprefix('anyattn-')}"
@@ -101,7 +101,7 @@ class _Run:
 
 
 def _explained(inputs: Inputs) -> str:
-    """The backend of the case with the mask as a function."""
+    """The backend for the case's mask as a function."""
     import anyattn
 
     return anyattn.explain(*inputs.bhsd, inputs.mods.score, mask_mod=inputs.mods.mask).plan.backend
@@ -119,11 +119,12 @@ def run_case(
 ) -> Record:
     """Builds, judges and times one case.
 
-    On a CPU nothing is timed if anyattn's result fails its budget (``Record.refused``); on a GPU, where a machine is not to be had every
-    day, it is timed, said so, and clears no bar. A peer whose result fails is timed all the same: it is no claim of ours.
+    On a CPU nothing is timed if anyattn's result fails its budget (``Record.refused``). On a GPU, since machines are scarce, it is timed,
+    marked, and clears no bar. A peer whose result fails is timed all the same: we make no claim about it.
 
-    device, clock: instead of the case's. banned: contestant -> why it is not even tried. watch: told of the contestant that is next.
-    cold: of a GPU, with the L2 cache overwritten before each sample. variant: a user's own, that no table has. Raises ``DeviceLost``.
+    device, clock: replace the case's. banned: contestant -> reason why it is not tried. watch: called with the next contestant.
+    cold: on a GPU, overwrite the L2 cache before each sample. variant: replaces the case's one for a user's
+    own mods. Raises ``DeviceLost``.
     """
     start = time.perf_counter()
     watch("")
@@ -157,7 +158,7 @@ def prepared(
     record = Record.of(case)
     record.unavailable.update(banned)
     if any(name.startswith("flex") for name in names):
-        torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
+        torch.compiler.reset()  # each case gets a fresh, specialised compilation: the peer at its best
     inputs = Inputs(case, device, variant)
     pairs = inputs.pairs()
     record.flops, record.extra["pairs"] = case.flops(pairs), pairs
@@ -167,19 +168,19 @@ def prepared(
     for name in names:
         if name not in record.unavailable:
             run.prepare(name)
-    run.reference = run.judge = None  # their tensors are not to lie about while others are timed
+    run.reference = run.judge = None  # frees their tensors while others are timed
     return run
 
 
 def refused(case: Case, error: Exception) -> Record:
-    """Of a case that raised: the others are still wanted."""
+    """The record of a case that raised; other cases still run."""
     record = Record.of(case)
     record.refused = _described(error)
     return record
 
 
 def _refusal(case: Case, record: Record) -> str | None:
-    """Why a case that was judged is not to be timed; None if it may be."""
+    """The reason not to time a judged case; None if it may be timed."""
     if OURS in record.unavailable:
         return record.unavailable[OURS]
     if record.budget[OURS] <= 1.0:
@@ -189,7 +190,7 @@ def _refusal(case: Case, record: Record) -> str | None:
 
 
 def _limits(case: Case, record: Record, limits: Limits) -> Limits:
-    """Fewer rounds of the long cases, and on a GPU of what torch's operations compute."""
+    """Reduces the rounds of long cases, and on a GPU of cases that torch operations compute."""
     if case.rounds is not None:
         return replace(limits, rounds=case.rounds, least=min(limits.least, case.rounds))
     if "torch" not in record.extra.get("backend", ""):
@@ -204,14 +205,14 @@ def _clock(case: Case, cold: bool) -> Clock:
 
 
 def _tile_share(inputs: Inputs) -> dict[str, float]:
-    """The share of the score matrix's tiles that are listed, where there is a block mask."""
+    """The share of the score matrix's tiles that are listed, if there is a block mask."""
     if inputs.case.kind != "flex":
         return {}
     return {"tile_share": 1.0 if inputs.block_mask is None else float(inputs.block_mask.to_dense().double().mean())}
 
 
 def _syncs(call: Callable[[], Any]) -> str:
-    """What torch says of a call that waits for the device; empty if it does not."""
+    """torch's message about a call that synchronises; empty if it does not."""
     if not torch.cuda.is_available():
         return ""
     torch.cuda.set_sync_debug_mode("error")

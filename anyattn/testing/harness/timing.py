@@ -1,4 +1,4 @@
-"""Times calls in interleaved rounds, by the device's clock: every round runs every contestant once, in an order shuffled anew."""
+"""Timing of calls in interleaved rounds, by the device's clock: every round runs every contestant once, in a newly shuffled order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from anyattn.testing.harness.case import Timing
 
 __all__ = ["Clock", "CpuClock", "CudaClock", "HostClock", "Limits", "Others", "measure", "shuffled_rounds"]
 
-_FLUSH_BYTES = 256 * 2**20  # five times an H200's L2
-_CYCLES_PER_SECOND = 1.98e9  # of the fastest clock: a slower one waits longer, which does no harm
+_FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H200
+_CYCLES_PER_SECOND = 1.98e9  # of the fastest clock: slower ones only wait longer
 _LONGEST_HEAD_START = 0.02
 _MARGIN = 1.5
 _HOST_CALLS = 200
-_DISTURBED = 0.15  # cores that other processes may use during a round without its being repeated
+_DISTURBED = 0.15  # cores that other processes may use before a round is repeated
 _LEAST_QUIET = 3
 Call = Callable[[], Any]
 
@@ -32,7 +32,7 @@ Call = Callable[[], Any]
 class Limits:
     """rounds: at most. seconds: no further round of a case after this long, but at least ``least``. sample: seconds of work per sample.
 
-    patience: seconds to wait in all, of a case on the CPU, for other processes to end.
+    patience: total seconds per case on the CPU to wait for other processes to end.
     """
 
     rounds: int = 30
@@ -44,14 +44,14 @@ class Limits:
 
 class Clock(Protocol):
     def times(self, call: Call, limits: Limits) -> tuple[int, float]:
-        """How many calls a sample is made of, and the head start in seconds that their launches need."""
+        """(calls per sample, head start in seconds that their launches need)."""
 
     def sample(self, call: Call, times: int, head_start: float) -> float:
         """Seconds per call."""
 
 
 class CpuClock:
-    """Seconds per call of some calls in a row. Short ones are repeated, so that the clock and a scheduler's tick matter little."""
+    """Seconds per call of consecutive calls. Short ones are repeated, so that the clock's and the scheduler's resolution matter little."""
 
     def times(self, call: Call, limits: Limits) -> tuple[int, float]:
         call()
@@ -65,11 +65,10 @@ class CpuClock:
 
 
 class CudaClock:
-    """Seconds of the device between two events around some calls.
+    """Device seconds between two events around some calls.
 
-    The device is kept waiting for ``head_start`` seconds before, so that the host has queued the calls when the first event passes: what
-    is timed is the device's work. has_head_start: False where the host's part is meant to be seen too. cold: the L2 cache is
-    overwritten before each sample.
+    Before the first event the device waits ``head_start`` seconds, so that the host has queued the calls when it passes: only the device's
+    work is timed. has_head_start: False if the host's time should be included. cold: the L2 cache is overwritten before each sample.
     """
 
     def __init__(self, cold: bool = True, has_head_start: bool = True):
@@ -104,7 +103,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Seconds of the host per call: how long it takes to return, the device working behind it."""
+    """Host seconds per call: how long it takes to return, without the device's work."""
 
     def times(self, call: Call, limits: Limits) -> tuple[int, float]:
         for _ in range(20):
@@ -123,7 +122,7 @@ class HostClock:
 
 
 class Others:
-    """How many cores other processes kept busy since the last look: two OpenMP programs on the same cores slow one another tenfold."""
+    """The number of cores that other processes used since the last query: two OpenMP programs on the same cores slow each other tenfold."""
 
     def __init__(self, patience: float = 0.0) -> None:
         self._patience = patience
@@ -131,7 +130,7 @@ class Others:
 
     @classmethod
     def found(cls, patience: float) -> Others | None:
-        """None without psutil, which counts the processors' time."""
+        """None without psutil, which reads the processors' times."""
         return None if importlib.util.find_spec("psutil") is None else cls(patience)
 
     def _look(self) -> tuple[float, float]:
@@ -143,14 +142,14 @@ class Others:
 
     def cores(self) -> float:
         (busy, at), self._last = self._last, self._look()
-        tick = 0.02  # the kernel counts in hundredths of a second
+        tick = 0.02  # the kernel counts in units of 0.01 s
         return max(0.0, self._last[0] - busy - tick) / max(self._last[1] - at, tick)
 
     def are_quiet(self) -> bool:
         return self.cores() <= _DISTURBED
 
     def wait(self) -> float:
-        """Sleeps until half a second went by quietly, at most until patience is spent; the seconds that took."""
+        """Sleeps until half a second was quiet, or patience is used up; returns the seconds slept."""
         start = time.perf_counter()
         while time.perf_counter() - start < self._patience:
             time.sleep(0.5)
@@ -162,7 +161,7 @@ class Others:
 
 
 def shuffled_rounds(names: list[str], rounds: int | None = None, seed: int = 0) -> Iterator[list[str]]:
-    """The order of each round: every name once. rounds: None for no end."""
+    """The order of each round: every name once. rounds: None for endless."""
     order, shuffle = list(names), random.Random(seed).shuffle
     for _ in itertools.count() if rounds is None else range(rounds):
         shuffle(order)
@@ -171,7 +170,7 @@ def shuffled_rounds(names: list[str], rounds: int | None = None, seed: int = 0) 
 
 @dataclass
 class _Rounds:
-    """What was taken so far. others: None where other processes do not matter."""
+    """The samples so far. others: None if other processes do not matter."""
 
     others: Others | None
     quiet: list[dict[str, float]]
@@ -182,7 +181,7 @@ class _Rounds:
             self.others.cores()
 
     def end(self, taken: dict[str, float]) -> float:
-        """Keeps a round; seconds that were waited for others, which are not on the case's time."""
+        """Stores a round; returns the seconds waited for other processes, which do not count for the case."""
         if self.others is None or self.others.are_quiet():
             self.quiet.append(taken)
             return 0.0
@@ -208,8 +207,8 @@ def measure(
 ) -> dict[str, Timing]:
     """Timings whose n-th numbers come from one round, of all calls that did not raise.
 
-    failed: told of one that did; it is left out from there on. watch: told who is next. others: a round during which other processes were
-    busy is repeated when they no longer are, and counts only if fewer than 3 quiet ones came about; ``about`` is told how many there were.
+    failed: called with a call that raised; it is left out from then on. watch: called with the next name. others: a round during which
+    other processes were busy is repeated once they are not, and used only if there were fewer than 3 quiet ones; ``about`` gets the counts.
     """
     plans: dict[str, tuple[int, float]] = {}
     alive = set(calls)

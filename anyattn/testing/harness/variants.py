@@ -1,6 +1,6 @@
-"""The variants that are timed: each as plain mods, as the options that FlashAttention has for it, or both.
+"""Table of the timed variants: each as plain mods, as FlashAttention's options for it, or both.
 
-The gallery's variants are taken from ``anyattn.gallery``. On a GPU those with a size of their own have the sizes of the peers' published
+The gallery's variants come from ``anyattn.gallery``. On a GPU, variants with parameters of their own use those of the peers' published
 tables instead, which do not grow with the sequence.
 """
 
@@ -24,9 +24,9 @@ _PREFIX = 2048
 _SINK = 64
 _SOFTCAP = 30.0
 _BUCKETS = 32
-_EQUAL_DOCUMENT = 1000  # tokens, in the masks that are only built
+_EQUAL_DOCUMENT = 1000  # tokens, for masks that are only built
 _NARROW = 128
-_IMAGE_ROW = 128  # positions of a row of an image
+_IMAGE_ROW = 128  # positions per row of an image
 _NEIGHBOURS = 6  # rows and columns on each side
 _STRIDE, _STRIDE_WINDOW = 64, 128
 _RANDOM_BLOCK, _RANDOM_SHARE = 128, 0.1
@@ -37,14 +37,14 @@ _CPU_DOCUMENTS = 9
 
 @dataclass(frozen=True)
 class Setting(gallery.Setting):
-    """The sizes that mods are made for. learns: what score mods read wants gradients. captured: what they read, once they were made."""
+    """The sizes that mods are made for. learns: the tensors that score mods read need gradients. captured: these tensors, once made."""
 
     batch: int = 1
     learns: bool = False
     captured: list[Tensor] = field(default_factory=list)
 
     def random(self, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same numbers on every call: random ones, made where they are used, for the largest are a gigabyte."""
+        """Random numbers, the same on every call; generated where they are used, because the largest are a gigabyte."""
         generator = torch.Generator(self.device).manual_seed(seed)
         made = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_(self.learns)
         self.captured.append(made)
@@ -53,9 +53,9 @@ class Setting(gallery.Setting):
 
 @dataclass(frozen=True)
 class Variant:
-    """make: the variant's mods for a setting. native: the options of FlashAttention's functions that mean the same, None where it has none.
+    """make: the variant's mods for a setting. native: FlashAttention's options with the same meaning, None if there are none.
 
-    documents: the lengths of the documents that fill a sequence, where FlashAttention does it by its function for packed sequences.
+    documents: the lengths of the documents that fill a sequence, if FlashAttention computes it by its function for packed sequences.
     """
 
     make: Callable[[Setting], Mods]
@@ -63,20 +63,20 @@ class Variant:
     documents: Callable[[int], list[int]] | None = None
 
     def mods(self, setting: Setting) -> Mods:
-        """Plain functions as a user would have written them, the same for anyattn and its peers: without the wrapper that composes."""
+        """Plain functions as users write them, the same for anyattn and its peers, without the wrapper for composition."""
         made = self.make(setting)
         return Mods(getattr(made.mask, "fn", made.mask), getattr(made.score, "fn", made.score))
 
 
 def document_lengths(seqlen: int, count: int = DOCUMENTS) -> list[int]:
-    """The tokens of so many documents that fill a sequence, cut at random."""
+    """The lengths of ``count`` documents that fill a sequence, cut at random."""
     cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(1))[: count - 1] + 1
     ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])])
     return ends.diff().tolist()
 
 
 def spread_lengths(seqlen: int, count: int = 64) -> list[int]:
-    """Lengths spread evenly over their logarithm from 12 to about 1,800, in random order, ``seqlen`` in all."""
+    """Lengths from 12 to about 1,800, evenly spread in their logarithm and shuffled, with the sum ``seqlen``."""
     random = torch.Generator().manual_seed(0)
     spread = torch.exp(torch.linspace(2.5, 7.5, count, dtype=torch.float64))[torch.randperm(count, generator=random)]
     lengths = (spread / spread.sum() * seqlen).round().long().clamp(min=1)
@@ -85,7 +85,7 @@ def spread_lengths(seqlen: int, count: int = 64) -> list[int]:
 
 
 def _ids(setting: Setting, lengths: list[int]) -> Tensor:
-    """Each position's document."""
+    """The document of each position."""
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(setting.device)
 
 
@@ -113,7 +113,7 @@ def _strided(setting: Setting) -> Mods:
 
 
 def _random_blocks(setting: Setting) -> Mods:
-    """A tenth of the blocks, and those of the diagonal."""
+    """A tenth of the blocks, and those on the diagonal."""
     blocks = -(-setting.seqlen // _RANDOM_BLOCK)
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(5)) < _RANDOM_SHARE
     table = (drawn | torch.eye(blocks, dtype=torch.bool)).to(setting.device)
@@ -147,7 +147,7 @@ _CPU = {
     "window-512": Variant(_window_512),
     "document-causal": Variant(lambda s: _causal_documents(_ids(s, document_lengths(s.seqlen, _CPU_DOCUMENTS)))),
     "documents": Variant(lambda s: _causal_documents(_ids(s, spread_lengths(s.seqlen))), {"causal": True}, spread_lengths),
-    "decode": Variant(lambda setting: Mods(), {"causal": True}),  # one query a sequence, the last position: causal hides nothing
+    "decode": Variant(lambda setting: Mods(), {"causal": True}),  # one query per sequence, at the last position: causal hides nothing
 }
 _CUDA = {
     **_BOTH,

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.gpt``: the compiled training step, alone."""
+"""``python -m benchmarks.gpu.gpt``: the compiled training step by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     caches: Path | None = None,
     backend: str = "inductor",
 ) -> dict[str, Any]:
-    """The figures of one size; they, the profiles and the logs are left in the folder."""
+    """The figures of one size; figures, profiles and logs are written to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     size, limits = SIZES[name], limits or Limits()
 
@@ -71,7 +71,7 @@ def main(
     """Train a compiled GPT on new documents every step, by anyattn and by flex attention."""
     if not tiny and not torch.cuda.is_available():
         raise click.UsageError("this needs a CUDA device; --tiny works without one")
-    from benchmarks.gpu.bars import BARS  # they read figures of everything
+    from benchmarks.gpu.bars import BARS  # imported here, because they read figures of everything
     from benchmarks.report import bar_lines
 
     found, device = Found({}, {}), "cpu" if tiny else "cuda"

@@ -1,4 +1,4 @@
-"""The contestants: how each makes its mask of a step's documents, and attends. All have the same plain mask."""
+"""Contestants of the training step: how each makes the mask of a step's documents, and attends. All have the same plain mask function."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["CONTESTANTS", "EXACT", "PLAIN", "REFERENCES", "REPLACED", "Contestan
 
 EXACT, PLAIN = "torch-exact", "torch-plain"
 REPLACED = "anyattn-replaced"
-REFERENCES = (EXACT, PLAIN)  # not timed: what results are judged by, and what rounding is usual in their dtype
+REFERENCES = (EXACT, PLAIN)  # not timed: the reference of results, and the usual rounding in their dtype
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """seen: what a step's model is given besides tokens. inside: makes a mask of the ids in forward. is_reference: eager, checkpointed."""
+    """seen: makes the model's argument besides tokens. inside: makes a mask of the ids in forward. is_reference: eager, checkpointed."""
 
     attend: Attend
     seen: Callable[[Batch], Any]
@@ -32,7 +32,7 @@ class Contestant:
 
 
 def _masks(create: Callable[..., Any], size: Size) -> Callable[[Tensor], Any]:
-    """Makes the block mask of documents, causal, by one library's ``create_block_mask``."""
+    """Makes the causal block mask of documents by one library's ``create_block_mask``."""
 
     def make(ids: Tensor) -> Any:
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _anyattn(size: Size, backend: str) -> Contestant:
 
 
 def _anyattn_forward(size: Size, backend: str) -> Contestant:
-    """The mask is made inside the compiled model."""
+    """anyattn with the mask made inside the compiled model."""
     import anyattn
 
     return Contestant(_anyattn_attend, lambda batch: batch.ids, _masks(anyattn.create_block_mask, size))
@@ -73,7 +73,7 @@ def _anyattn_eager(size: Size, backend: str) -> Contestant:
 
 
 def _flex(kernels: str | None) -> Callable[[Size, str], Contestant]:
-    """torch's, told which kernels to use; the mask by its compiled ``create_block_mask``."""
+    """torch's flex attention with the given kernels, and its compiled ``create_block_mask``."""
 
     def prepare(size: Size, backend: str) -> Contestant:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -94,7 +94,7 @@ def _flex(kernels: str | None) -> Callable[[Size, str], Contestant]:
 
 
 def _anyattn_replaced(size: Size, backend: str) -> Contestant:
-    """The program of flex, with torch's function replaced by anyattn's for the rest of the process."""
+    """The flex program, with torch's function replaced by anyattn's for the rest of the process."""
     import anyattn
 
     replace = getattr(anyattn, "replace_flex_attention", None)

@@ -1,4 +1,4 @@
-"""Has every contestant's worker train, one after the other where it counts and in interleaved rounds where steps are timed."""
+"""Measurement of the training step: first steps one contestant after the other, timed steps in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from benchmarks.process import CACHE_FOLDERS, Child
 __all__ = ["Limits", "chosen", "judged", "measured", "processes", "ratio"]
 
 _ENDING = 5.0
-_RESERVE = 40.0  # seconds for the timing of those whose first step is done
-_MOST_MEMORY = 0.85  # of the device's, for what all contestants keep between their turns
+_RESERVE = 40.0  # seconds reserved for timing the contestants whose first step is done
+_MOST_MEMORY = 0.85  # of the device's, for all that contestants keep between their turns
 Start = Callable[[str], Worker]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """rounds: of ``timed`` steps each, after one that is not timed. hang: seconds that one question may take. seconds: nothing is begun
+    """rounds: of ``timed`` steps each, after one that is not timed. hang: limit of one question in seconds. seconds: nothing is started
     after them."""
 
     rounds: int = 5
@@ -55,7 +55,7 @@ class _Run:
         return self.limits.seconds - (time.monotonic() - self.started)
 
     def ask(self, name: str, what: str, **given: Any) -> dict[str, Any] | None:
-        """The answer, entered among the contestant's figures; None where there is none, and a contestant that is gone is left out."""
+        """The answer, added to the contestant's figures; None if there is none. A contestant whose worker is gone is left out."""
         worker, mine = self.workers.get(name), self.figures["contestants"].setdefault(name, {})
         if worker is None:
             return None
@@ -82,7 +82,7 @@ class _Run:
 
 
 def chosen(who: str | None) -> list[str]:
-    """The contestants, the most telling first; of the peers only those in whose name ``who`` finds something."""
+    """The contestants, the most informative first; of the peers only those whose name matches ``who``."""
     names = [name for name in CONTESTANTS if name not in REFERENCES]
     return [name for name in names if name == "anyattn" or who is None or re.search(who, name)]
 
@@ -90,7 +90,7 @@ def chosen(who: str | None) -> list[str]:
 def processes(
     size: Size, device: str, backend: str, folder: Path, scratch: Path, hang: float, caches: Path | None, stack: ExitStack
 ) -> Start:
-    """A fresh process for each contestant. scratch: an empty folder. caches: where compilers keep what they compiled, else there."""
+    """A fresh process per contestant. scratch: an empty folder. caches: the compilers' cache folder, by default in scratch."""
 
     def start(name: str) -> Worker:
         mine = (caches or scratch / "caches").absolute() / name
@@ -112,7 +112,7 @@ def measured(
     save: Callable[[dict[str, Any]], None] = lambda figures: None,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Figures by contestant. scratch: where workers leave results. save: given those so far, each time that some were added."""
+    """Figures by contestant. scratch: the folder for workers' results. save: called with the figures whenever some were added."""
     everyone = [*REFERENCES, *names]
     run = _Run({name: start(name) for name in everyone}, {"size": str(size), "contestants": {}}, limits, save, echo)
     try:
@@ -139,7 +139,7 @@ def measured(
 
 
 def _looked_at(run: _Run, name: str, scratch: Path) -> None:
-    """A contestant's first steps; one whose first step fails is left out."""
+    """Runs a contestant's first steps; one whose first step fails is left out."""
     first = run.ask(name, "first") if run.left() > _RESERVE else None
     if first is None:
         run.figures["contestants"][name].setdefault("missing", "time was up before its first step")
@@ -158,9 +158,9 @@ def _looked_at(run: _Run, name: str, scratch: Path) -> None:
 
 
 def judged(scratch: Path, name: str) -> dict[str, float]:
-    """What part of its budget each compared result uses (``anyattn.testing.budget``); at most 1 is right.
+    """The share of its budget that each compared result uses (``anyattn.testing.budget``); at most 1 passes.
 
-    Losses by row; the gradient of a weight as one row, for one token's error is in all elements of a row of it and so is no statistic.
+    Losses by row; the gradient of a weight as a single row, since one token's error is in all elements of its rows and so is no statistic.
     """
     found = [torch.load(scratch / f"{who}.pt") for who in (name, EXACT, PLAIN)]
     rows = [{what: t if "loss" in what else t.reshape(1, -1) for what, t in tensors.items()} for tensors in found]
@@ -168,7 +168,7 @@ def judged(scratch: Path, name: str) -> dict[str, float]:
 
 
 def _timed(run: _Run, names: list[str]) -> None:
-    """Interleaved rounds, a contestant's steps in a row. Memory is given back in between only where not all of it fits."""
+    """Times interleaved rounds, each contestant's steps in a row. Memory is released in between only if not all of it fits."""
     reserved = sum(run.figures["contestants"][name].get("reserved_bytes", 0) for name in run.workers)
     releases = reserved > 0 and reserved > _MOST_MEMORY * torch.cuda.get_device_properties(0).total_memory
     for order in shuffled_rounds(names, run.limits.rounds):
@@ -179,7 +179,7 @@ def _timed(run: _Run, names: list[str]) -> None:
                 taken[name] = answer["seconds"]
             elif run.left() > 0:
                 run.drop(name)
-        if run.left() <= 0:  # of whole rounds only: the n-th rounds of all contestants are the same one
+        if run.left() <= 0:  # only whole rounds count: the n-th rounds of all contestants belong together
             break
         for name, seconds in taken.items():
             run.figures["contestants"][name].setdefault("rounds", []).append(seconds)
@@ -190,6 +190,6 @@ def _timed(run: _Run, names: list[str]) -> None:
 
 
 def ratio(figures: dict[str, Any], mine: str, peer: str) -> float:
-    """A step's time as a multiple of the peer's: the median of the ratios within rounds. ``KeyError`` where either was not timed."""
+    """A step's time relative to the peer's: the median of the ratios within rounds. ``KeyError`` if either was not timed."""
     ours, theirs = (figures["contestants"][name]["rounds"] for name in (mine, peer))
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in zip(ours, theirs))

@@ -1,4 +1,4 @@
-"""The model, its sizes and what it is trained on. Attention is a function that contestants put in."""
+"""GPT model of the training step, its sizes and its data. Attention is a function that contestants supply."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["GPT", "SIZES", "Attend", "Batch", "Size", "batches"]
 
-# q (B, Hq, S, D), k and v (B, Hkv, S, D), and what says who sees whom -> (B, Hq, S, D)
+# q (B, Hq, S, D), k and v (B, Hkv, S, D), and the mask in the contestant's form -> (B, Hq, S, D)
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Size:
-    """documents: at least and at most so many in a row. is_mixed: autocast to bfloat16 over float32 parameters; else all is float32.
+    """documents: smallest and largest number per row. is_mixed: autocast to bfloat16 over float32 parameters; else all is float32.
 
-    exact: the dtype of the reference that results are judged by. The vocabulary is small, for the logits of a large one would be most of
-    the memory and have nothing to do with attention.
+    exact: the dtype of the reference that results are judged by. The vocabulary is small, since a large one's logits would take most of
+    the memory and are unrelated to attention.
     """
 
     name: str
@@ -59,7 +59,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """ids, tokens, targets: (B, S), ids int32: a position's document. lengths: the documents' of each row, on the host."""
+    """ids, tokens, targets: (B, S), ids int32: the document of each position. lengths: those of each row's documents, on the host."""
 
     ids: Tensor
     tokens: Tensor
@@ -68,7 +68,7 @@ class Batch:
 
 
 def batches(size: Size, steps: int, device: str, seed: int = 1) -> list[Batch]:
-    """Random documents and tokens of each step, each step's tensors its own; the same for the same seed. A target is the token before."""
+    """Random documents and tokens in separate tensors for each step, reproducible by the seed. A target is the token before."""
     random = torch.Generator().manual_seed(seed)
     return [_batch(size, random, device) for _ in range(steps)]
 
@@ -87,10 +87,10 @@ def _batch(size: Size, random: torch.Generator, device: str) -> Batch:
 
 
 class GPT(nn.Module):
-    """Blocks before whose halves the root mean square is made 1, positions by sines, and a head that shares the embedding's weights.
+    """Transformer with RMS norm before attention and MLP, sinusoidal positions, and a head that shares the embedding's weights.
 
-    q, k and v are strided views of one projection. inside: makes the mask in forward, of the ids that ``seen`` is then; else ``seen`` goes
-    to attention as it is. is_checkpointed: blocks are computed again in the backward pass.
+    q, k and v are strided views of one projection. inside: makes the mask in forward from ``seen``, the ids; else ``seen`` is passed to
+    attention unchanged. is_checkpointed: blocks are computed again in the backward pass.
     """
 
     def __init__(self, size: Size, attend: Attend, inside: Callable[[Tensor], Any] | None = None, is_checkpointed: bool = False):
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         self.inside, self.is_checkpointed = inside, is_checkpointed
 
     def forward(self, tokens: Tensor, targets: Tensor, seen: Any) -> Tensor:
-        """Each token's loss (B, S)."""
+        """The loss of each token (B, S)."""
         if self.inside is not None:
             seen = self.inside(seen)
         x = self.embedding(tokens) + self.positions

@@ -1,7 +1,7 @@
-"""A step as torch's profiler sees it: the device's time by kernel families, its idle time, copies, and what the host waited for.
+"""Profile of a step by torch's profiler: device time by kernel families, idle time, copies, and the host's waits.
 
-A kernel belongs to the family of the operator that launched it where that says more than its own name (``anyattn::attend``), and to the
-step and the phase in which the host launched it. The profiler slows the host down: idle time is an upper bound.
+A kernel belongs to the family of the operator that launched it if this is more specific than its own name (``anyattn::attend``), and to
+the step and phase in which the host launched it. The profiler slows the host down: idle time is an upper bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["FAMILIES", "profiled", "summary"]
 
-_STEPS = 3  # recorded, of which the last is looked at: the host is ahead of the device by then
+_STEPS = 3  # recorded steps; the last is evaluated, when the host is ahead of the device
 _GAP_US = 5.0
 _STEP = "gpt.step"
 
@@ -57,7 +57,7 @@ class _Span:
 
 
 def profiled(step: Callable[[], Any], path: Path) -> dict[str, Any]:
-    """A step's summary; the record is left at ``path`` (chrome://tracing)."""
+    """A step's summary; the trace is written to ``path`` (chrome://tracing)."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as record:
@@ -71,7 +71,7 @@ def profiled(step: Callable[[], Any], path: Path) -> dict[str, Any]:
 
 
 def summary(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of the last step in a chrome trace. families: milliseconds, launches. waits: calls that may wait, how many and milliseconds."""
+    """The last step of a chrome trace. families: milliseconds, launches. waits: calls that may wait, number and milliseconds."""
     whole = [event for event in events if event.get("ph") == "X"]
     steps = sorted((s for s in _spans(whole, "user_annotation") if s.name == _STEP), key=lambda s: s.start)
     last = steps[-1]
@@ -113,7 +113,7 @@ def _spans(events: Iterable[dict[str, Any]], category: str) -> list[_Span]:
 
 
 class _Looked:
-    """What enclosed a launch: the phase of the step, and one of anyattn's operators."""
+    """The context of a launch: the phase of the step, and the enclosing operator of anyattn."""
 
     def __init__(self, events: list[dict[str, Any]], step: _Span):
         inside = [s for s in _spans(events, "user_annotation") if step.start <= s.start <= step.end]
@@ -147,7 +147,7 @@ class _Looked:
         return next((s.name.removeprefix("gpt.") for s in self._phases if s.start <= at <= s.end), "")
 
     def _operator(self, launch: dict[str, Any]) -> str:
-        """The last of anyattn's operators that began before the launch on its thread, if it had not ended."""
+        """The last of anyattn's operators that began before the launch on its thread and had not ended, or an empty string."""
         spans = self._operators.get(launch.get("tid"), [])
         place = bisect_right(self._starts.get(launch.get("tid"), []), launch["ts"]) - 1
         return spans[place].name if place >= 0 and spans[place].end >= launch["ts"] else ""
@@ -160,7 +160,7 @@ def _other(name: str) -> str:
 
 
 def _idle(events: list[dict[str, Any]], before: float) -> dict[str, Any]:
-    """How long the device had something to do in the step, and had not, since the end of the step before."""
+    """Busy and idle time of the device in the step, counted from the end of the step before."""
     if not events:
         return {}
     end = before or events[0]["ts"]

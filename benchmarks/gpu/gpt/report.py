@@ -1,4 +1,4 @@
-"""A run of the training step as tables in Markdown."""
+"""Report of the training step as Markdown tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Cell = Callable[[str], str]
 
 
 def tables(name: str, figures: dict[str, Any]) -> list[str]:
-    """The step's table, the profile's, and why what is missing is."""
+    """The step's table, the profile's, and the reasons for missing figures."""
     contestants: dict[str, dict[str, Any]] = figures["contestants"]
     ran = [who for who, mine in contestants.items() if "first_s" in mine]
     lines = [f"### {name}: {figures['size']}", ""]
@@ -33,7 +33,7 @@ def tables(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def kernels(figures: dict[str, Any]) -> list[str]:
-    """Each contestant's longest kernels."""
+    """The longest kernels of each contestant."""
     lines = []
     for who, mine in figures["contestants"].items():
         for family, kernel, ms, launches in mine.get("profile", {}).get("kernels", [])[:_KERNELS]:

@@ -1,4 +1,4 @@
-"""One contestant's training, and what is looked at in it: times, graphs, memory, waits, losses and gradients."""
+"""Training by one contestant, and its measurements: times, graphs, memory, waits, losses and gradients."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["COMPARED_STEPS", "PHASES", "Training"]
 
 COMPARED_STEPS = 3
 PHASES = ("masks", "forward", "backward", "optimizer")
-_POOL = 64  # steps' documents; more steps begin again with the first
+_POOL = 64  # steps with documents of their own; later steps reuse them from the first on
 _WATCHED_STEPS = 3
 
 
 class Training:
-    """Built ready for the first step, which compiles. Every method that trains goes on where the last one stopped.
+    """Ready for the first step, which compiles. Every method that trains continues where the previous one stopped.
 
     folder: for profiles. scratch: for results that are compared.
     """
@@ -53,14 +53,15 @@ class Training:
         self._wake(name == PLAIN and self._is_cuda)
 
     def _wake(self, compiles: bool) -> None:
-        """CUDA's context and cuBLAS are nobody's. compiles: something small, so that the compilers' files are read by then."""
+        """Creates CUDA's context and cuBLAS in advance. compiles: also compiles something small, so that
+        the compilers' files are loaded."""
         x = torch.ones(64, 64, device=self._device, dtype=torch.bfloat16, requires_grad=compiles)
         (x @ x).sum().item()
         if compiles:
             torch.compile(lambda x: (x.sin() @ x).cos())(x).sum().backward()
 
     def step(self) -> Tensor:
-        """Each token's loss (B, S), before the update."""
+        """The loss of each token (B, S) before the update."""
         batch = self._pool[self._steps % _POOL]
         self._steps += 1
         device = self._device.split(":")[0]
@@ -83,7 +84,7 @@ class Training:
         return {name: weight.grad.clone() for name, weight in weights.items()}
 
     def _counted(self, steps: int) -> list[Tensor]:
-        """So many steps' losses; what Dynamo compiles meanwhile is counted."""
+        """The losses of ``steps`` steps; also counts what Dynamo compiles meanwhile."""
         dynamo.clear_compilation_metrics()
         broken = sum(dynamo.counters["graph_break"].values())
         losses = [self.step() for _ in range(steps)]
@@ -95,10 +96,10 @@ class Training:
         if self._is_cuda:
             torch.cuda.synchronize()
 
-    # ---- what workers are asked
+    # ---- questions to workers
 
     def first(self) -> dict[str, Any]:
-        """The first step, compiling included, and those after it that are compared with the reference's; keeps their losses."""
+        """The first step, compiling included, and the following ones that are compared with the reference's; keeps their losses."""
         self._watched = {}
         start = time.perf_counter()
         losses = self._counted(1)
@@ -111,7 +112,7 @@ class Training:
         return {"first_s": seconds, "losses": [float(t.mean()) for t in losses]}
 
     def memory(self) -> dict[str, Any]:
-        """The most bytes of tensors at once over two steps, and those that lie there between steps."""
+        """The peak of tensor bytes over two steps, and the bytes held between steps."""
         if not self._is_cuda:
             return {}
         self._synchronize()
@@ -122,7 +123,7 @@ class Training:
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "between_bytes": between, "reserved_bytes": torch.cuda.memory_reserved()}
 
     def waits(self) -> dict[str, Any]:
-        """How often torch waits for the device in a step, and the first place that it names."""
+        """How often torch synchronises in a step, and the first place that it reports."""
         if not self._is_cuda:
             return {}
         self._synchronize()
@@ -133,13 +134,13 @@ class Training:
                 self._counted(_WATCHED_STEPS)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        # not the notice that this mode is a prototype, which speaks of synchronizing operations too
+        # skips the notice that this mode is a prototype, which mentions synchronizing operations too
         found = [w for w in caught if "called a synchronizing" in str(w.message)]
         where = f"{found[0].filename}:{found[0].lineno}" if found else ""
         return {"waits": len(found) / _WATCHED_STEPS, "waits_at": where}
 
     def times(self, warm: int, timed: int, releases: bool) -> dict[str, Any]:
-        """Seconds of each of ``timed`` steps in a row, from one step's end on the device to the next one's."""
+        """Seconds of each of ``timed`` consecutive steps, from one step's end on the device to the next one's."""
         self._counted(warm)
         marks = [self._mark()]
         for _ in range(timed):
@@ -162,13 +163,13 @@ class Training:
         return a.elapsed_time(b) / 1e3 if self._is_cuda else b - a
 
     def profile(self) -> dict[str, Any]:
-        """A step by kernel families; the whole record goes into the folder."""
+        """A step by kernel families; the trace is written to the folder."""
         if not self._is_cuda:
             return {}
         self._counted(1)
         return profile.profiled(lambda: self._counted(1), self._folder / f"{self.name}.trace.json.gz")
 
     def graphs(self) -> dict[str, Any]:
-        """By function, how often Dynamo compiled it in all steps so far, and the graph breaks; of replaced calls, who computed them."""
+        """How often Dynamo compiled each function in all steps so far, and the graph breaks; for replaced calls, the backends used."""
         found = {"steps": self._steps, "graphs": self._graphs.get("forward", 0), "compiled": dict(self._graphs), "breaks": self._breaks}
         return found | (vars(anyattn.replaced()) if self.name == REPLACED else {})  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.gpt.worker``: the process of one contestant. It reads questions, JSON lines, and answers each with one."""
+"""``python -m benchmarks.gpu.gpt.worker``: the process of one contestant, which reads questions as JSON lines and answers each with one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Here", "Worker"]
 
 
 class Worker(Protocol):
-    """Something that answers questions about one contestant."""
+    """A worker, which answers questions about one contestant."""
 
     def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer; ``{"error": why}`` where there is none. Raises ``RuntimeError`` if the worker is gone."""
+        """The answer, or ``{"error": reason}``. Raises ``RuntimeError`` if the worker is gone."""
 
     def end(self, seconds: float) -> None: ...
 
 
 class Here:
-    """In this process. failed: told of exceptions, whole."""
+    """A worker in this process. failed: called with the full text of exceptions."""
 
     def __init__(
         self,

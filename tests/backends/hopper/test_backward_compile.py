@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def traced(*given: Any) -> tuple:
 
 
 # at head dimension 128 dK and dV take 128 registers of 240, and long mods leave a few numbers of a tile to local memory
-MOST = {"capped": 8, "relative": 8, "document and causal": 1, "image": 40, "packed capped": 6, "packed alibi": 1, "packed lists": 2}
+MOST = {"capped": 3, "relative": 8, "image": 40, "packed capped": 2, "packed lists": 2}
 # without their sums these mods, which read something for every row or pair, leave 7, 23, 14 and 75 numbers there
 MOST |= {"summed by row": 5, "summed distance": 10, "summed pairs": 18, "summed looked up": 20}
 MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
@@ -274,10 +275,18 @@ def test_ranks_of_tiles_of_keys() -> None:
         (lambda: BackwardConfig(128, 128, True, BackwardTiles(80, 128), lists="dense"), "tile_m=80 with lists"),
         (lambda: BackwardTiles(64, 96), "tile_n=96; wanted 128"),
         (lambda: BackwardTiles(64, 128, dq_steps=3), "dq_steps=3"),
-        (lambda: BackwardTiles(64, 128, holds_k=True), "keys the warp groups share"),
+        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, holds_k=48)), "holds_k=48; wanted 0, 32, a multiple of 64, or"),
+        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, holds_v=128)), "holds_v=128; wanted .* the head dimension, 64"),
+        (lambda: BackwardTiles(64, 128, dq_eighths=8), "dq_eighths=8; wanted 0 to 7"),
+        (lambda: BackwardTiles(64, 128, delta="after"), "delta='after' with tile_n=128; wanted one of 'before', 'between', 'behind'"),
+        (lambda: BackwardTiles(64, 64), "delta='behind' with tile_n=64; wanted 'before'"),
+        (
+            lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, dq_eighths=1), is_deterministic=True),
+            "dq_eighths=1 with is_deterministic: additions from registers have no order",
+        ),
         (lambda: BackwardTiles(128, 64), "tile_m=128, ds_stages=2 where warp groups share keys"),
         (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
-        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64)), "bytes of shared memory"),
+        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before")), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
         (lambda: BackwardConfig(64, 128, True, BackwardTiles(64, 128, ds_stages=1), has_entries=True), "wanted 2 stages of dS"),
         (lambda: BackwardConfig(80, 80, True, BackwardTiles(64, 128)), "head_dim=80"),
@@ -292,11 +301,18 @@ def test_configs_judge_themselves(make: Any, words: str) -> None:
 
 
 def test_tiles_of_head_dimensions() -> None:
-    assert backward_tiles_for(64, 128) == BackwardTiles(64, 128)
-    assert backward_tiles_for(192, 128) == BackwardTiles(64, 64, holds_k=True)
-    assert backward_tiles_for(192, 192) == BackwardTiles(64, 64, holds_k=True)
-    assert backward_tiles_for(256, 128) == BackwardTiles(64, 64, dq_steps=2, holds_v=True)
-    assert backward_tiles_for(256, 256) == BackwardTiles(64, 64, do_stages=1, dq_steps=2)
+    shared = partial(BackwardTiles, 64, 64, delta="before")
+    assert backward_tiles_for(64, 64, True) == BackwardTiles(128, 128, holds_v=64, delta="between")
+    assert backward_tiles_for(64, 64) == BackwardTiles(64, 128, holds_k=64, holds_v=64)
+    assert backward_tiles_for(96, 96, True, True) == BackwardTiles(64, 128, holds_k=96, holds_v=96)
+    assert backward_tiles_for(96, 96) == BackwardTiles(64, 128, holds_v=96)
+    assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=64, holds_k=32)
+    assert backward_tiles_for(128, 128) == BackwardTiles(64, 128, delta="before")
+    assert backward_tiles_for(192, 128) == shared(holds_k=192, holds_v=128, dq_eighths=2)
+    assert backward_tiles_for(192, 128, is_deterministic=True) == shared(holds_k=192, holds_v=128)
+    assert backward_tiles_for(192, 192) == shared(holds_k=64, holds_v=192, dq_eighths=2)
+    assert backward_tiles_for(256, 128) == shared(dq_steps=2, holds_k=64, holds_v=128, dq_eighths=4)
+    assert backward_tiles_for(256, 256) == shared(do_stages=1, dq_steps=2, holds_v=64, dq_eighths=4)
     assert [padded_for_backward(*dims) for dims in ((40, 80), (96, 72), (104, 96), (96, 136))] == [
         (64, 96),
         (96, 96),

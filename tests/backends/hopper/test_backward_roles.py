@@ -73,6 +73,13 @@ CASES = {
     "tall tiles, deterministic window": Case(
         (330, 260), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.sliding_window(70, 9), is_deterministic=True
     ),
+    "held keys": Case((200, 300), (2, 1), tiles=BackwardTiles(64, 128, holds_k=64, holds_v=32), mask=masks.causal(), workers=2),
+    "delta before": Case((200, 300), tiles=BackwardTiles(64, 128, delta="before"), mask=masks.sliding_window(70, 9)),
+    "delta between": Case((300, 200), (2, 1), tiles=BackwardTiles(128, 128, holds_v=64, delta="between"), mask=masks.causal()),
+    "delta before a score mod": Case(
+        (150, 200), tiles=BackwardTiles(64, 128, delta="before"), score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)
+    ),
+    "sums from registers": Case((200, 200), (2, 1), tiles=BackwardTiles(128, 128, dq_eighths=3), workers=2),
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
@@ -187,7 +194,7 @@ def _prepared(case: Case, seed: int) -> Prepared:
     out = p @ whole_v
     wanted = torch.autograd.grad(out, [*leaves, *own], dout)
     padded = padded_for_backward(*case.dims)
-    tiles = case.tiles or backward_tiles_for(*padded)
+    tiles = case.tiles or backward_tiles_for(*padded, is_deterministic=case.is_deterministic)
     fields, mods = _masked(case, mask, tiles)
     if score is not None:
         mods.insert(0, score)
@@ -380,7 +387,24 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "parts of a ranked tile are the first one": ("deterministic lists", ((SCHEDULER, "// 2 * cut + cut - 1 - i % cut", "// 2 * cut + cut - 1"),)),
     "turns are not passed on": ("deterministic", ((ADDER, "        cute.arch.atomic_add(turns[entry, head, None].iterator + m, Int32(1), sem=\"release\", scope=\"gpu\")\n", "        pass\n"),)),
     "the derivative is left out": ("softcap", ((SCORES, "ds * Float32(derivative)", "ds"),)),
-    "delta is that of the row beside": ("full", ((SCORES, "p[r, c] * (dp[r, c] - delta[c])", "p[r, c] * (dp[r, c] - delta[c ^ 1])"),)),
+    "delta is added": ("delta before", ((SCORES, "else negative(delta[c])", "else delta[c]"),)),
+    "delta is subtracted twice": ("delta before", ((MMA, "if self.config.tiles.delta != \"behind\":", "if False:"),)),
+    "dP loses delta": ("delta between", ((MMA, "tiles.delta == \"behind\")\n", "True)\n"),)),
+    "delta is read before it has come": ("delta before", ((MMA, "        if const_expr(tiles.delta == \"before\"):\n            pipes[1].consumer_wait(do_state)\n", "        if const_expr(tiles.delta == \"before\"):\n"),)),
+    "held keys are those of the tile before": ("held keys", ((MMA, "                self.hold(fixed, in_smem)\n", "                self.hold(fixed, in_smem) if facts.n_block == 0 else None\n"),)),
+    "held columns are multiplied twice": ("held keys", ((MMA, "(held if is_held else whole)[None, None, i]", "(held if is_held else whole)[None, None, 0 if i == 2 else i]"),)),
+    "K is given back while dQ reads it": ("window", ((MMA, "        warpgroup.wait_group(1)\n        pipes[1]", "        warpgroup.wait_group(2)\n        pipes[1]"),)),
+    "keys are given back a row tile too early": ("window", ((MMA, "i + 1 == total", "i + 2 == total"),)),
+    "keys are given back twice": ("window", ((EPILOGUE, "            if facts.total == 0:", "            if True:"),)),
+    "unseen keys are not given back": ("sees nothing", ((EPILOGUE, "            if facts.total == 0:", "            if False:"),)),
+    "keys come with each row tile": ("window", ((LOADER, "                        waits_for_keys = Int32(0)\n", ""),)),
+    "unseen keys do not come": ("sees nothing", ((LOADER, "            if waits_for_keys != 0:  # no", "            if False:  # no"),)),
+    "sums from registers are the first group's": ("sums from registers", ((MMA, "before = (group * config", "before = (0 * config"),)),
+    "sums from registers are sent again": ("sums from registers", ((MMA, "cutlass.range_constexpr(self.config.dq_direct, cute", "cutlass.range_constexpr(0, cute"), (ADDER, "direct = DQ_CHUNK * self.config.dq_direct", "direct = 0"))),
+    "sums from registers begin a chunk too late": ("sums from registers", ((MMA, "(first + c * DQ_CHUNK)", "(first + (c + 1) * DQ_CHUNK)"),)),
+    "sums from registers are all in the first step": ("widest", ((MMA, "tiles.dq_steps + step) *", "tiles.dq_steps) *"),)),
+    "sums behind those from registers are sent from the first on": ("sums from registers", ((ADDER, "group].iterator + direct", "group].iterator + 0"), (ADDER, "4 * (size // steps - direct)", "4 * (size // steps)"))),
+    "delta is that of the row beside": ("full", ((SCORES, "else dp[r, c] - delta[c])", "else dp[r, c] - delta[c ^ 1])"),)),
     "listed full tiles are the first part alone": ("lists", ((SCHEDULER, "m = full_list[(i - partials) // cut] * cut", "m = full_list[(i - partials) // cut] * 1"),)),
     "a visit's rank is that of another row tile": ("deterministic lists", ((SCHEDULER, "plan[3][m // cut_m]", "plan[3][m]"),)),
     "parts of a list's tile take one turn": ("deterministic wide lists", ((SCHEDULER, " * cut_n + n_block % cut_n", " * cut_n"),)),
@@ -437,7 +461,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: dQ is multiplied from P": ("wide", ((WIDE, "ds_t[None, None, None, of_ds]", "ds_t[None, None, None, stage]"),)),
     "wide: K is not read anew": ("wide", ((MMA, "                self.hold(fixed, in_smem)\n", "                self.hold(fixed, in_smem) if facts.n_block == 0 else None\n"),)),
     "wide: V is held before it has come": ("wide keys alone", ((MMA, "                self.hold(fixed, in_smem)\n", ""), (MMA, "                pipes[3].consumer_wait(key_state)\n", "                self.hold(fixed, in_smem)\n                pipes[3].consumer_wait(key_state)\n"))),
-    "wide: K is never held": ("wide", ((WIDE, "((0, in_smem[2], tiles.holds_k)", "((0, in_smem[2], tiles.holds_k and False)"),)),
+    "wide: K is never held": ("wide", ((MMA, "((0, in_smem[2], tiles.holds_k)", "((0, in_smem[2], 0)"),)),
     "wide: S is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.probabilities", "            self.probabilities"),)),
     "wide: dP is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.score_gradients", "            self.score_gradients"),)),
     "wide: dP is not waited for before a score mod": ("wide softcap", ((WIDE, "            warpgroup.wait_group(0)\n            self.modified", "            warpgroup.wait_group(1)\n            self.modified"),)),

@@ -185,6 +185,7 @@ def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(expr)._replace(kernels=SimpleNamespace(**{n: kernel() for n in names}))
 
     monkeypatch.setattr(kernels, "mask_of", mask_of)
+    monkeypatch.setattr(kernels, "launches_of", kernels.launches_of.__wrapped__)  # caches nothing
     table, options = torch.zeros(4096, 1000, dtype=torch.int32), {"separate_full": True, "has_full_tails": False, "broadcasts": False}
     for mask in (masks.causal(), lambda b, h, q, k: table[b, q] == table[b, k] % (h + 1)):
         kernels.list_tiles(trace(mask, "mask"), (1000, 1000), (128, 128), (4096, 32), torch.device("cpu"), wants_columns=True, **options)
@@ -220,6 +221,7 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))
 
     monkeypatch.setattr(kernels, "mask_of", mask_of)
+    monkeypatch.setattr(kernels, "launches_of", kernels.launches_of.__wrapped__)  # caches nothing
     rng, table = random.Random(0), torch.zeros(20001, dtype=torch.int32)
     for at in range(60):
         lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))

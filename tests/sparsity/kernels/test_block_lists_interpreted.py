@@ -1,6 +1,9 @@
 """What the Triton kernels compute, by Triton's interpreter on the CPU. Run by test_in_the_interpreter.py, for the
 interpreter has to be chosen before Triton is imported."""
 
+import inspect
+import re
+
 import pytest
 import torch
 import triton
@@ -20,6 +23,7 @@ from anyattn.sparsity.lists import lists_of_grid
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 from anyattn.triton_tools import emit, jit_source
 from tests.support.covering import few
+from tests.support.triton.pretended_lists import as_on_a_gpu
 
 ROWS, COLUMNS = 16, 32
 
@@ -299,6 +303,38 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
                 assert torch.equal(getattr(ours, f"{field}_{part}"), getattr(theirs, f"{field}_{part}")), (name, field, part)
         assert torch.equal(lists.mask_block_idx, other.mask_block_idx) and torch.equal(lists.full_block_cnt, other.full_block_cnt), name
         assert ours.is_exact == theirs.is_exact
+
+
+def test_warm_calls_by_the_kernels() -> None:
+    """Closures made anew: what they capture, and new memory for the lists, are all that a warm call passes."""
+    size, tile = (40, 70), (16, 32)
+    ids = [torch.arange(70) // n for n in (9, 20, 70)]
+    x, y, z = (torch.arange(70) // n for n in (3, 10, 17))
+
+    def run(kernel, grid, given, options):  # type: ignore[no-untyped-def]
+        def pointer(name, value):  # type: ignore[no-untyped-def]
+            is_one = name in block_lists._LISTS or name == "hulls" or re.fullmatch(r"t\d+", name)
+            return launches.tensor_at(value, *ids, x, y, z) if is_one and isinstance(value, int) else value
+
+        names = [name for name in inspect.signature(kernel.fn).parameters if name not in options]
+        kernel[grid](*map(pointer, names, given), **options)
+
+    makers = {
+        "window": (lambda n: lambda b, h, q, k: (q >= k) & (q - k < n), (3, 30, 31)),
+        "documents": (lambda t: lambda b, h, q, k: (t[q] == t[k]) & (q >= k), ids),
+        "scratch memory": (lambda n: lambda b, h, q, k: (x[q] == x[k]) | (y[q] == y[k]) & (z[q] == z[k]) | (q == k + n), (0, 1, 2)),
+    }
+    for name, (make, captured) in makers.items():
+        for separate in (True, False):
+            theirs = [create_block_mask(make(c), 2, 1, *size, "cpu", tile, separate_full_blocks=separate) for c in captured]
+            with as_on_a_gpu(run) as launches:
+                for at in (0, 0, 1, 2, 1):
+                    launches.made.clear()
+                    ours = create_block_mask(make(captured[at]), 2, 1, *size, "cpu", tile, separate_full_blocks=separate)
+                    for field in block_mask.LISTS:
+                        a, b = getattr(ours, field), getattr(theirs[at], field)
+                        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (name, field)
+            assert all(x.is_warm for x in launches.made) and len(launches.made) == 1 + (name == "scratch memory")
 
 
 def test_bounds_settle_what_they_should(monkeypatch):  # type: ignore[no-untyped-def]

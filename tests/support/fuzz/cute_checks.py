@@ -1,4 +1,4 @@
-"""The CuTe text of programs by value, as ``tests/backends/hopper/test_emit.py`` runs it."""
+"""Evaluation of programs' CuTe text by value, as in ``tests/backends/hopper/test_emit.py``."""
 
 from __future__ import annotations
 

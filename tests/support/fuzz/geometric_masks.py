@@ -1,5 +1,7 @@
-"""Random masks of geometry as Python text: positions compared, divided and reduced by literals and captured widths, as images, strides,
-blocks and windows are; most of them are, wholly or in part, words of bits along a tile."""
+"""Random geometric masks as Python text, most of which are, wholly or in part, words of bits along a tile.
+
+Positions are compared, divided and reduced by literals and captured widths, as in masks of images, strides, blocks and windows.
+"""
 
 from __future__ import annotations
 

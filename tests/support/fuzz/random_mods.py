@@ -1,4 +1,4 @@
-"""Random mods: mask trees and score chains as printable recipes, and the functions that they stand for."""
+"""Random mods: mask trees and score chains as printable recipes, and the functions that these describe."""
 
 from __future__ import annotations
 

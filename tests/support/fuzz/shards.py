@@ -1,4 +1,4 @@
-"""Shards of fixed random calls: of each kind ``make test`` runs the first quarter, ``make test-long`` all. Fresh calls fill every shard."""
+"""Shards of fixed random calls: ``make test`` runs the first quarter of each kind, ``make test-long`` all; new calls fill any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each reader of a program makes of it, against torch: evaluation, classes of tiles, row ranges, CuTe text by value."""
+"""Checks of a program in all its interpretations against torch: evaluation, tile classes, row ranges, CuTe text by value."""
 
 from __future__ import annotations
 

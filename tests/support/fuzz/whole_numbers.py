@@ -1,7 +1,7 @@
-"""Random mods of whole numbers as Python text: casts of every width, shifts, bits, huge literals and captures, division of negatives.
+"""Random integer mods as Python text: casts of every width, shifts, bits, huge literals and captures, division of negatives.
 
-A program is text and what it captures, so that a failure prints all of it. ``called`` runs the user's own function on torch's tensors,
-which says what is right.
+A program is its text and its captured values, so a failure prints all of it. ``called`` runs the user's own function on torch's tensors,
+which gives the reference.
 """
 
 from __future__ import annotations

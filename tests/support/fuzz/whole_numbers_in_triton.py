@@ -1,7 +1,7 @@
-"""The Triton text of random programs of whole numbers, by Triton's interpreter. Arguments: first seed, count.
+"""Evaluation of random integer programs' Triton text in Triton's interpreter. Arguments: first seed, count.
 
-Run by ``test_fuzz_whole_numbers.py`` in a process of its own, for the interpreter is chosen when Triton is imported. Many programs share a
-text, and one kernel asks all of them.
+``test_fuzz_whole_numbers.py`` runs it in a separate process, since the interpreter is chosen when Triton is imported. Many programs share
+a text, and one kernel evaluates all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA graphs of calls, and the ids of documents that several files of the GPU suite use."""
+"""CUDA graphs of calls, and document ids that several files of the GPU suite use."""
 
 from __future__ import annotations
 

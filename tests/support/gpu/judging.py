@@ -1,14 +1,14 @@
-"""What the GPU suite's tests share: where it runs, inputs by seed, calls, and their judgement by the budget on the device itself.
+"""Shared code of the GPU suite: the device, inputs by seed, calls, and their judgement by the error budget on the device itself.
 
-``ANYATTN_GPU_SUITE`` says what a run of ``tests/gpu`` is:
+``ANYATTN_GPU_SUITE`` selects what a run of ``tests/gpu`` does:
 
 gpu (default)   the kernel on a Hopper GPU, judged there
-cpu             the same calls on the torch backend of the CPU: proves inputs, masks, oracles and budgets of the tests themselves
-compile         no call runs: what it would launch is compiled into the disk cache, several kernels at a time (``conftest.py``)
-list            the same without compiling: says which kernels there are, and that the backend takes every call
+cpu             the same calls on the torch backend of the CPU: tests the inputs, masks, oracles and budgets of the suite itself
+compile         no call runs: the kernels that it would launch are compiled into the disk cache, several at a time (``conftest.py``)
+list            the same without compiling: lists the kernels, and checks that the backend takes every call
 
-``ANYATTN_GPU_BACKEND=triton`` has the Triton kernels do what the Hopper kernel does otherwise, backward passes too.
-``ANYATTN_GPU_JUDGE=0`` runs calls and judges nothing, for tools that look on.
+``ANYATTN_GPU_BACKEND=triton`` replaces the Hopper kernel by the Triton kernels, for backward passes too.
+``ANYATTN_GPU_JUDGE=0`` runs calls without judging them, for profilers and other tools.
 """
 
 from __future__ import annotations

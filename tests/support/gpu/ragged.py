@@ -1,4 +1,4 @@
-"""Sequences of different lengths for the GPU suite: forms in which they are stored, calls, and a judgement sequence by sequence."""
+"""Varlen batches for the GPU suite: the forms in which they are stored, calls, and a judgement sequence by sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks torch whether the host waits for the GPU."""
+"""Check by torch's sync debug mode whether the host synchronises with the GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The machine that the backward roles run on: memory, copies, products and barriers with real numbers.
+"""Simulated machine for the backward roles: memory, copies, products and barriers with real numbers.
 
-The 128 threads of a warp group are the first axis of every register. Memory is addressed by rows and columns; how shared memory is swizzled
-is not modelled. What is asynchronous takes effect as late as it may: a product's operands, in registers or in shared memory, are read when
-it is waited for, a copy's source likewise, so that whatever is overwritten too early shows in the numbers.
+The 128 threads of a warp group are the first axis of every register. Memory is addressed by rows and columns; the swizzle of shared memory
+is not modelled. Asynchronous operations take effect as late as possible: a product's operands, in registers or in shared memory, are read
+when it is waited for, and so is a copy's source, so that overwriting them too early shows in the numbers.
 """
 
 from __future__ import annotations
@@ -174,6 +174,19 @@ class View:
     def write(self, values: Any) -> None:
         self.of.values[self.index()] = values
 
+    def __add__(self, numbers: int) -> View | Behind:
+        return Behind(self, numbers) if numbers else self
+
+
+class Behind:
+    """What stands behind the first numbers of a part of shared memory."""
+
+    def __init__(self, view: View, numbers: int):
+        self.view, self.numbers = view, numbers
+
+    def read(self, what: str) -> np.ndarray:
+        return self.view.read(what)
+
 
 class Box:
     """A tile of a tensor in global memory, (rows, columns), as the copy engine sees it."""
@@ -279,7 +292,7 @@ class Mma:
         return tile, "columns", self
 
     def partition_shape_A(self, shape: tuple[int, int]) -> tuple:
-        return (shape,)
+        return ((shape[0] // self.by_rows, shape[1]),)
 
     def make_fragment_A(self, part: tuple) -> Any:
         return Operand(*part) if len(part) == 3 else Held(*part)
@@ -338,7 +351,7 @@ class Operand:
 
 
 class Held:
-    """A whole first operand in registers."""
+    """The first columns of a first operand in registers."""
 
     def __init__(self, shape: tuple[int, int]):
         self.values = np.full(shape, np.nan, dtype=np.float32)
@@ -377,13 +390,18 @@ class Group:
         self.block.schedule.step()
         while len(self.flying) > most:
             parts = self.flying.pop(0)
-            acc, a, b = parts[0][:3]
-            count = parts[0][1].sizes()[2]
-            if [(x[0] is acc, x[1] is a, x[2] is b, x[3]) for x in parts] != [(True, True, True, i) for i in range(count)]:
+            acc, last, b = parts[-1][:3]
+            firsts = [x[1] for x in parts]
+            held = next((i for i, a in enumerate(firsts) if not isinstance(a, Held)), len(firsts))  # the first columns of its first operand
+            known = {id(a) for a in firsts[:held]}, {id(a) for a in firsts[held:]}
+            sides_are_one = len(known[0]) <= 1 and len(known[1]) <= 1 and (not held or firsts[0].sizes()[2] == held)
+            if not sides_are_one or [(x[0] is acc, x[2] is b, x[3]) for x in parts] != [(True, True, i) for i in range(b.sizes()[2])]:
                 raise Broken("a product is not the sum of its parts")
             if any(not adds for *_, adds in parts[1:]):
                 raise Broken("a part of a product does not add to the others")
-            left, right = (x.matrix() for x in (a, b))
+            left, right = last.matrix(), b.matrix()
+            if 0 < held < len(firsts):
+                left = np.concatenate([firsts[0].matrix(), left[:, 16 * held :]], 1)
             with np.errstate(invalid="ignore", over="ignore"):
                 acc.add(left @ right.T, not parts[0][4])
 

@@ -1,4 +1,4 @@
-"""Sequences of different lengths on the machine that runs the backward roles: storage with NaN around them, and a launch's tables."""
+"""Varlen batches on the simulated machine of the backward roles: storage with NaN around them, and a launch's tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The text of the backward roles, run as Python on real numbers in the machine of ``backward_machine.py``: a thread that loads, one that
-adds, one for each warp group that multiplies. CuTe DSL is not needed: ``cute`` and the rest are stand-ins, the text is read from its files.
+"""Source of the Hopper backward roles, run as Python on real numbers in the simulated machine of ``backward_machine.py``.
+
+There is one thread that loads, one that adds, and one per warp group that multiplies. CuTe DSL is not needed: the source is read from its
+files, and ``cute`` and the other modules are stand-ins.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import functools
 import itertools
 from pathlib import Path
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
-from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Held, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Shared, View, narrow
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
@@ -34,7 +36,8 @@ MODULES = (
     "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
 )  # fmt: skip
 _KEPT = (
-    "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
+    "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.backward_config",
+    "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
     "anyattn.backends.hopper.codegen.score_analysis",
 )  # fmt: skip
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
@@ -124,8 +127,11 @@ class _Flat:
         self.of, self.at = of, at
         self.iterator = self
 
-    def __add__(self, offset: int) -> _Flat:
-        return _Flat(self.of, self.at + int(offset))
+    def __add__(self, offset: Any) -> _Flat:  # a vector: another place for each thread
+        return _Flat(self.of, self.at + (offset if isinstance(offset, np.ndarray) else int(offset)))
+
+    def toint(self) -> _Flat:
+        return self
 
 
 class Table:
@@ -257,7 +263,7 @@ class _Device:
             "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup,
             "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None, LdMatrix8x8x16bOp=lambda *x: None),
             "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
-            "add_floats": self.add_floats, "LANES": 32, "Facts": None,
+            "add_floats": self.add_floats, "add_four_to": self.add_four_to, "negative": np.negative, "LANES": 32, "Facts": None,
         }  # fmt: skip
 
     def fence(self, *_: Any, **__: Any) -> None:
@@ -287,10 +293,16 @@ class _Device:
 
         self.schedule.under_way.append(come)
 
-    def add_floats(self, target: _Flat, source: View, size: int) -> None:
+    def add_four_to(self, target: _Flat, values: list[np.ndarray]) -> None:
+        self.schedule.step()
+        for i, value in enumerate(values):
+            np.add.at(target.of, target.at + i, value)
+
+    def add_floats(self, target: _Flat, source: View | Behind, size: int) -> None:
         def add() -> Any:
             # chunk by chunk, thread by thread, 4 numbers each: the order of shared memory
             values = source.read("the adding copy").transpose(2, 1, 0).reshape(-1)
+            values = values[source.numbers :] if isinstance(source, Behind) else values
             if 4 * len(values) != size:
                 raise Broken(f"{size} bytes are added of {4 * len(values)}")
 
@@ -311,9 +323,9 @@ class _Device:
             self.schedule.under_way.append(come)
         elif isinstance(target, Held):
             self.schedule.step()
-            target.values[:] = source.read("threads")
+            target.values[:] = source
         elif isinstance(target, Box):  # to it, 64 rows of a tile
-            part, at = source
+            part, at, _ = source
             rows = slice(64 * at[0], 64 * (at[0] + 1))
             writer = None if self.block.config.tiles.shares_keys else at[0]
             self.group.copies.append(lambda: target.write(part.read("a copy to global memory", writer)[rows]))
@@ -375,8 +387,10 @@ class _Threads:
     def retile(self, x: Any) -> Any:
         return x
 
-    def partition_S(self, source: View) -> View:
-        return source
+    def partition_S(self, source: _Part) -> np.ndarray:
+        """A warp group's rows of the first columns of a tile."""
+        rows, columns = source.shape
+        return source.of.read("threads")[self.mma.part_of("rows", rows), :columns]
 
     def partition_D(self, target: View) -> View:
         return target
@@ -403,7 +417,15 @@ class _Atom:
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
     if len(shape) == 1:  # of a row
         return x, place[0]
-    return (x, place) if isinstance(x, View) else Box(x, shape, place)
+    return _Part(x, place, shape) if isinstance(x, View) else Box(x, shape, place)
+
+
+class _Part(NamedTuple):
+    """A tile of a tile in shared memory."""
+
+    of: View
+    place: tuple[int, int]
+    shape: tuple[int, int]
 
 
 def _narrowed(x: Acc, dtype: Any) -> _Operand:
@@ -496,7 +518,8 @@ def run_grid(
     parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys", "Packed")
     kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
     kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
-    kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, 1)
+    by_rows = 1 if config.tiles.shares_keys else config.tiles.warp_groups
+    kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, by_rows)
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always
@@ -531,10 +554,10 @@ def _add_roles(
     statistics = Table(call.lse), Table(call.delta)
     in_smem = memory["lse"], memory["delta"]
     keys_apart = tiles.tile_n // 64
-    of_dq = (config.head_dim, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, config.head_dim)
+    shape_of_dq = (config.head_dim, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, config.head_dim)
     mmas = (
         Mma(block, tiles.tile_n, tiles.tile_m, keys_apart), Mma(block, tiles.tile_n, config.head_dim_v, keys_apart),
-        Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *of_dq, of_dq[0] // 64),
+        Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *shape_of_dq, shape_of_dq[0] // 64),
     )  # fmt: skip
     turns = None if call.turns is None else Table(call.turns)
     plain = Table(call.dk), Table(call.dv)
@@ -549,7 +572,8 @@ def _add_roles(
 
     bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving))]
     for g in range(block.groups):
-        work = (mmas, smem, leaving, in_smem, memory["dq"], block.pipes, board, keys, scales, (*captured, block.scratch))
+        of_dq = memory["dq"], Table(call.sums)
+        work = (mmas, smem, leaving, in_smem, of_dq, block.pipes, board, keys, scales, (*captured, block.scratch))
         bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
     for number, name, body in bodies:
         schedule.add(f"block {block.number} {name}", body)

@@ -1,4 +1,4 @@
-"""Single threads of the backward kernels on the CPU: what a warp group wipes, and where a row kernel's block finds its row tile."""
+"""Single threads of the Hopper backward kernels on the CPU: the rows that a warp group clears, and the row tile of a row kernel's block."""
 
 from __future__ import annotations
 

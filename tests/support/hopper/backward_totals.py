@@ -1,4 +1,4 @@
-"""Stand-ins for what the backward roles sum gradients of captured tensors in: totals in global memory, a warp's shared memory, lanes."""
+"""Stand-ins for the sums of captured tensors' gradients in the backward roles: totals in global memory, a warp's shared memory, lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random work for one block of the Hopper kernel: row tiles, how many key tiles each visits, stages, warp groups, kinds of lists."""
+"""Random work for one thread block of the Hopper kernel: row tiles, key tiles per row tile, stages, warp groups, kinds of lists."""
 
 from __future__ import annotations
 

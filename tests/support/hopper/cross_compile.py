@@ -1,8 +1,8 @@
-"""Cross-compiles the kernels of head dimensions for sm_90a; prints {name: bytes of local memory} of each.
+"""Cross-compilation of forward kernels by head dimension for sm_90a; prints {name: bytes of local memory} for each.
 
-Arguments: folder, head_dim, head_dim_v, and perhaps which cases; after "and" those of another head dimension.
+Arguments: folder, head_dim, head_dim_v, and optionally the cases; after "and" those of another head dimension.
 
-A process of its own: the architecture is an environment variable that CuTe DSL reads once.
+Runs in a separate process: the architecture is an environment variable that CuTe DSL reads once.
 """
 
 from __future__ import annotations

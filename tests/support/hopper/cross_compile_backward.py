@@ -1,6 +1,6 @@
-"""Cross-compiles backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products touches it]} of each.
+"""Cross-compilation of backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products accesses it]}.
 
-Arguments: those of ``cross_compile``, of whose kind it is. A process of its own.
+Arguments: those of ``cross_compile``. Runs in a separate process for the same reason.
 """
 
 from __future__ import annotations
@@ -158,19 +158,19 @@ def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, tuple[int, int]]:
     result: dict[str, tuple[int, int]] = {}
-    own, tall, heights = backward_tiles_for(head_dim, head_dim_v), tall_tiles_for(head_dim, head_dim_v), set[int]()
+    own, heights = backward_tiles_for(head_dim, head_dim_v), set[int]()
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
         if max(head_dim, head_dim_v) > 128 and fields.keys() & {"has_entries", "sums"}:  # which are another backend's
             continue
-        is_bare = not fields.keys() & {"score", "lists", "always"}
-        forms = {name: backward_tiles_for(head_dim, head_dim_v, is_plain=name == "strided" or is_bare)}
-        if is_bare and tall is not None:
+        is_bare, is_fixed = not fields.keys() & {"score", "lists", "always"}, bool(fields.get("is_deterministic"))
+        forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed)}
+        if is_bare and (tall := tall_tiles_for(head_dim, head_dim_v, "has_entries" in fields)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():
             if not only or form in only:
                 config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
                 result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), is_guarded=name == "sinks")
-                heights.add(tall.tile_m if tall is not None and tiles == tall else own.tile_m)
+                heights.add(tiles.tile_m if form != name else own.tile_m)
     for tile_m in sorted(heights):
         for is_after in (False, True):
             for is_packed in (False, True):

@@ -1,7 +1,7 @@
-"""Cross-compiles kernels with CuTe functions in them for sm_90a; prints {name: bytes of local memory}. Arguments: folder, and perhaps "all"
-for the covered cases too.
+"""Cross-compilation of kernels with CuTe functions for sm_90a; prints {name: bytes of local memory}.
 
-A process of its own, as ``cross_compile.py``, whose functions it uses.
+Arguments: folder, and optionally "all" for the covered cases too. Runs in a separate process, as ``cross_compile.py``, whose functions it
+uses.
 """
 
 from __future__ import annotations

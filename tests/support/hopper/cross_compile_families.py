@@ -1,7 +1,7 @@
-"""Cross-compiles a kernel of each family for sm_90a, in one process; prints {"forward": ..., "backward": ..., "cute": ...}, of each what
-its own script prints (``cross_compile.py``, ``cross_compile_backward.py``, ``cross_compile_cute_mods.py``).
+"""Cross-compilation of a kernel of each family for sm_90a in one process; prints {"forward": ..., "backward": ..., "cute": ...}.
 
-Arguments: folder, and of each script its other arguments, as a JSON list.
+Each value is the output of the family's own script (``cross_compile.py``, ``cross_compile_backward.py``, ``cross_compile_cute_mods.py``).
+Arguments: folder, and for each script its other arguments, as a JSON list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Hopper emitter and what it writes, run as Python on NumPy numbers."""
+"""The Hopper emitter and its generated code, run as Python on NumPy numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs the source of a small CuTe DSL kernel as Python: every thread of a block a Python thread, barriers and shuffles for real.
+"""Runner of a small CuTe DSL kernel's source as Python: every thread of a block is a Python thread, barriers and shuffles are real.
 
-Slow, and so for few threads; what it shows is that the kernel's text, not a copy of it, computes the right thing whatever the threads do.
+It is slow, and so for few threads. It shows that the kernel's source itself, not a copy, computes the right results in any schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU memory that says it is a GPU's, so that a kernel's own checks of its arguments can be tested where there is no GPU."""
+"""CPU memory that claims to be a GPU's, so that a kernel's own checks of its arguments can be tested without a GPU."""
 
 from __future__ import annotations
 

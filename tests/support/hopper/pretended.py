@@ -1,4 +1,4 @@
-"""A CPU that is taken for a Hopper GPU, as far as that goes without one."""
+"""A CPU that is treated as a Hopper GPU, as far as possible without one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A thread block of the Hopper kernel with everything that its roles can get wrong between them, and nothing of its arithmetic.
+"""Simulated thread block of the Hopper kernel: the synchronisation between its roles, without their arithmetic.
 
-Memory holds tags ("K tile 3 of row tile 1") instead of numbers, and registers hold what they are made of. Copies by the copy engine and
-products are asynchronous: they take effect, or end their reading, some time between their issue and the wait that covers them.
+Memory holds tags ("K tile 3 of row tile 1") instead of numbers, and registers hold the tags of their operands. TMA copies and products are
+asynchronous: they take effect, or finish reading, at some time between their issue and the wait that covers them.
 
-``Block`` is one block; ``Pipe``, ``Memory``, ``Registers`` are what the kernel's text touches. Every access is checked when it is made,
-and so most mistakes are found whatever the schedule.
+``Block`` is one block; the kernel's source accesses ``Pipe``, ``Memory`` and ``Registers``. Every access is checked when it happens, so
+most mistakes are found in any schedule.
 """
 
 from __future__ import annotations

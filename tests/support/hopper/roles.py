@@ -1,7 +1,8 @@
-"""The text of the Hopper kernel's roles, run as Python in the machine of ``protocol.py``: one thread loads, one for each warp group
-multiplies. CuTe DSL is not needed: the text is read from its files, and ``cute``, ``pipeline`` and ``warpgroup`` are stand-ins.
+"""Source of the Hopper forward roles, run as Python in the simulated block of ``protocol.py``.
 
-Pipeline states are handed to methods by value, as under a traced loop: what a method does not return its caller does not see.
+One thread loads, one per warp group multiplies. CuTe DSL is not needed: the source is read from its files, and ``cute``, ``pipeline`` and
+``warpgroup`` are stand-ins. Pipeline states are passed to methods by value, as under a traced loop: a caller does not see changes that a
+method does not return.
 """
 
 from __future__ import annotations

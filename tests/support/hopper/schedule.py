@@ -1,7 +1,7 @@
-"""Threads of which one at a time runs, and what they wait at: the machine below ``protocol.py``.
+"""Scheduler of simulated threads, one of which runs at a time, and the objects they wait for: the layer below ``protocol.py``.
 
-Whoever may go on, a thread or a copy that is under way, is picked at random wherever threads could meet; a seed repeats a schedule. A
-deadlock is seen at once, for nobody can go on, and is told with the lines at which all threads stand.
+Wherever threads could interact, the next one to continue, a thread or a copy in flight, is chosen at random; a seed repeats a schedule. A
+deadlock is detected at once, because nothing can continue, and is reported with the lines at which all threads stand.
 """
 
 from __future__ import annotations

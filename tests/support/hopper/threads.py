@@ -1,4 +1,4 @@
-"""What single threads of the Hopper kernel write to shared memory: its text is run once for each of a warp's or a warp group's threads."""
+"""Writes of single Hopper kernel threads to shared memory: the source is run once for each thread of a warp or a warp group."""
 
 from __future__ import annotations
 

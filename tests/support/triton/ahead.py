@@ -1,4 +1,4 @@
-"""The Triton backend's launches caught instead of made, and compiled for a GPU that need not be there."""
+"""Capture of the Triton backend's launches, and their compilation for a GPU that need not be present."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the Triton kernels are shown by, twice: in Triton's interpreter on few keys (``test_in_the_interpreter.py``) and on a GPU on many
-(``tests/gpu/test_triton_gpu.py``). Every variant of ``anyattn.testing.cases`` in turn over shapes, kinds of input and dtypes."""
+"""Correctness tests of the Triton kernels: every variant of ``anyattn.testing.cases`` in turn over shapes, kinds of input and dtypes.
+
+They run in Triton's interpreter on few keys (``test_in_the_interpreter.py``) and on a GPU on many (``tests/gpu/test_triton_gpu.py``).
+"""
 
 from __future__ import annotations
 

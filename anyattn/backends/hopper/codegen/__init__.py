@@ -1,1 +1,1 @@
-"""Mods as CuTe operations on a fragment of scores."""
+"""CuTe code generation: mods as CuTe operations on a fragment of scores."""

@@ -1,4 +1,4 @@
-"""Calls of CuTe mods inside the kernel: scores and positions are passed as TensorSSA vectors of one element."""
+"""Calls of native CuTe mods inside the kernel, with scores and positions as one-element TensorSSA vectors."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ __all__ = ["call_native"]
 
 
 def call_native(node: Node, args: list[Any]) -> Any:
-    """The function's value for one score: Float32, or for a mask Boolean.
+    """The function's value for one score: Float32, or Boolean for a mask.
 
-    args: those of a ``native`` node, the score if it is a score mod, b, h, q_idx, kv_idx, then the tensors, which it gets as a tuple.
-    Raises ``TypeError`` while the kernel is built where the function returns something else.
+    args: the arguments of a ``native`` node: the score of a score mod, b, h, q_idx, kv_idx, then the tensors, which are passed as a tuple.
+    Raises ``TypeError`` while the kernel is built if the function returns something else.
     """
     assert isinstance(node.attr, NativeFunction)
     is_mask, function = category(node.dtype) == "bool", node.attr.function
@@ -31,7 +31,7 @@ def _vector(value: Any, dtype: Any) -> Any:
 
 
 def _value(found: Any, dtype: Any, name: str) -> Any:
-    """One element, of a vector or already alone; scores of other float types are converted."""
+    """The single element of a vector, or a scalar itself, as ``dtype``."""
     if isinstance(found, cute.TensorSSA):
         if cute.size(found.shape) != 1:
             raise TypeError(f"{name} returned a TensorSSA of shape {found.shape}; wanted that of its arguments, (1,)")

@@ -1,4 +1,4 @@
-"""Device math of the Hopper emitter, with torch's meaning: selection, integers, shifts, division with remainder, powers."""
+"""Device math of the CuTe emitter with torch's semantics: select, integers, shifts, division with remainder, powers, hypot, erfinv."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = [
 ]  # fmt: skip
 
 TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
-_FAR = 2**30  # further than any position; twice that, less one, is still a number of 32 bits
-_MOST_PRODUCTS = 16  # powers up to this one are products; each squaring doubles the rounding
+_FAR = 2**30  # beyond any position; 2 * _FAR - 1 still fits 32 bits
+_MOST_PRODUCTS = 16  # largest exponent computed by products; each squaring doubles the rounding error
 
 
 def _is_long(x: Any) -> bool:
-    """Whether a whole number takes 64 bits: a run-time one by its type, a literal by its size."""
+    """Whether an integer takes 64 bits: a run-time one by its type, a literal by its size."""
     return isinstance(x, Int64) or (isinstance(x, int) and not -(2**31) <= x < 2**31)
 
 
 def whole(x: Any) -> Any:
-    """A run-time integer of 32 bits, unless it takes 64."""
+    """A run-time integer: of 64 bits if ``x`` needs them, else of 32."""
     return x if isinstance(x, Int64) else Int64(x) if _is_long(x) else Int32(x)
 
 
@@ -34,7 +34,7 @@ def alike(args: list[Any]) -> list[Any]:
 
 
 def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
-    """``yes`` where ``condition``, else ``no``, both of ``kind`` float, int or bool."""
+    """``yes`` where ``condition`` holds, else ``no``, both of ``kind`` float, int or bool."""
     if isinstance(condition, bool):
         return yes if condition else no
     as_kind = TYPES[kind]
@@ -44,20 +44,20 @@ def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
 
 
 def narrow(x: Any) -> Any:
-    """The lower 32 bits of a whole number, of a literal too."""
+    """The lower 32 bits of an integer, run-time or literal."""
     if isinstance(x, int) and not isinstance(x, bool):
         return (x + 2**31) % 2**32 - 2**31
     return Int32(x) if isinstance(x, Int64) else x
 
 
 def in_bits(x: Any, bits: int, is_signed: bool) -> Any:
-    """A run-time whole number wrapped around as one of fewer than 32 bits."""
+    """A run-time integer, wrapped around to fewer than 32 bits."""
     x = narrow(whole(x))
     return (x << (32 - bits)) >> (32 - bits) if is_signed else x & (2**bits - 1)
 
 
 def limit(x: Any, is_near: bool) -> Any:
-    """A limit of a row's keys in 32 bits; further than any position is as far. is_near: a run-time one is no further than 2^30."""
+    """A limit of a row's keys, clamped to 32 bits beyond any position. is_near: a run-time limit is known to be within 2^30."""
     if isinstance(x, int):
         return max(-_FAR, x) if x < 2 * _FAR else 2 * _FAR - 1
     if is_near and not isinstance(x, Int64):
@@ -67,8 +67,8 @@ def limit(x: Any, is_near: bool) -> Any:
 
 
 def shifted(op: str, a: Any, b: Any, bits: int) -> Any:
-    """``a << b`` or ``a >> b`` of numbers of ``bits`` bits: by less than 0 or by as many bits as there are, all leave, and to the right
-    the sign's come in. What fits 32 bits is shifted in 32."""
+    """``a << b`` or ``a >> b`` of ``bits``-bit integers. A shift count below 0 or of at least ``bits`` shifts every bit out, and a right
+    shift copies the sign in. Values that fit 32 bits are shifted in 32."""
     a, b = alike([a, b]) if not isinstance(b, int) else (whole(a), b)
     width = 64 if isinstance(a, Int64) else 32
     bits = min(bits, width)
@@ -81,11 +81,11 @@ def shifted(op: str, a: Any, b: Any, bits: int) -> Any:
     return a >> select(is_inside, b, width - 1, "int")
 
 
-# ---- rests
+# ---- remainders
 
 
 def divided(op: str, a: Any, b: Any, kind: str) -> Any:
-    """Python's whole division and its rest, which takes the divisor's sign; by a literal power of 2 a shift or the low bits."""
+    """Python's floor division, or its remainder, which takes the divisor's sign; by a literal power of 2 a shift, or the low bits."""
     if kind == "float":
         rest = fmod(a, b, kind)
         return _signed(rest, b, kind) if op == "mod" else _whole_quotient(Float32(a), b, rest)
@@ -97,15 +97,15 @@ def divided(op: str, a: Any, b: Any, kind: str) -> Any:
 
 
 def fmod(a: Any, b: Any, kind: str) -> Any:
-    """The rest that takes the dividend's sign. Of floats it is exact where the quotient is under 2^21; C's is beyond, too."""
+    """The remainder with the dividend's sign. For floats it is exact if the quotient is below 2^21; C's fmod is exact beyond, too."""
     if kind == "int":
         a, b = alike([a, b])
-        rest = a % b  # its sign is the dividend's or the divisor's, as the compiler's front end has it
+        rest = a % b  # the front end may give it the dividend's or the divisor's sign
         return select((rest != 0) & ((rest < 0) != (a < 0)), rest - b, rest, "int")
     a, b = Float32(a), abs(b) if isinstance(b, (int, float)) else cute.math.absf(Float32(b))
     size, inverse = cute.math.absf(a), Float32(_inverse(b)) if isinstance(b, (int, float)) else cute.arch.rcp_approx(b)
     b = Float32(b)
-    # the quotient may be one too large or too small; the product is not rounded before it is subtracted
+    # the quotient may be off by one in either direction; fma does not round the product before the subtraction
     rest = cute.math.fma(-cute.math.trunc(size * inverse), b, size)
     rest = select(rest < 0.0, rest + b, rest, "float")
     rest = select(rest >= b, rest - b, rest, "float")
@@ -117,20 +117,20 @@ def _inverse(x: float) -> float:
 
 
 def _differs(rest: Any, b: Any, zero: Any) -> Any:
-    """Whether a rest is on the other side of 0 than the divisor."""
+    """Whether a remainder is nonzero and its sign is not the divisor's."""
     if isinstance(b, (int, float)):
         return rest > zero if b < 0 else rest < zero
     return (rest != zero) & ((rest < zero) != (b < zero))
 
 
 def _signed(rest: Any, b: Any, kind: str) -> Any:
-    """``rest``, one divisor further where its sign is not the divisor's."""
+    """``rest``, plus one divisor if its sign is not the divisor's."""
     zero, step = (0.0, Float32(b)) if kind == "float" else (0, b)
     return select(_differs(rest, b, zero), rest + step, rest, kind)
 
 
 def _whole_quotient(a: Any, b: Any, rest: Any) -> Any:
-    """``a // b`` by what is left when the rest is taken away: the rounded a / b may be whole where the true one is just under."""
+    """``a // b`` from the dividend without the remainder: a / b alone may round up to an integer that is 1 too large."""
     quotient = (a - rest) / Float32(b)
     found = cute.math.roundeven(select(_differs(rest, b, 0.0), quotient - Float32(1.0), quotient, "float"))
     is_nothing = b == 0
@@ -141,9 +141,9 @@ def _whole_quotient(a: Any, b: Any, rest: Any) -> Any:
 
 
 def power(base: Any, exponent: Any, kind: str) -> Any:
-    """``base ** exponent``. Literal exponents that are small whole numbers or halves are products and roots; others go by logarithms.
+    """``base ** exponent``. Literal exponents that are small integers or halves become products and roots, others logarithms.
 
-    A negative base has whole powers alone, x ** 0 is 1 whatever x is, and whole numbers have a power under 0 only if they are 1 or -1.
+    A negative base has only integer powers, x ** 0 is 1 for every x, and of integers only 1 and -1 have negative powers.
     """
     if kind == "int":
         return _whole_power(base, exponent)
@@ -158,12 +158,12 @@ def power(base: Any, exponent: Any, kind: str) -> Any:
 
 
 def _small_power(base: Any, doubled: int, is_negative: bool) -> Any:
-    """The power of ``doubled`` halves, or its reciprocal."""
+    """The power with exponent ``doubled`` / 2, or its reciprocal."""
     found = _product(base, doubled // 2)
     if doubled == 1 and is_negative:
         return cute.math.rsqrt(base, fastmath=True)
     if doubled % 2:
-        # of -0.0 only a whole power's reciprocal is below 0
+        # + 0.0 turns -0.0 into 0.0: only reciprocals of integer powers of -0.0 are below 0
         root = cute.math.sqrt(base + Float32(0.0) if is_negative else base, fastmath=True)
         found = root if found is None else found * root
     if found is None:
@@ -172,7 +172,7 @@ def _small_power(base: Any, doubled: int, is_negative: bool) -> Any:
 
 
 def _product(base: Any, count: int) -> Any:
-    """``base`` multiplied ``count`` times, by squaring; None for no factor."""
+    """``base`` to the power ``count`` by squaring; None if ``count`` is 0."""
     found = None
     while count:
         if count % 2:
@@ -182,7 +182,7 @@ def _product(base: Any, count: int) -> Any:
 
 
 def _any_power(base: Any, exponent: Any) -> Any:
-    """exponent: a literal float, or a run-time number."""
+    """The power by a logarithm. exponent: a literal float or a run-time value."""
     if isinstance(exponent, float):
         is_whole, is_odd, is_nothing = exponent % 1 == 0 or math.isinf(exponent), exponent % 2 == 1, False
         exponent_now = Float32(exponent)
@@ -201,7 +201,7 @@ def _any_power(base: Any, exponent: Any) -> Any:
 
 
 def _whole_power(base: Any, exponent: int) -> Any:
-    """exponent: a literal. In 64 bits, as torch has it, from the third power on: that of a distance is soon past 32."""
+    """The power by a literal exponent, in 64 bits from the third power on, as in torch: a cubed distance soon exceeds 32 bits."""
     if exponent < 0:
         minus_one = -1 if exponent % 2 else 1
         return select(base == 1, 1, select(base == -1, minus_one, 0, "int"), "int")
@@ -213,7 +213,7 @@ def _whole_power(base: Any, exponent: int) -> Any:
 
 
 def hypot(x: Any, y: Any) -> Any:
-    """The root of two squares that neither overflow nor vanish."""
+    """The square root of x^2 + y^2, scaled so that the squares neither overflow nor underflow."""
     x, y = cute.math.absf(x), cute.math.absf(y)
     most, least = select(x > y, x, y, "float"), select(x > y, y, x, "float")
     slope = least / select(most == 0.0, 1.0, most, "float")
@@ -222,8 +222,8 @@ def hypot(x: Any, y: Any) -> Any:
     return select((x == math.inf) | (y == math.inf), math.inf, unknown, "float")
 
 
-# Chebyshev polynomials fitted to erfinv(x) / x, lowest power first, as functions of w = -log(1 - x * x) less 2.5 while that is under 5, and
-# of its root less 3 elsewhere (M. Giles' variables): to 2e-8.
+# Chebyshev polynomials fitted to erfinv(x) / x to 2e-8, lowest power first, in M. Giles' variables: w = -log(1 - x * x), as w - 2.5 if w is
+# below 5, else as sqrt(w) - 3.
 _ERFINV_CENTRE = (
     1.50140936, 0.246640278, -0.00417738847, -0.00125272523, 0.000218345887, -4.97306967e-06, -3.46309307e-06, 4.68266973e-07,
     2.32648001e-08, -8.94141405e-09,

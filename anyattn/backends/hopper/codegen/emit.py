@@ -1,12 +1,12 @@
 """CuTe emitter: a mod's expression as CuTe operations on a fragment of scores.
 
-What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
-the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
-float once a row; a table read by such a number is addressed once a row.
+A value that depends on no position is computed once, one that depends on the row once per row (a thread holds two of 64), one that depends
+on the column once per column, and only the rest once per score, or once per diagonal. An integer that is linear along the columns, such as
+a distance, is converted to float once per row; the address of a load that is indexed by such an integer is computed once per row.
 
-torch's whole numbers have 64 bits or fewer, and wrap around. What fits 32 bits for all positions and captured numbers that the kernel takes
-(``score_analysis.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a
-tensor's strides have.
+torch's integers have at most 64 bits and wrap around. Values that fit 32 bits for all positions and captured numbers that the kernel
+accepts (``score_analysis.is_wide``) are computed in 32; values that may exceed a narrower dtype are wrapped around to it. Addresses have 64
+bits, because a tensor's strides do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "needed_for", 
 
 @dsl_user_op
 def tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """One MUFU operation, relative error 2^-11: what 16-bit inputs leave of a score is coarser."""
+    """tanh in one MUFU operation, relative error 2^-11: less than the rounding of scores from 16-bit inputs."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     dialect = llvm.AsmDialect.AD_ATT
     found = llvm.inline_asm(
@@ -89,13 +89,13 @@ def emit(
     store: Callable[..., None],
     reads_ahead: bool = False,
 ) -> None:
-    """Calls ``store(r, c, value)`` with the expression's value, or all of them, at every row and column of a fragment.
+    """Calls ``store(r, c, value)`` with the expression's value, or its tuple of values, for every row and column of a fragment.
 
-    places: b and h, and q_idx and kv_idx as lists, one position for each row and column; apart and steps: how far each row and column lies
-    from the first, in literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative, nor past the end.
+    places: b and h; q_idx and kv_idx as lists with one position per row and column; apart and steps: the distance of each row and column
+    from the first, as literals. score(r, c): the score there. reads_ahead: no index of a straight load is negative or past the end.
 
-    A value that is one along a diagonal is taken from the lowest row that it meets: of positions past the last, which are lowered to it,
-    it may be another's, and they are not used.
+    A value that is constant along a diagonal is computed in the lowest row that meets it. For positions past the last, which are clamped
+    to it, this may be another diagonal's value; the results there are not used.
     """
     once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     rows = [run_stage(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
@@ -113,7 +113,7 @@ def emit(
 
 
 def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """For each row (value at its first column, change by key) of what is even along it; the change may be a literal, 0.0 for none."""
+    """For each row (value at its first column, change per key) of an even value; the change may be a literal, 0.0 for a constant."""
     once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     column = run_stage(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
     output = expr.outputs[0]
@@ -126,7 +126,7 @@ def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], place
 
 
 def holds(conditions: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
-    """Whether conditions (``piecewise.Piece``) hold at all of a thread's rows and columns."""
+    """Whether the conditions of a ``piecewise.Piece`` hold at all of a thread's rows and columns."""
     found = None
     for expr in conditions:
         once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
@@ -142,7 +142,8 @@ def holds(conditions: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[
 def _along_rows(
     expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], rows: list[dict], first: dict[int, Any], steps: list[int], reads_ahead: bool
 ) -> dict[int, list[Callable[[int], Any]]]:
-    """For each straight node, row by row, its value as a function of the column: one conversion or address a row, then literals."""
+    """For each straight node, row by row, its value as a function of the column: one conversion or address
+    per row, then literal offsets."""
     casts, reads = straight(expr)
     found: dict[int, list[Callable[[int], Any]]] = {}
     slanted = [_slanted(expr, scalars, tensors, row, first, casts) for row in rows]
@@ -166,7 +167,7 @@ def _along_rows(
 def _slanted(
     expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], row: dict[int, Any], first: dict[int, Any], casts: Sequence[int]
 ) -> dict[int, tuple[Any, Any]]:
-    """(value at the first column, change by key) of a row's float nodes that grow evenly; the change may be a literal."""
+    """(value at the first column, change per key) of a row's float nodes that are linear along it; the change may be a literal."""
     found: dict[int, tuple[Any, Any]] = {}
     for i in lines(expr):
         node = expr.nodes[i]
@@ -199,18 +200,18 @@ def _on_line(line: tuple[Any, Any], step: int) -> Any:
 
 
 def _reach(expr: Expr, index: int, steps: list[int]) -> tuple[int, int]:
-    """(least offset from the first column's value, change by column) of a straight whole number."""
+    """(least offset from the first column's value, change per column) of a straight integer."""
     step = dependence(expr)[index].slope[1]  # type: ignore[index]
     return min(step * s for s in steps), step
 
 
 def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: int, row: dict, first: dict) -> Any:
-    """A whole number's value at a row's first column."""
+    """An integer's value at a row's first column."""
     return whole(run_stage(expr, scalars, tensors, "tile", {**row, **first}, {}, needed_for(expr, node))[node])
 
 
 def needed_for(expr: Expr, node: int) -> set[int]:
-    """The node and all that it is computed from."""
+    """The node and all nodes that it is computed from."""
     needed, pending = set(), [node]
     while pending:
         at = pending.pop()
@@ -221,7 +222,7 @@ def needed_for(expr: Expr, node: int) -> set[int]:
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:
-    """For each row the values of all outputs, which depend on no key and no score; whole numbers are limits of its keys."""
+    """For each row the values of all outputs, which depend on no key and no score; integer outputs are limits of its keys."""
     outputs = [(o, category(expr.nodes[o].dtype) == "int", is_near(expr)[o]) for o in expr.outputs]
     once = run_stage(expr, scalars, tensors, "once", {}, {"b": b, "h": h})
     found = []
@@ -240,7 +241,7 @@ def emit_at(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, 
 
 
 def wrapped(expr: Expr, values: Sequence[Any], tensor: Any) -> list[Any]:
-    """An expression's outputs as indices of a tensor's first dimensions; negative ones are counted from the end."""
+    """An expression's outputs as indices of a tensor's first dimensions; negative ones count from the end."""
     return _wrapped(expr, expr.outputs, values, tensor)
 
 
@@ -253,7 +254,7 @@ def run_stage(
     leaves: dict[str, Any],
     needed: Collection[int] | None = None,
 ) -> dict[int, Any]:
-    """Adds to ``values`` those of the nodes that are due at this stage, of the ``needed`` ones if given, and not known yet."""
+    """Adds to ``values`` the nodes of this stage that are not known yet, limited to the ``needed`` ones if given."""
     for i, (node, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)):
         if due != stage or i in values or (needed is not None and i not in needed):
             continue
@@ -267,12 +268,12 @@ def run_stage(
 
 
 def _operation(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
-    """The value of node ``i``; of a whole number wrapped around as its dtype is."""
+    """The value of node ``i``; an integer is wrapped around to its dtype."""
     node = expr.nodes[i]
     if category(node.dtype) != "int" or node.op in ("const", "load", "tensor", "native"):
         return _computed(node, args, expr, tensors)
     if is_wide(expr)[i] and node.op != "cast":
-        is_whole = (category(expr.nodes[at].dtype) == "int" for at in node.args)  # literals stay what they are
+        is_whole = (category(expr.nodes[at].dtype) == "int" for at in node.args)  # literals keep their type
         args = [Int64(a) if whole_one and not isinstance(a, int) else a for a, whole_one in zip(args, is_whole, strict=True)]
     elif is_modular(node):
         args = [narrow(a) for a in args]
@@ -329,7 +330,7 @@ def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -
 
 def _binary(node: Node, args: list[Any], operands: str) -> Any:
     a, b = args
-    if node.op == "div":  # a product with the reciprocal; a number's is made while the kernel is built
+    if node.op == "div":  # by the reciprocal; a literal's is computed at build time
         return Float32(a) * (Float32(1.0 / b) if isinstance(b, (int, float)) else cute.arch.rcp_approx(Float32(b)))
     if all(isinstance(x, (int, float, bool)) for x in args):
         return _BINARY[node.op](a, b)
@@ -351,7 +352,7 @@ def _cast(value: Any, source: str, kind: str, is_long: bool) -> Any:
 
 
 def _load(node: Node, args: list[Any], expr: Expr, tensor: Any, kind: str) -> Any:
-    """A captured tensor's entry; a negative index counts from the end, which an index that is a position cannot be."""
+    """A captured tensor's entry; a negative index counts from the end, unless the index is a position, which is never negative."""
     if not args:
         return _of_kind(tensor[0], kind)
     place = _wrapped(expr, node.args, args, tensor)
@@ -360,7 +361,7 @@ def _load(node: Node, args: list[Any], expr: Expr, tensor: Any, kind: str) -> An
 
 
 def _wrapped(expr: Expr, nodes: Sequence[int], values: Sequence[Any], tensor: Any) -> list[Any]:
-    """Indices of a tensor's first dimensions, those that may be negative counted from the end."""
+    """Indices of a tensor's first dimensions; those that may be negative count from the end."""
     place = []
     for dim, (arg, value) in enumerate(zip(nodes, values, strict=True)):
         if expr.nodes[arg].op == "index":

@@ -1,7 +1,7 @@
-"""Masks as words of bits: what each of a thread's few rows (or keys) shows of its many keys (or rows), a bit for each of them.
+"""Masks as words of bits: for each of a thread's few rows (or keys), one bit for each of its many keys (or rows).
 
-A comparison with a limit fills a word in six instructions, whatever the number of positions; what is the same at all of them in one. Then a
-pair of positions costs the test of a bit. Parts of a mask that are no words (``tile_lines.split``) are evaluated for each pair.
+A comparison with a limit fills a word in six instructions, however many positions there are; a condition that is the same at all of them
+takes one. A pair of positions then costs one bit test. Parts of a mask that cannot be words (``tile_lines.split``) are evaluated per pair.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 
 _BITS = 32
 
-Words = tuple[Any, ...]  # bit c % 32 of word c // 32 says what holds at a thread's c-th position
+Words = tuple[Any, ...]  # bit c % 32 of word c // 32: the condition at a thread's c-th position
 
 
 class Line(NamedTuple):
     """The index along which a thread has many positions.
 
-    along: "q_idx" or "kv_idx". origin: the tile's first position. first: how far the thread's first one lies from it. positions: how many
-    the thread has: pairs of neighbours, 8 apart. extent: the tile's positions, of which ``origin`` is a multiple.
+    along: "q_idx" or "kv_idx". origin: the tile's first position. first: the distance of the thread's first position from it. positions:
+    the thread's number of positions: pairs of neighbours, 8 apart. extent: the tile's number of positions; ``origin`` is a multiple of it.
     """
 
     along: str
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 @dsl_user_op
 def _ones_from(place: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """A word of ones from bit ``place`` on, which is at least 0; none from 32 on (the device's shift by more bits than there are)."""
+    """A word of ones from bit ``place`` >= 0 on; 0 if ``place`` is 32 or more (the device's shift accepts any count)."""
     operands = [Int32(place).ir_value(loc=loc, ip=ip)]
     text, dialect = "shl.b32 $0, -1, $1;", llvm.AsmDialect.AD_ATT
     found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
@@ -61,7 +61,7 @@ def _ones_from(place: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 @dsl_user_op
 def _opaque(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The word itself, which the compiler does not take apart again into the conditions that it was made of."""
+    """The word itself; the compiler cannot take it apart into the conditions that it is made of."""
     operands = [Int32(word).ir_value(loc=loc, ip=ip)]
     text, dialect = "mov.b32 $0, $1;", llvm.AsmDialect.AD_ATT
     found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
@@ -72,16 +72,16 @@ def _opaque(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 def alike(condition: Any, line: Line) -> Words:
-    """All positions or none."""
+    """Words that are all ones if ``condition`` holds, else zeros."""
     if isinstance(condition, bool):
         return (Int32(-1 if condition else 0),) * line.words
     return (select(condition, -1, 0, "int"),) * line.words
 
 
 def at_least(limit: Any, line: Line) -> Words:
-    """The positions that lie ``limit`` or more after the tile's first."""
+    """The positions that are ``limit`` or more after the tile's first."""
     after = Int32(limit) - line.first
-    # positions before the limit: two of each eight, of the last eight one if it is the limit's neighbour
+    # positions before the limit: two per full eight; of the last eight up to two, those that lie before it
     before = (after >> 3) * 2 + _least(after & 7, 2)
     return tuple(_ones_from(_most(before - _BITS * i, 0)) for i in range(line.words))
 
@@ -91,12 +91,12 @@ def below(limit: Any, line: Line) -> Words:
 
 
 def within(low: Any, high: Any, line: Line) -> Words:
-    """Those from ``low`` on and before ``high``, both counted from the tile's first position."""
+    """The positions p with low <= p < high, both counted from the tile's first position."""
     return both(at_least(low, line), below(high, line))
 
 
 def in_ranges(limits: Sequence[Any], line: Line) -> Words:
-    """Those in one of the ranges lo, hi, lo, hi, ... of positions; literal limits that bound nothing cost nothing."""
+    """The positions in one of the ranges lo, hi, lo, hi, ...; literal limits that exclude no position cost nothing."""
     found: Words | None = None
     for low, high in zip(limits[::2], limits[1::2], strict=True):
         words = alike(True, line)
@@ -119,13 +119,13 @@ def holds_at(words: Words, c: int) -> Any:
 
 
 def bit_of(c: int) -> int:
-    """The bit of position ``c`` in its word, as a signed number of 32 bits."""
+    """The bit of position ``c`` in its word, as a signed 32-bit integer."""
     at = c % _BITS
     return (1 << at) - (1 << _BITS) * (at == _BITS - 1)
 
 
 def _set_where(condition: Any, words: list[Any], c: int) -> None:
-    """Sets the bit of a thread's ``c``-th position where ``condition``."""
+    """Sets the bit of a thread's ``c``-th position if ``condition`` holds."""
     words[c // _BITS] = words[c // _BITS] | select(condition, bit_of(c), 0, "int")
 
 
@@ -141,9 +141,9 @@ def _most(a: Any, b: int) -> Any:
 
 
 def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
-    """The words of a mask all of which is known by ``tile_lines.bits``: one ``Words`` for each position of the other index.
+    """The words of a mask that ``tile_lines.bits`` covers as a whole: one ``Words`` for each position of the other index.
 
-    places: as ``emit`` takes them; those along the line are used where a part of the mask is asked of each position.
+    places: as for ``emit``; positions along the line are used for parts of the mask that are evaluated at each position.
     """
     tree = bits(expr, line.along, line.extent, NEAR_BOX, least_divisor(line.extent))
     assert tree is not None, "a mask that is no word of bits"
@@ -152,9 +152,9 @@ def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], place
 
 
 def emit_each(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
-    """The words of a mask that is asked of each pair, and that sees both positions: one ``Words`` for each position of the other index.
+    """The words of a mask that is evaluated per pair and depends on both positions: one ``Words`` for each position of the other index.
 
-    An answer becomes a bit at once, which takes fewer registers than the comparisons that it is made of.
+    Each result becomes a bit at once, which takes fewer registers than the comparisons that it is made of.
     """
     other = "q_idx" if line.along == "kv_idx" else "kv_idx"
     found: list[list[Any]] = [[Int32(0)] * line.words for _ in places[other]]
@@ -168,7 +168,7 @@ def emit_each(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places
 
 
 def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> Any:
-    """Whether the captured divisors of masks are large enough for them to be words (``score_analysis.parts_if_wide``)."""
+    """Whether the captured divisors of masks are large enough for the masks to be words (``score_analysis.parts_if_wide``)."""
     least, found = least_divisor(line.extent), None
     for expr in parts:
         divisor = demanded(expr, line.along, line.extent, NEAR_BOX, least)
@@ -186,8 +186,8 @@ class _Writer:
         self.leaves = {name: places[name] for name in ("b", "h")}
         self.along, other = places[line.along], "q_idx" if line.along == "kv_idx" else "kv_idx"
         self.others: list[Any] = places[other]
-        self.known: list[dict[int, Any]] = [{} for _ in self.others]  # at the tile's first position
-        self.alone: dict[int, Words] = {}  # of nodes that the other index does not change
+        self.known: list[dict[int, Any]] = [{} for _ in self.others]  # values at the tile's first position
+        self.alone: dict[int, Words] = {}  # words of nodes that do not depend on the other index
         self.positions = [{**self.leaves, line.along: line.origin, other: y} for y in self.others]
 
     def words(self, tree: Bits, y: int) -> Words:
@@ -213,7 +213,7 @@ class _Writer:
         return self._joined(tree, y)
 
     def _joined(self, tree: All | Some, y: int) -> Any:
-        """Conditions first: two of them are joined without words."""
+        """The words of a conjunction or disjunction; conditions are combined first, without words."""
         parts = [self._made(part, y) for part in tree.parts]
         words = [p for p in parts if not isinstance(p, _Alike)]
         is_all, condition = isinstance(tree, All), None
@@ -231,7 +231,7 @@ class _Writer:
         return total
 
     def _in_pieces(self, tree: Pieces, y: int) -> Words:
-        """Piece after piece, with the quotient and the rest that the tile's first position would have in it."""
+        """The words piece by piece, each with the quotient and remainder that the tile's first position would have in that piece."""
         dividend, divisor = (self._value(node, y) for node in tree.cut)
         divisor, dividend = divisor if isinstance(divisor, int) else Int32(divisor), Int32(dividend)
         quotient = divided("floordiv", dividend, divisor, "int")
@@ -250,7 +250,7 @@ class _Writer:
         return total
 
     def _limited(self, tree: Limit, y: int) -> Any:
-        apart = self._term(tree.left, y) - self._term(tree.right, y)  # at the tile's first position
+        apart = self._term(tree.left, y) - self._term(tree.right, y)  # difference at the tile's first position
         if tree.slope == 0:
             return _Alike(getattr(operator, tree.op)(apart, 0))
         op, line, next_one = tree.op, self.line, int(tree.op in (("gt", "le") if tree.slope > 0 else ("ge", "lt")))
@@ -277,7 +277,7 @@ class _Writer:
         return self.alone[node]
 
     def _value(self, node: int, y: int) -> Any:
-        """At the tile's first position."""
+        """The node's value at the tile's first position."""
         if node not in self.known[y]:
             self._run(self.known[y], self.positions[y], needed_for(self.expr, node))
         return self.known[y][node]
@@ -289,7 +289,7 @@ class _Writer:
 
 
 class _Alike(NamedTuple):
-    """One condition for all positions."""
+    """One condition that applies to all positions."""
 
     holds: Any
 

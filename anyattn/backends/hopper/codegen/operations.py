@@ -1,4 +1,4 @@
-"""Operations of the IR that ``emit`` writes as CuTe code."""
+"""Table of the IR operations that ``emit`` writes as CuTe code."""
 
 __all__ = ["WRITTEN"]
 

@@ -1,4 +1,4 @@
-"""Score analysis: how often each value of a mod's expression is computed in a fragment, for the emitter and the choice of tiles."""
+"""Score analysis: how often each node of a mod's expression is computed in a fragment, for the CuTe emitter and the choice of tiles."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
     "reads_straight", "shared", "stages", "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
-MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
-MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
-NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)._replace(by_zero=False)  # what the kernel takes
-_MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
-_EXACT_BITS = 24  # of a whole number in float32
+MOST_POSITIONS = 2**24  # exclusive bound of sequence lengths, batch sizes and heads
+MOST_NUMBER = NEAR_NUMBER  # exclusive bound of captured integers
+NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)._replace(by_zero=False)  # inputs that the kernel accepts
+_MOST_STEP = 2**16  # largest slope of a straight integer: its change within a tile then fits 32 bits
+_EXACT_BITS = 24  # integers of so many bits are exact in float32
 
 
 _SPECIAL = frozenset(
@@ -40,14 +40,14 @@ _SPECIAL = frozenset(
 
 @lru_cache(maxsize=256)
 def stages(expr: Expr) -> tuple[str, ...]:
-    """For each node "once", "row", "col" or "tile": with what it changes."""
+    """For each node "once", "row", "col" or "tile": the positions that it depends on."""
     return tuple("tile" if d.score or (d.q and d.kv) else "row" if d.q else "col" if d.kv else "once" for d in dependence(expr))
 
 
 @lru_cache(maxsize=256)
 def is_wide(expr: Expr) -> tuple[bool, ...]:
-    """For each node whether it is a whole number that is computed in 64 bits, as torch's are: it may take more than 32, and what reads it
-    does not need the lower 32 alone. The others are computed in 32.
+    """For each node whether it is an integer that is computed in 64 bits, as in torch: it may exceed 32, and some reader needs more than
+    the lower 32. The others are computed in 32.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> hashed = trace(lambda b, h, q, k: (q * 1103515245 + k * 12345).to(torch.int32) % 7 < 3, "mask")
@@ -55,7 +55,7 @@ def is_wide(expr: Expr) -> tuple[bool, ...]:
     (False, True)
     """
     is_long = [category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, NEAR_BOX), strict=True)]
-    is_whole = [False] * len(expr.nodes)  # whether more than the lower 32 bits are read
+    is_whole = [False] * len(expr.nodes)  # whether a reader needs more than the lower 32 bits
     for i in expr.outputs:
         is_whole[i] = True
     for i, node in reversed(list(enumerate(expr.nodes))):
@@ -66,30 +66,30 @@ def is_wide(expr: Expr) -> tuple[bool, ...]:
 
 
 def is_modular(node: Node) -> bool:
-    """Whether the lower bits of a whole number follow from the same bits of the arguments."""
+    """Whether the lower bits of an integer node follow from the same bits of its arguments."""
     return node.op in ("add", "sub", "mul", "neg", "not", "and", "or", "xor") and category(node.dtype) == "int"
 
 
 def _reads_lower(node: Node) -> bool:
-    """Whether it is a cast to a whole number of at most 32 bits."""
+    """Whether the node is a cast to an integer of at most 32 bits."""
     return node.op == "cast" and category(node.dtype) == "int" and node.dtype is not int and torch.iinfo(node.dtype).bits <= 32  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)
 def is_near(expr: Expr) -> tuple[bool, ...]:
-    """For each node whether it is a whole number of no more than 30 bits."""
+    """For each node whether it is an integer of no more than 30 bits."""
     return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, NEAR_BOX))
 
 
 @lru_cache(maxsize=256)
 def wraps(expr: Expr) -> tuple[bool, ...]:
-    """For each node whether it may leave the range of its dtype, and wrap around."""
+    """For each node whether it may exceed the range of its dtype and wrap around."""
     return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, NEAR_BOX), strict=True))
 
 
 @lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
+    """(float casts, loads along a last dimension) whose argument or index is an integer that is linear along the keys."""
     due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, NEAR_BOX), extents(expr, NEAR_BOX)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):
@@ -108,27 +108,27 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def reads_apart(expr: Expr) -> bool:
-    """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
+    """Whether every score loads from some tensor at an index of its own that does not run along the last dimension."""
     along = straight(expr)[1]
-    if any(n.op == "tensor" for n in expr.nodes):  # a CuTe function reads it as it likes
+    if any(n.op == "tensor" for n in expr.nodes):  # a CuTe function may read it at any index
         return True
     return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
 
 
 def is_special(expr: Expr) -> bool:
-    """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
+    """Whether every score takes a special-function operation besides its exponential."""
     return any(n.op in _SPECIAL and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:
-    """Whether some tensor is read for every score along its last dimension."""
+    """Whether every score loads from some tensor along its last dimension."""
     return bool(straight(expr)[1])
 
 
 class Factored(NamedTuple):
-    """A score mod as ``after * core(before * score)``; None is no factor. Factors change with nothing and cost nothing per score.
+    """A score mod as ``after * core(before * score)``; a factor None stands for 1. Factors are constant and cost nothing per score.
 
-    positive: captured numbers that must be above 0, so that the greatest ``core`` is the greatest score.
+    positive: captured numbers that must be above 0, so that the largest ``core`` belongs to the largest score.
     """
 
     core: Expr
@@ -139,7 +139,7 @@ class Factored(NamedTuple):
 
 @lru_cache(maxsize=256)
 def factored(expr: Expr) -> Factored:
-    """Takes constant factors off a score mod's beginning and end.
+    """Splits constant factors off both ends of a score mod.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> found = factored(trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score").expr)
@@ -167,7 +167,7 @@ def factored(expr: Expr) -> Factored:
 
 
 def caps(expr: Expr) -> bool:
-    """Whether a score mod ends with a function that stays within 1, and constant factors."""
+    """Whether a score mod ends with a function that is bounded by 1, times constant factors."""
     return factored(expr).core.output.op in ("tanh", "sigmoid", "erf", "sin", "cos")
 
 
@@ -178,7 +178,7 @@ def is_tanh(expr: Expr) -> bool:
 
 @lru_cache(maxsize=256)
 def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
-    """The bound of a score's size after a score mod that caps it: ``after`` times a function that stays within 1.
+    """The bound of a score's magnitude after a score mod that caps it: ``after``, since ``core`` is bounded by 1.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> mod = trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score")
@@ -190,7 +190,7 @@ def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
 
 
 def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> int | None:
-    """The other operand where node ``at`` multiplies or divides ``of`` by what changes with nothing."""
+    """The other operand of node ``at`` if it multiplies or divides ``of`` by a constant."""
     node = nodes[at]
     if node.op not in ("mul", "div") or node.args[0] == node.args[1] or (node.op == "div" and node.args[0] != of):
         return None
@@ -199,7 +199,7 @@ def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> 
 
 
 def _trailing(nodes: tuple[Node, ...], at: int, due: tuple[str, ...]) -> tuple[int, int, int | None] | None:
-    """(what node ``at`` multiplies, its factor, the captured number that the factor is) where the factor is a number above 0."""
+    """(the node that ``at`` multiplies, its factor, the captured number that the factor is) if the factor is a number above 0."""
     for of in nodes[at].args:
         factor = _factor(nodes, at, of, due)
         if factor is not None:
@@ -225,13 +225,13 @@ def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
 
 
 def _decides(expr: Expr) -> bool:
-    """Whether the expression is a mask: then sums along a row must be rounded as the user wrote them."""
+    """Whether the expression is a mask: then sums along a row must round as the user wrote them."""
     return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
 
 
 @lru_cache(maxsize=256)
 def lines(expr: Expr) -> tuple[int, ...]:
-    """Float nodes that grow evenly from key to key: straight casts, and what numbers of the row make of them."""
+    """Float nodes that are linear along the keys: straight casts, and sums and products of them with values of the row."""
     due, found = stages(expr), set(straight(expr)[0])
     if _decides(expr):
         return tuple(sorted(found))
@@ -247,10 +247,10 @@ def lines(expr: Expr) -> tuple[int, ...]:
 
 
 def bias(expr: Expr) -> Expr | None:
-    """What a score mod adds to the score, if it does nothing else to it; None otherwise.
+    """The term that a score mod adds to the score, if it does nothing else; None otherwise.
 
-    It is added in units of the raw products, one multiply-add a score at most: what is the same along a row moves its maximum and nothing
-    else, and is added once a row.
+    The kernel adds it in units of the raw products, at most one multiply-add per score: the part that is constant along a row only shifts
+    its maximum, and is added once per row.
     """
     found = additive_bias(expr)
     return found if found is not None and category(found.output.dtype) == "float" else None
@@ -258,14 +258,14 @@ def bias(expr: Expr) -> Expr | None:
 
 @lru_cache(maxsize=256)
 def is_even(expr: Expr) -> bool:
-    """Whether a bias is the same along a row, or grows evenly along it (ALiBi)."""
+    """Whether a bias is constant along a row or linear along it (ALiBi)."""
     return expr.outputs[0] in lines(expr) or stages(expr)[expr.outputs[0]] in ("once", "row")
 
 
 @lru_cache(maxsize=256)
 def cases(expr: Expr) -> tuple[Piece, ...]:
-    """Those pieces of an expression that take less work per score than the whole, with conditions under which their reads may be written
-    with literal offsets: no index is negative. One without conditions holds everywhere; where none holds, the expression itself does.
+    """The pieces of an expression that take less work per score than the whole, with conditions under which their loads may use literal
+    offsets: no index is negative. A piece without conditions holds everywhere; if none holds, the expression itself is used.
     """
     found, work = [], _work(expr)
     for piece in pieces(expr):
@@ -278,7 +278,7 @@ def cases(expr: Expr) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=256)
 def is_foreseen(expr: Expr) -> bool:
-    """Whether a score mod adds a bias that is read along diagonals, in all its cases: so few numbers that a thread may keep them."""
+    """Whether a score mod adds a bias that is loaded along diagonals in all its cases, so that a thread can keep all of its values."""
     added = bias(expr)
     if added is None:
         return False
@@ -287,20 +287,20 @@ def is_foreseen(expr: Expr) -> bool:
 
 
 def reads(expr: Expr) -> bool:
-    """Whether some tensor is read for every score."""
+    """Whether some tensor is loaded for every score."""
     return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 @lru_cache(maxsize=256)
 def work_by_pair(expr: Expr) -> int:
-    """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
+    """Operations that are unrolled for every (row, key) pair of a thread; its two rows share those of a column."""
     due = stages(expr)
     return due.count("tile") + due.count("col") // 2
 
 
 def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
-    """What of a predicate is words of bits along an index of a tile of ``extent`` positions (``tile_lines``), as masks that all hold, and
-    what must be asked of each pair, None for nothing. is_by_row: ``expr`` has row ranges, which are all words or none."""
+    """(parts of a predicate that are words of bits along an index of a tile of ``extent`` positions (``tile_lines``), the part that must be
+    evaluated per pair or None); all must hold. is_by_row: ``expr`` gives row ranges, of which either all are words or none."""
     if not is_by_row:
         return split(expr, along, extent, NEAR_BOX)
     mask = mask_of(expr)
@@ -308,14 +308,14 @@ def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[tupl
 
 
 def is_words(expr: Expr, is_by_row: bool, along: str, extent: int) -> bool:
-    """Whether all of a predicate is words of bits that comparisons with limits fill: it takes hardly any registers."""
+    """Whether a whole predicate is words of bits that comparisons with limits fill: it takes hardly any registers."""
     known, rest = parts_of(expr, is_by_row, along, extent)
     trees = [bits(part, along, extent, NEAR_BOX) for part in known]
     return rest is None and not any(tree is None or asks_each(tree) for tree in trees)
 
 
 def parts_if_wide(expr: Expr, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
-    """The same of a mask where captured divisors are no less than ``least_divisor`` of the extent."""
+    """``parts_of`` a mask if captured divisors are at least ``least_divisor`` of the extent."""
     return split(expr, along, extent, NEAR_BOX, least_divisor(extent))
 
 
@@ -325,14 +325,14 @@ def _alone(expr: Expr, node: int) -> Expr:
 
 
 def _work(expr: Expr) -> int:
-    """Operations for every score, without whole numbers and floats that only grow evenly."""
+    """Operations per score, without integers and floats that are only linear along the keys."""
     even, deps = lines(expr), dependence(expr)
     return sum(due == "tile" and i not in even and deps[i].slope is None for i, due in enumerate(stages(expr)))
 
 
 @lru_cache(maxsize=256)
 def shared(expr: Expr) -> tuple[int, ...]:
-    """Nodes whose values along a diagonal are one, and take more than an addition: a thread's second row has most of its first row's."""
+    """Nodes that are constant along a diagonal and cost more than an addition: a thread's second row reuses most of its first row's."""
     deps, even = dependence(expr), lines(expr)
     return tuple(
         i

@@ -1,1 +1,1 @@
-"""Compiling and launching CuTe DSL kernels, and their names in the disk cache."""
+"""Compilation and launch of CuTe DSL kernels, and their keys in the disk cache."""

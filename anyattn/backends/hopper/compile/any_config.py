@@ -1,4 +1,4 @@
-"""``AnyConfig``: the configs by which this backend's kernels are compiled and kept."""
+"""``AnyConfig``: the union of the configs that identify this backend's compiled kernels."""
 
 from __future__ import annotations
 

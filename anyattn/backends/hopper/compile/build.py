@@ -1,4 +1,4 @@
-"""Compilation of a kernel from its config and the kinds of its arguments to a shared library or object file; needs no GPU."""
+"""Kernel compilation from a config and the kinds of the arguments to a shared library or object file; needs no GPU."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _FUNCTION = "anyattn_hopper_forward"
-_ELF = b"\x7fELF"  # how object files and shared libraries begin
+_ELF = b"\x7fELF"  # first bytes of object files and shared libraries
 _WIDE = (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=1)
 def has_tvm_ffi() -> bool:
-    """Whether kernels can take torch's tensors as they are; if not, every launch wraps them one by one."""
+    """Whether kernels can take torch's tensors directly; if not, every launch wraps each tensor."""
     return importlib.util.find_spec("tvm_ffi") is not None
 
 
 def make(config: AnyConfig, kinds: tuple, may_link: bool = True) -> Payload:
-    """The kernel compiled: a shared library where the machine has a linker, which loads in milliseconds, else an object file."""
+    """The compiled kernel: a shared library, which loads in milliseconds, if the machine has a linker, else an object file."""
     code = compiled_object(config, kinds)
     library, runtime = _linked(code) if may_link else None, _runtime()
     facts = {
@@ -61,14 +61,14 @@ def make(config: AnyConfig, kinds: tuple, may_link: bool = True) -> Payload:
 
 
 def _described(config: AnyConfig) -> dict[str, Any]:
-    """What ``anyattn cache`` shows of a kernel."""
+    """The facts about a kernel that ``anyattn cache`` shows."""
     if isinstance(config, TablesConfig):
         return {"name": name_of(config), "head_dim": 0, "dtype": "int32"}
     return {"name": name_of(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
 
 
 def name_of(config: AnyConfig) -> str:
-    """The variant's name for people."""
+    """The variant's readable name."""
     if isinstance(config, TablesConfig):
         return "tables of sequences"
     if isinstance(config, RowsConfig):
@@ -99,7 +99,7 @@ def name_of(config: AnyConfig) -> str:
 
 
 def compiled_object(config: AnyConfig, kinds: tuple) -> bytes:
-    """The host's and the device's code as one object file, to be called through tvm-ffi."""
+    """The host and device code as one object file, callable through tvm-ffi."""
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         path = Path(folder) / "kernel.o"
         with _without_collections():
@@ -109,8 +109,8 @@ def compiled_object(config: AnyConfig, kinds: tuple) -> bytes:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Context without garbage collection: importing the compiler and tracing make so many objects that collections would take half of the
-    import and a good part of the trace."""
+    """Context without garbage collection: importing the compiler and tracing create so many objects that collections would take half of
+    the import and much of the trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -127,13 +127,13 @@ def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
     stream = make_fake_stream(use_tvm_ffi_env_stream=through_tvm_ffi)
     options = f"--gpu-arch {ARCH}" + (" --enable-tvm-ffi" if through_tvm_ffi else "")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
-        # an exported kernel needs no execution engine, which would generate the machine code a second time
+        warnings.simplefilter("ignore")  # CuTe DSL's own deprecations
+        # an exported kernel needs no execution engine; one would generate the machine code a second time
         return cute.compile(kernel_of(config), *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
 
 def kernel_of(config: AnyConfig) -> Any:
-    """The object that is compiled: its kernel is specialised for ``config``."""
+    """The object to compile, whose kernel is specialised for ``config``."""
     from anyattn.backends.hopper.kernel.backward.backward import HopperBackward
     from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
     from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
@@ -150,7 +150,7 @@ def kernel_of(config: AnyConfig) -> Any:
 
 
 def examples(kinds: tuple) -> list[Any]:
-    """Placeholders of the ``kinds`` of a call's arguments (``launch.kinds_of``)."""
+    """Placeholders for arguments of the given ``kinds`` (``launch.kinds_of``)."""
     rest = iter(kinds)
     return [_example(kind, rest, is_nested=False) for kind in rest]
 
@@ -160,7 +160,7 @@ def _example(kind: Any, rest: Iterator, is_nested: bool) -> Any:
 
     if isinstance(kind, torch.dtype):
         return _fake_tensor(kind, next(rest), is_nested)
-    if isinstance(kind, int):  # a tuple of so many
+    if isinstance(kind, int):  # the length of an integer tuple
         return tuple(_example(next(rest), rest, is_nested=True) for _ in range(kind))
     if kind is type(None):
         return None
@@ -170,15 +170,15 @@ def _example(kind: Any, rest: Iterator, is_nested: bool) -> Any:
 
 
 def _fake_tensor(dtype: torch.dtype, rank: int, is_nested: bool) -> Any:
-    """Sizes in 32 bits, strides in 64, the last 1 unless ``rank`` is negative.
+    """A placeholder tensor with sizes in 32 bits and strides in 64; the last stride is 1 unless ``rank`` is negative.
 
     The kernel's own 16-bit tensors (q, k, v, out) are read by TMA: addresses and strides are multiples of 16 bytes. A captured tensor
-    has whatever strides its owner gave it.
+    may have any strides.
     """
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    is_dense, rank = rank >= 0, abs(rank) or 1  # a single value has one dimension in the kernel
+    is_dense, rank = rank >= 0, abs(rank) or 1  # in the kernel a scalar tensor has one dimension
     is_wide = not is_nested and dtype in _WIDE and rank >= 3
     last = [1] if is_dense else [cute.sym_int64()]
     strides = [cute.sym_int64(divisibility=8) if is_wide else cute.sym_int64() for _ in range(rank - 1)] + last
@@ -189,16 +189,16 @@ def _fake_tensor(dtype: torch.dtype, rank: int, is_nested: bool) -> Any:
 def _element(dtype: torch.dtype) -> Any:
     import cutlass
 
-    names = {"bool": "Uint8", "bfloat16": "BFloat16"}  # a byte each: the kernel tests whether it is 0
+    names = {"bool": "Uint8", "bfloat16": "BFloat16"}  # bool is a byte: the kernel tests it against 0
     name = str(dtype).removeprefix("torch.")
     return getattr(cutlass, names.get(name, name.capitalize()))
 
 
 def dlpack_function(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
-    """The kernel as a function of torch's tensors where tvm-ffi is missing: tens of microseconds a launch, and never from disk."""
+    """The kernel as a function of torch's tensors without tvm-ffi: tens of microseconds per launch, and not cached on disk."""
     import cuda.bindings.driver as cuda
 
-    # CuTe's own tensors need a stride of 1 somewhere: others are copied
+    # CuTe's own tensors need a stride of 1 in some dimension; other tensors are copied
     function = _compiled(config, tuple(abs(k) if isinstance(k, int) else k for k in kinds), False)
 
     def call(*arguments: Any) -> None:
@@ -210,7 +210,7 @@ def dlpack_function(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
 
 
 def wrapped(item: Any, is_nested: bool) -> Any:
-    """``item`` as CuTe's own type, of the layout that ``_example`` promised."""
+    """``item`` as CuTe's own type, with the layout of its placeholder."""
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import from_dlpack
 
@@ -227,7 +227,7 @@ def wrapped(item: Any, is_nested: bool) -> Any:
 
 
 def _linked(code: bytes) -> bytes | None:
-    """``code`` as a shared library that names the two it needs; None where there is no linker, or it fails."""
+    """``code`` linked as a shared library that names the two libraries it needs; None without a linker, or if linking fails."""
     linker = next(filter(None, map(shutil.which, ("ld", "ld.lld", "ld.gold"))), None)
     if linker is None:
         return None
@@ -236,7 +236,7 @@ def _linked(code: bytes) -> bytes | None:
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         source, target = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         source.write_bytes(code)
-        # everything is bound while loading, so that a missing function is an error there and not in a launch
+        # all symbols are bound when the library loads: a missing function is an error then, not in a launch
         command = [linker, "-shared", "-z", "now", "-z", "noexecstack", "-Bsymbolic", "-o", str(target), str(source)]
         command += [_runtime_path(), tvm_ffi.libinfo.find_libtvm_ffi()]
         try:
@@ -247,7 +247,7 @@ def _linked(code: bytes) -> bytes | None:
 
 
 def _runtime_path() -> str:
-    """CuTe DSL's runtime library, which every kernel calls."""
+    """The path of CuTe DSL's runtime library, which every kernel calls."""
     from cutlass.cute.runtime import find_runtime_libraries
 
     found = find_runtime_libraries(enable_tvm_ffi=False)
@@ -257,7 +257,7 @@ def _runtime_path() -> str:
 
 
 def _runtime() -> str:
-    """The same as seen from the package, so that the next process finds it without importing the compiler."""
+    """The path of the runtime library relative to the package: the next process finds it without importing the compiler."""
     return os.path.relpath(_runtime_path(), _package())
 
 
@@ -268,21 +268,21 @@ def _package() -> str:
     return next(iter(spec.submodule_search_locations))
 
 
-_kept: list[Any] = []  # libraries, for as long as the process lives: a kernel may still run when its last caller is gone
+_kept: list[Any] = []  # loaded libraries are never unloaded: a kernel may still run when its last caller is gone
 
 
 def is_loadable(payload: Payload) -> bool:
-    """Whether a payload read from disk has the form of what ``make`` returns; its checksum only proves that it is unaltered."""
+    """Whether a payload read from disk has the form that ``make`` returns; its checksum only proves that it is unaltered."""
     facts = payload.facts
     has_names = all(isinstance(facts.get(name), str) for name in ("function", "runtime"))
     return has_names and facts.get("form") in ("library", "object") and payload.data.startswith(_ELF)
 
 
 def load(payload: Payload) -> Callable[..., None]:
-    """The function in ``payload``. A library is loaded without importing the compiler, which takes half a second.
+    """The function in ``payload``. Loading a library does not import the compiler, which takes half a second.
 
-    The bytes that were verified are the bytes that run: they go through a private temporary file.
-    Raises OSError where that cannot be, such as where no folder for temporary files may hold code.
+    The verified bytes themselves run: they are written to a private temporary file and loaded from it.
+    Raises OSError if that is impossible, such as when no folder for temporary files allows executable code.
     """
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         path = Path(folder) / ("kernel.so" if payload.facts["form"] == "library" else "kernel.o")
@@ -308,7 +308,7 @@ def load(payload: Payload) -> Callable[..., None]:
 
 @lru_cache(maxsize=4)
 def _load_runtime(relative: str) -> None:
-    """Loads CuTe DSL's runtime, which a kernel's library links to by name."""
+    """Loads CuTe DSL's runtime library, to which a kernel's library links by name."""
     import ctypes
 
     named = next((p for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p.endswith("libcute_dsl_runtime.so")), None)

@@ -1,4 +1,4 @@
-"""Cache key of a compiled kernel: a SHA-256 over everything that it is made from, and nothing else."""
+"""Cache key of a compiled kernel: a SHA-256 of all inputs of its compilation, and of nothing else."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _PACKAGES = (
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
-# every module that a kernel is traced through is one of these or lies in one; tests/backends/hopper/test_launch.py follows the imports
+# every module that a kernel is traced through is listed here or lies in a listed folder;
+# tests/backends/hopper/test_launch.py checks the imports
 SOURCES = ("backends/hopper", "sequences", "mods", "arithmetic.py")
 
 
 class NoContentError(TypeError):
-    """Something in a config, such as a function, has no content that a name could be made of: its kernel is kept in memory alone."""
+    """An object in a config, such as a function, has no content to hash: its kernel is cached in memory only."""
 
 
 def canonical(item: object) -> str:
-    """``item`` as text, the same in every process: dataclasses by their fields' names and values, expressions by their content key.
+    """``item`` as text that is the same in every process: dataclasses by field names and values, expressions by content key.
 
     >>> canonical((1, 1.0, True, None))
     '(1,1.0,True,None)'
@@ -55,7 +56,7 @@ def canonical(item: object) -> str:
         return "(" + ",".join(map(canonical, item)) + ")"
     if isinstance(item, (torch.dtype, bool, int, float, str)) or item is None:
         return repr(item)
-    if isinstance(item, type) and "<" not in item.__qualname__:  # a class made inside a function is not known by its name
+    if isinstance(item, type) and "<" not in item.__qualname__:  # a class defined inside a function has no unique name
         return f"{item.__module__}.{item.__qualname__}"
     raise NoContentError(f"{type(item).__name__} has no content to name a kernel by")
 
@@ -63,21 +64,21 @@ def canonical(item: object) -> str:
 def key_of(config: AnyConfig, kinds: tuple) -> str:
     """64 hexadecimal digits that name the kernel for ``config`` and ``kinds`` (see ``launch.kinds_of``).
 
-    Raises NoContentError where something in them has no content.
+    Raises NoContentError if an object in them has no content to hash.
     """
     return hashlib.sha256("\n".join((canonical(config), canonical(kinds), _surroundings())).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def _surroundings() -> str:
-    """What else a kernel depends on: our sources, the compiler, and the processor that its launching code is compiled for."""
+    """Everything else that a kernel depends on: our sources, the compiler, and the host processor for which its launch code is compiled."""
     versions = [f"{name}={_version(name)}" for name in _PACKAGES]
     python = ".".join(map(str, sys.version_info[:2]))
     return "\n".join((ARCH, f"python={python}", *versions, _processor(), sources()))
 
 
 def sources() -> str:
-    """A hash of the text of all modules that take part in tracing a kernel."""
+    """A hash of the text of all modules through which kernels are traced."""
     root, total = Path(__file__).parents[3], hashlib.sha256()
     modules = (p for name in SOURCES for p in ((root / name).rglob("*.py") if (root / name).is_dir() else (root / name,)))
     for path in sorted(modules):
@@ -94,7 +95,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """The host's instruction set: the compiler writes the launching code for the processor that it runs on (AVX-512 and all)."""
+    """The host's instruction set: the compiler generates launch code for the processor it runs on, AVX-512 included."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             flags = next((line for line in file if line.lower().startswith(("flags", "features"))), "")

@@ -1,1 +1,1 @@
-"""The CuTe DSL kernel: one file for each role."""
+"""CuTe DSL kernels, one module for each role."""

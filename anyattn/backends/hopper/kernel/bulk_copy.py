@@ -1,4 +1,4 @@
-"""Bulk copies of contiguous bytes by the copy engine: global memory to shared memory, and float32 sums from shared to global memory."""
+"""Bulk copies of contiguous bytes by TMA: loads from global to shared memory, and float32 additions from shared to global memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_floats", "load_bytes"]
 
 @dsl_user_op
 def load_bytes(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """``size`` bytes, a multiple of 16, from ``source`` in global memory to ``target``; one thread. ``barrier`` is told of their coming."""
+    """Loads ``size`` bytes, a multiple of 16, from global ``source`` to ``target``; called by one thread. ``barrier`` counts the bytes."""
     operands = [
         target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
@@ -26,7 +26,7 @@ def load_bytes(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = 
 
 @dsl_user_op
 def add_floats(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Adds ``size`` bytes of float32 at ``source`` in shared memory to ``target`` in global memory; one thread, which then commits."""
+    """Adds ``size`` bytes of float32 at shared ``source`` to global ``target``; called by one thread, which then commits."""
     operands = [
         target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),

@@ -13,17 +13,17 @@ from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
 __all__ = ["Epilogue"]
 
-_BARRIER = 4  # the first of the named barriers at which each multiplying warp group meets around its store
+_BARRIER = 4  # first of the named barriers, one per consumer warp group, around its store
 
 
 class Epilogue:
-    """What ``HopperForward`` does with a finished row tile."""
+    """The part of ``HopperForward`` that finishes a row tile."""
 
     config: Any
 
     @cute.jit
     def finished(self, acc, row_max, row_sum, rate, sink, head):
-        """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum``."""
+        """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``."""
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
@@ -42,7 +42,7 @@ class Epilogue:
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
     def highest(self, tops: Any, rate: Any) -> Any:
-        """The rows' highest scores, from those of each of the four threads that hold a row; None where they are not wanted."""
+        """The rows' highest scores, reduced over the four threads that hold a row; None if the call does not want them."""
         if tops is None:
             return None
         for r in range(cute.size(tops)):
@@ -53,7 +53,7 @@ class Epilogue:
 
     @cute.jit
     def blank(self, mma, thread, outputs, sink, facts):
-        """A row tile that visits nothing: zeros, -inf, and as LSE the sink's logit where there is one."""
+        """Writes a row tile without visits: zeros, -inf, and as lse the sink's logit if there is a sink."""
         tile_m, head_dim_v = self.config.tiles.tile_m, self.config.head_dim_v
         _, _, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim_v))))
@@ -69,7 +69,7 @@ class Epilogue:
             if row < end:
                 for column in cutlass.range(first_column, head_dim, 8, unroll=1):
                     cute.autovec_copy(pair, cute.local_tile(rest[row, None], (2,), (column // 2,)))
-                if first_column == 0:  # of the four threads that hold a row, the first
+                if first_column == 0:  # the first of the four threads that hold a row
                     if const_expr(lse is not None):
                         lse[row + facts.q_start, head, facts.q_row] = nothing
                     if const_expr(highest is not None):
@@ -85,13 +85,13 @@ class Epilogue:
         first_row, head, end = self.first_row(positions, facts), self.head(positions, facts), self.rows_end(positions, facts)
         for statistic, rows in ((lse, lse_rows), (highest, tops)):
             if const_expr(statistic is not None):
-                if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
+                if positions[0, 0][1] == 0:  # the first of the four threads that hold a row
                     for r in cutlass.range_constexpr(cute.size(rows)):
                         row = first_row + self.apart(r)
                         if row < end:
                             statistic[row + facts.q_start, head, facts.q_row] = rows[r]
         if const_expr(self.config.has_entries):
-            # the next rows belong to another sequence: a row tile that a sequence's end cuts is written row by row
+            # the next rows belong to another sequence, so a row tile that the sequence's end cuts is written row by row
             if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
                 self._rows_stored(acc, positions, first_row, out, facts)
             else:
@@ -109,7 +109,7 @@ class Epilogue:
             if first_row + self.apart(r) < end:
                 row = rest[first_row + self.apart(r), None]
                 for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
-                    column = positions[0, c][1]  # and the next one: head_dim is even
+                    column = positions[0, c][1]  # and the next column: head_dim is even
                     if column < head_dim:
                         for i in cutlass.range_constexpr(2):
                             pair[i] = self.dtype(rows[r, c + i])
@@ -117,11 +117,11 @@ class Epilogue:
 
     @cute.jit
     def _tile_stored(self, acc, mma, thread, group, atom, target, out_in_smem, facts):
-        """A warp group's rows, through shared memory and the copy engine, which leaves out those past the tensor's last one."""
+        """Stores a warp group's rows through shared memory by TMA, which skips those past the tensor's last one."""
         head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
-        # the rows of Q whose memory they take are read by this group alone
+        # the rows of Q whose memory the output reuses are read by this warp group alone
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)

@@ -1,4 +1,4 @@
-"""``HopperForward``: the forward kernel; layouts, copies and MMA atoms on the host, warp-specialised roles on the device."""
+"""``HopperForward``: the forward kernel: layouts, copies and MMA atoms on the host, warp-specialised roles on the device."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
             self.is_bias, self.whole = added is not None, self.score.core if added is None else added
             self.cases = cases(self.whole)
             self.foresees = self.is_bias and is_foreseen(config.score)
-            # beside these mods registers that are freed in the loop over key tiles are filled with more than they hold
+            # for these mods ptxas fills the registers that ``_again`` frees in the loop over key tiles with more values than it freed
             self.holds_thread = not self.is_bias or (reads_apart(config.score) and not self.foresees)
             self.shortens = config.is_bounded and is_tanh(self.score.core)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
-        # a bias that is read under the products, or a mod that takes long, measured slower with guesses
+        # a bias that is loaded while products are in flight, or an expensive mod, measured slower with speculation
         is_light = config.score is None or (self.lifts and not self.foresees)
         self.guesses = self.shortens or (is_light and not config.is_bounded)
         at = 1 if config.score is not None else 0
@@ -81,12 +81,12 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         stream: cuda.CUstream,
     ):
         """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32;
-        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D),
+        sink: (Hq,). With ``entries`` B is that of storage, with ``pages`` k and v are (pages, Hkv, page size, D),
         the page size a multiple of ``config.piece``.
 
         partial_count to pages: see ``tile_scheduler.Tables``. counter: two zeros, int32, left as zeros. scale_log2: the softmax scale times
         log2(e). rows, spread, section: see ``tile_scheduler.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
-        scalars, tensors: captured values, those of each of ``config.exprs`` in turn.
+        scalars, tensors: the captured values of ``config.exprs``, expression by expression.
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
@@ -110,11 +110,11 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
             helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (tile_m, tile_n, head_dim_v), self.dtype, 1),
         )
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        # each warp group sends its own rows of O
+        # each warp group stores its own rows of O
         part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim_v), self.dtype, 1), (None, None, 0))
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
-        at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys that one copy brings
+        at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys per copy
         k_atom, v_atom = None, None
         if const_expr(self.config.gathers):
             v = plain_v
@@ -141,12 +141,12 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's
-        address, for TMA too, so that a part may begin at any multiple of 128 bytes."""
+        address, for TMA too, so a part may begin at any multiple of 128 bytes."""
         part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
         return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
 
     def _rows_first(self, x: Any, ratio: Any) -> Any:
-        """(B, H, S, D) as (S, D, H, B); where heads share row tiles, as ((heads for each of K and V, S), D, K/V heads, B)."""
+        """(B, H, S, D) as (S, D, H, B); if heads share row tiles, as ((query heads per K/V head, S), D, K/V heads, B)."""
         if self.config.heads_per_tile == 1:
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
         (batch, heads, length, dim), (to_entry, to_head, to_row, to_next) = x.shape, x.stride
@@ -154,9 +154,9 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=((to_head, to_row), to_next, to_head * ratio, to_entry)))
 
     def _rows_of(self, layout: Any, rows: int, dim: int) -> tuple[Any, tuple]:
-        """The layout of so many rows in shared memory, and the tile of ``_rows_first`` that comes there or leaves from there.
+        """The layout of ``rows`` rows in shared memory, and the tile of ``_rows_first`` that is loaded there or stored from there.
 
-        Heads and positions past the last are zeros when read, and are not written.
+        Heads and positions past the last are read as zeros and not written.
         """
         if self.config.heads_per_tile == 1:
             return layout, (rows, dim)
@@ -182,7 +182,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         return Storage
 
     def _staged(self, layout: Any) -> Any:
-        """The outer layout of Q's or O's tile with a mode for the stage; both take the same places."""
+        """The outer layout of Q's or O's tile with a mode for the stage; both use the same memory."""
         tile = cute.slice_(layout.outer, (None, None, 0))
         return cute.append(tile, cute.make_layout(self.config.q_stages, stride=self.q_size))
 
@@ -228,7 +228,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
 
     def _pipe(self, barriers: Any, stages: int, transaction_bytes: int, is_gathered: bool = False) -> Any:
-        """One thread fills a stage, or all of the loader's warp do; one of each multiplying warp gives it back."""
+        """A pipeline whose stages are filled by one thread, or by the loader's whole warp, and released by one thread per consumer warp."""
         agent = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,

@@ -12,27 +12,27 @@ from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
 __all__ = ["Multiplies"]
 
-_TURN = 1  # the first of the named barriers by which warp groups take turns
-_CLEANED = 8  # the first of those at which each warp group meets after wiping V
-_THREADS = 512  # more than multiply; a power of 2
-_AT_ONCE = 8  # entries of V that one instruction wipes: 16 bytes, which the swizzled layout keeps together
+_TURN = 1  # first of the named barriers by which warp groups take turns
+_CLEANED = 8  # first of the named barriers, one per warp group, after clearing V
+_THREADS = 512  # a power of 2 above the number of consumer threads
+_AT_ONCE = 8  # entries of V cleared per instruction: 16 bytes, contiguous in the swizzled layout
 
 
 class _Stage(NamedTuple):
-    """One of two stages, named without a state of its own: the other one's index is known."""
+    """One of two pipeline stages by its index, without a pipeline state."""
 
     index: Any
 
 
 class Multiplies:
-    """The multiplying role of ``HopperForward``."""
+    """The MMA role of ``HopperForward``."""
 
     config: Any
     holds_thread: bool
 
     @cute.jit
     def multiply(self, thread, mmas, in_smem, pipes, board, outputs, sink, scale_log2, captured):
-        """Row tile after row tile, as the board says. outputs: (copy of out, out, lse, highest scores)."""
+        """Processes the row tiles that the board lists, one after the other. outputs: (copy of out, out, lse, highest scores)."""
         tiles = self.config.tiles
         mma_qk, mma_pv = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -54,19 +54,19 @@ class Multiplies:
 
     @cute.jit
     def _row_tiles(self, of_thread, sums, given, outputs, sink):
-        """One after the other. Where shared memory has room for two tiles of Q, a row tile's is given back while the next one is worked on:
+        """Row tile after row tile. If shared memory has two stages of Q, a row tile's stage is released while the next one is processed:
         its output may still be leaving from there."""
         mmas, operands, shape_s, pipes, board, group, thread, in_smem = of_thread
         q_state, k_state, v_state, work_state = self._states()
         p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
-        more, owed = Int32(1), Int32(0)  # owed: the row tile before has not given its Q back
+        more, owed = Int32(1), Int32(0)  # owed: the previous row tile's stage of Q is not released yet
         while more != 0:
             pipes[3].consumer_wait(work_state)
             facts = self._facts(board[0], work_state)
             more = facts.more
             if facts.total > 0:
                 pipes[0].consumer_wait(q_state)
-                # where predicates hold always ``_here`` computes them again; what is read ahead needs them sooner than all else
+                # with predicates in ``always`` ``_here`` recomputes positions; prefetches need them earlier
                 is_held = self.foresees or len(self.config.always) > 0
                 positions = self._positions(mmas[0], thread if const_expr(is_held) else self._again(thread))
                 fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
@@ -91,15 +91,15 @@ class Multiplies:
                 self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
 
     def _states(self) -> tuple[Any, ...]:
-        """Where the consumer stands in the pipelines of Q, K, V and of row tiles."""
+        """The consumer's states in the pipelines of Q, K, V and row tiles."""
         stages = self.config.tiles.stages
         consumer = pipeline.PipelineUserType.Consumer
         return tuple(pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, stages, stages, 2))
 
     def _again(self, thread: Any) -> Any:
-        """A multiplying thread's number. What is computed of it is computed where it is used: addresses of an epilogue and the like,
-        computed before the loop over row tiles, would take registers in the loop over key tiles. Not so where ``holds_thread``:
-        ptxas then moves other numbers out of the loop, and spills them."""
+        """A consumer thread's number as a new value for the compiler, so that values derived from it, such as addresses of the epilogue,
+        are computed where they are used and take no registers in the loop over key tiles. With ``holds_thread`` the number itself, because
+        ptxas would then hoist other values out of the loop and spill them."""
         return thread if self.holds_thread else again(thread) & (_THREADS - 1)
 
     def _positions(self, mma: Any, thread: Any) -> Any:
@@ -108,8 +108,8 @@ class Multiplies:
         return rows_and_columns(mma.get_slice(thread).partition_C(tile))
 
     def _here(self, fixed: tuple, given: tuple) -> tuple[Any, Any]:
-        """(positions, row limits) for a tile of keys. Where predicates hold always, and perhaps another one is asked beside them, they are
-        computed again: the registers that would hold them between tiles are needed for what is asked."""
+        """(positions, row limits) for a key tile. With predicates in ``always``, perhaps evaluated beside a partial one, both are
+        recomputed: these predicates need the registers that would hold them between tiles."""
         (mma_qk, _), _, _, held, _, _, _, thread, _ = fixed
         facts, _, _, captured, limits = given
         if not self.config.always:
@@ -122,14 +122,14 @@ class Multiplies:
 
     @cute.jit
     def _give_back(self, pipe, state, thread):
-        """Q's memory to the loader, once O, which took its place, has been read out of it."""
+        """Releases Q's stage to the loader once O, which reuses its memory, has been read out of it."""
         if cute.arch.make_warp_uniform(self._again(thread) // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         pipe.consumer_release(state)
 
     @cute.jit
     def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
-        """The first product and softmax of a row tile; its probabilities into ``p``."""
+        """The first product and softmax of a row tile; stores its probabilities in ``p``."""
         (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, limits = given
@@ -156,7 +156,7 @@ class Multiplies:
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         p.store(narrowed(scores, self.dtype).load())
-        if const_expr(self.config.has_entries):  # the first tile is the only one that may reach past the last key of a sequence
+        if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
             self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
 
     @cute.jit
@@ -186,7 +186,7 @@ class Multiplies:
 
     @cute.jit
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
-        """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
+        """Stores a row tile's output and statistics. Its facts are read from the board again rather than kept in registers."""
         (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, _, tops = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
@@ -229,7 +229,7 @@ class Multiplies:
 
     @cute.jit
     def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
-        """A tile's softmax as a whole, its probabilities into ``p``; whether ``acc`` is to be rescaled."""
+        """The complete softmax of a tile; stores its probabilities in ``p`` and returns whether ``acc`` needs rescaling."""
         _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
         scores, ahead, n, v_state = of_tile
@@ -251,7 +251,7 @@ class Multiplies:
 
     @cute.jit
     def _guessed(self, fixed, sums, p, given, of_tile):
-        """The same for a bare tile by the speculative softmax; redone where the speculation failed."""
+        """The speculative softmax of a bare tile, as ``_taken``; repeated without speculation if that failed."""
         _, _, shape_s, positions, pipes, _, _, _, _ = fixed
         _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
@@ -283,7 +283,7 @@ class Multiplies:
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
-        if const_expr(self.config.gathers):  # what threads have copied is ordered before a product's reads by none of its barriers
+        if const_expr(self.config.gathers):  # no barrier orders the threads' own copies before a product's reads
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
@@ -295,9 +295,9 @@ class Multiplies:
 
     @cute.jit
     def _wiped(self, v, pipe, state, room, thread, group):
-        """Zeros in V's rows from ``room`` on: rows past the last key may hold NaN, and 0 x NaN is NaN.
+        """Clears V's rows from ``room`` on: rows past the last key may hold NaN, and 0 x NaN is NaN.
 
-        Each warp group wipes all of them, so that none has to wait for another.
+        Each warp group clears all of them, so that none has to wait for another.
         """
         tile_n, head_dim = self.config.tiles.tile_n, self.config.head_dim_v
         if room < tile_n:
@@ -305,7 +305,7 @@ class Multiplies:
             tile = v[None, None, state.index]
             nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
             nothing.fill(0.0)
-            pieces = head_dim // _AT_ONCE  # of a key
+            pieces = head_dim // _AT_ONCE  # per key
             lanes = 1 << (pieces - 1).bit_length()
             piece = self._again(thread) % lanes
             if piece < pieces:

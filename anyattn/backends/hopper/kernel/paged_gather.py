@@ -1,4 +1,4 @@
-"""Paged gather: keys from pages too small for TMA, copied asynchronously by the producer's lanes, 16 bytes of a row at a time."""
+"""Paged gather: K and V rows from pages too small for TMA, copied asynchronously by the producer's lanes, 16 bytes at a time."""
 
 from typing import Any
 
@@ -10,34 +10,34 @@ from cutlass.cute.nvgpu import cpasync
 __all__ = ["ARRIVALS", "LANES", "Gathers"]
 
 LANES = 32
-ARRIVALS = LANES + 1  # that fill a stage: of each lane once its copies are there, and of the warp, which has written on the board
-_AT_ONCE = 8  # entries that one copy brings: 16 bytes, which the swizzled layout keeps together
+ARRIVALS = LANES + 1  # per stage: one of each lane when its copies are done, one of the warp when it has written the board
+_AT_ONCE = 8  # entries per copy: 16 bytes, contiguous in the swizzled layout
 
 
 class Gathers:
-    """The part of ``HopperForward``'s loading role that does without the copy engine, for ``config.gathers``."""
+    """The part of ``HopperForward``'s loading role that copies without TMA, for ``config.gathers``."""
 
     config: Any
     dtype: Any
 
     @cute.jit
     def gather(self, source, target, pages, places, barrier):
-        """A tile's rows, each of which is a piece, on their way; ``barrier`` is told when they have come.
+        """Starts the copies of a tile's rows, each of which is a piece; ``barrier`` counts their completion.
 
         source: (row of a page, entry, page). target: (key, entry). pages, places: page and row of each lane's key, ``LANES`` apart. Keys
-        on no page of the pool, such as those past the last one, get any row of it: the consumers mask or clear them.
+        on no page of the pool, such as those past the last one, get some row of it: the consumers mask or clear them.
         """
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=16 * _AT_ONCE)
         tile_n, width = (cute.size(target, mode=[i]) for i in (0, 1))
-        segment = 64 if const_expr(width % 64 == 0) else 32  # entries of a row that lie together
+        segment = 64 if const_expr(width % 64 == 0) else 32  # contiguous entries of a row
         lanes = segment // _AT_ONCE
         rows = LANES // lanes
         mine, chunk = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
-        # all of the pool, from any 16 bytes on
+        # the whole pool, indexed in steps of 16 bytes
         entries = cute.make_layout((_AT_ONCE, width // segment, 2**31 - 1), stride=(1, segment, _AT_ONCE))
         entries = cute.make_tensor(source.iterator, entries)
         for group in cutlass.range_constexpr(len(pages)):
-            offset = self._offset(source, places[group], pages[group])  # once a row, for the lanes that share one
+            offset = self._offset(source, places[group], pages[group])  # once per row, for the lanes that share it
             for i in cutlass.range(min(tile_n - group * LANES, LANES) // rows, unroll=4 if const_expr(segment == 64) else 1):
                 lane = i * rows + mine
                 first = cute.arch.shuffle_sync(offset, lane) + chunk
@@ -48,7 +48,7 @@ class Gathers:
 
     @cute.jit
     def _offset(self, source, row, page):
-        """Of a row of the pool, in steps of one copy."""
+        """The offset of a row of the pool, in steps of one copy."""
         offset = Int64(0)
         if (page >= 0) & (page < source.shape[2]):
             offset = Int64(cute.crd2idx((row, 0, page), source.layout)) // _AT_ONCE

@@ -1,4 +1,4 @@
-"""Producer role: one warp that schedules row tiles and loads Q, then tile after tile of K and V, by TMA."""
+"""Producer role: one warp that schedules row tiles and loads Q, then the tiles of K and V, by TMA."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
 __all__ = ["Loads"]
 
-_AT_ONCE = 8  # copies of pieces that are written out one after the other
+_AT_ONCE = 8  # unrolled copies of pieces
 
 
 class Loads:
@@ -62,7 +62,7 @@ class Loads:
                     n, asked = self._visit(Int32(0), plan)
                     pages = self._pages(n, entry, seqlen_k, tables, sizes)
                     for i in cutlass.range(visits, unroll=1):
-                        after, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
+                        after, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # loaded long before it is needed
                         pages_after = self._pages(after, entry, seqlen_k, tables, sizes)
                         self._fetch(pipes[1], k_state, k_copy, n, pages, sizes, board[1], asked)
                         k_state.advance()
@@ -73,13 +73,13 @@ class Loads:
         self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
         work_state.advance()
         self._left(counter, total, workers)
-        # a block that ends while its copies are still being read would hand their memory to another
+        # if the thread block ended earlier, another one could reuse memory that copies are still reading
         for pipe, state in zip(pipes, (q_state, k_state, v_state, work_state), strict=True):
             pipe.producer_tail(state)
 
     @cute.jit
     def _drawn(self, counter, total, workers):
-        """The next work item, from an atomic counter, in the first lane: dynamic scheduling balances uneven items."""
+        """The next work item, from an atomic counter in the first lane: dynamic scheduling balances uneven items."""
         found = total
         if total > workers:
             if cute.arch.lane_idx() == 0:
@@ -88,7 +88,7 @@ class Loads:
 
     @cute.jit
     def _left(self, counter, total, workers):
-        """The last block to finish resets the counter for the next kernel."""
+        """Counts finished thread blocks; the last one resets the counter for the next kernel."""
         if total > workers:
             if cute.arch.lane_idx() == 0:
                 before = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
@@ -111,27 +111,28 @@ class Loads:
 
     @cute.jit
     def _pages(self, n, entry, seqlen_k, tables, sizes):
-        """The pages of key tile ``n``: a lane has that of its piece, or of each of its pieces where they are more than lanes."""
+        """The pages of key tile ``n``: each lane has the page of its piece, or of each of its pieces if
+        there are more pieces than lanes."""
         if const_expr(not self.config.is_paged):
             return ()
         return tuple(self._page(at, entry, seqlen_k, tables, sizes) for at in self._pieces(n))
 
     @cute.jit
     def _page(self, at, entry, seqlen_k, tables, sizes):
-        """Of pieces past the last key the table says nothing: they are on no page, where the copy engine reads nothing and writes zeros."""
+        """The page of a piece. The table is undefined for pieces past the last key: they are on page -1, for which TMA writes zeros."""
         page = Int32(-1)
         if at * self.config.piece < seqlen_k:
             page = tables.pages[entry, Int32(Uint32(at) // Uint32(sizes.pieces_in_page))]
         return page
 
     def _pieces(self, n: Any) -> list[Any]:
-        """The numbers, in the entry's keys, of a lane's pieces of key tile ``n``."""
+        """The numbers, counted in the entry's keys, of a lane's pieces of key tile ``n``."""
         pieces = self.config.tiles.tile_n // self.config.piece
         return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, LANES)]
 
     @cute.jit
     def _fetch(self, pipe, state, copy, n, pages, sizes, board, asked):
-        """Key tile ``n`` into the next free stage; which tile it is goes on the board before the stage is called full."""
+        """Loads key tile ``n`` into the next free stage; its number is on the board before the stage is full."""
         atom, source, target = copy
         pipe.sync_object_empty.wait(state.index, state.phase)
         if const_expr(board is not None):
@@ -153,8 +154,8 @@ class Loads:
 
     @cute.jit
     def _sources(self, copies, place, in_smem, sizes):
-        """(atom, source, target) of q, k and v; K's and V's with a mode for the tile. With pages they have modes for a page's pieces and
-        for the page, and the targets one for a tile's pieces."""
+        """(atom, source, target) of q, k and v; K's and V's have a mode for the tile. With pages the sources have modes for a page's pieces
+        and for the page, the targets one for a tile's pieces."""
         tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         d, dv = self.config.head_dim, self.config.head_dim_v
         (q_atom, q), (k_atom, k), (v_atom, v) = copies
@@ -185,7 +186,7 @@ class Loads:
         return tuple((atom, *self._partition(atom, smem, source)) for atom, smem, source in given)
 
     def _partition(self, atom: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
-        """(source, target) of the copies, the target with a last mode for the stages."""
+        """(source, target) of the copies; the target's last mode is the stage."""
         target, source = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(in_smem, 0, 2), cute.group_modes(in_gmem, 0, 2)
         )

@@ -17,20 +17,20 @@ from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Softmax"]
 
-_SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precisely as 1
+_SLACK = 8.0  # probabilities are at most 2^8, where 16 bits are as precise as at 1
 
 
 class Softmax:
-    """What ``HopperForward`` does to the scores of one tile.
+    """The part of ``HopperForward`` that processes the scores of one tile.
 
-    pairs_are_words: what is asked of each pair because captured divisors are small becomes words first.
+    pairs_are_words: per-pair parts with small captured divisors become words of bits first.
     """
 
     config: Any
     pairs_are_words = True
 
     def captured(self, captured: Any, at: int) -> tuple[tuple, tuple]:
-        """The numbers and tensors of expression ``at`` of ``config.exprs``, out of all of them."""
+        """The captured numbers and tensors of ``config.exprs[at]``, out of those of all expressions."""
         before = [slots(expr) for expr in self.config.exprs[: at + 1]]
         numbers, tensors = (sum(count[i] for count in before[:-1]) for i in (0, 1))
         return captured[0][numbers : numbers + before[-1][0]], captured[1][tensors : tensors + before[-1][1]]
@@ -47,21 +47,21 @@ class Softmax:
         return {"b": facts.entry, "h": self.head(positions, facts), "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     def apart(self, r: int) -> int:
-        """How far the position of a thread's ``r``-th row lies from its first's: rows lie 8 apart, those of 64-row blocks beside."""
+        """The distance in positions of a thread's ``r``-th row from its first: rows lie 8 apart, and packed heads share a position."""
         return r * 8 // self.config.heads_per_tile
 
     def first_row(self, positions: Any, facts: Any) -> Any:
-        """The position in its entry of a thread's first row."""
+        """The position of a thread's first row in its entry."""
         first, heads = positions[0, 0][0], self.config.heads_per_tile
         return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.tile_q
 
     def head(self, positions: Any, facts: Any) -> Any:
-        """The query head of a thread's rows, the last one of the tile's where the tile has no such head."""
+        """The query head of a thread's rows, clamped to the tile's last head."""
         heads = self.config.heads_per_tile
         return facts.head if heads == 1 else facts.head + cutlass.min(positions[0, 0][0] & (heads - 1), facts.more - 1)
 
     def rows_end(self, positions: Any, facts: Any) -> Any:
-        """Of a thread's rows those before this position are stored: none where the tile has no such head."""
+        """The end of a thread's rows that are stored; 0 if the tile does not have their head."""
         heads = self.config.heads_per_tile
         if heads == 1:
             return facts.seqlen_q
@@ -69,9 +69,9 @@ class Softmax:
 
     @cute.jit
     def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
-        """Applies the score mod to key tile ``n``. ahead: what ``foreseen`` found. is_edge: the tile may reach past the last key.
+        """Applies the score mod to key tile ``n``. ahead: the result of ``foreseen``. is_edge: the tile may reach past the last key.
 
-        Returns for each row what is still to be added to its scores, None for nothing.
+        Returns for each row the value that is still to be added to its scores, None for none.
         """
         lifts = None
         if const_expr(self.config.score is not None):
@@ -86,7 +86,8 @@ class Softmax:
 
     @cute.jit
     def foreseen(self, positions, n, facts, captured):
-        """(the case that holds, a bias by diagonal where the case has no simpler way), computed while scores are still being multiplied."""
+        """(the case that holds, the bias by diagonal unless the case has a cheaper form), computed while the
+        scores' product is in flight."""
         places = self._places(positions, n, facts, False)
         slots_of = _diagonals(places)
         which, found = cute.make_rmem_tensor(1, Int32), cute.make_rmem_tensor(len(slots_of), Float32)
@@ -120,7 +121,7 @@ class Softmax:
 
     @cute.jit
     def _add_foreseen(self, scores, lifts, ahead, positions, n, facts, scale_log2, captured, at: cutlass.Constexpr):
-        """Adds a bias to scores: what was foreseen, or what an even case makes of it."""
+        """Adds a bias to scores: the prefetched one, or the linear form of an even case."""
         even = [i for i in range(at, len(self.cases)) if is_even(self.cases[i].expr)]
         if const_expr(not even):
             s, places = rows_and_columns(scores), self._places(positions, n, facts, False)
@@ -138,13 +139,13 @@ class Softmax:
 
     @cute.jit
     def _by_case(self, scores, lifts, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr, at: cutlass.Constexpr):
-        """The score mod as it is in the first case from the ``at``-th on whose conditions hold for a whole warp; else as it is written."""
+        """Applies the score mod in the form of the first case from ``at`` on whose conditions hold for the whole warp, else as written."""
         given = (scores, lifts, positions, n, facts, scale_log2, captured, is_edge)
         if const_expr(at == len(self.cases)):
             self._apply(self.whole, False, *given)
         elif const_expr(not self.cases[at].conditions):
             self._apply(self.cases[at].expr, False, *given)
-        elif const_expr(is_edge):  # a read with a literal offset might be past the end
+        elif const_expr(is_edge):  # a load with a literal offset might be past the end
             self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
         else:
             places = self._places(positions, n, facts, False)
@@ -186,7 +187,7 @@ class Softmax:
             emit(expr, scalars, tensors, places, read, write, reads_ahead)
 
     def _lift(self, s: Any, lifts: Any, lines: list, unscaled: Any) -> None:
-        """Adds what of a bias changes along a row, in units of the raw products; the rest is kept for the row."""
+        """Adds the part of a bias that changes along a row, in units of the raw products; the rest is kept per row in ``lifts``."""
         for r, (start, change) in enumerate(lines):
             lifts[r] = start * unscaled
             if not (isinstance(change, float) and change == 0.0):
@@ -195,7 +196,7 @@ class Softmax:
                     s[r, c] = s[r, c] + step * Float32(float(_column(c)))
 
     def rate(self, scale_log2: Any, captured: Any) -> Any:
-        """By what a fragment's scores are multiplied in the exponent of 2."""
+        """The factor of a fragment's scores in the exponent of 2."""
         if self.config.score is None or self.is_bias:
             return scale_log2
         if self.score.after is None:
@@ -204,7 +205,7 @@ class Softmax:
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
-        """For each predicate with row ranges: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
+        """For each predicate with row ranges and each row of the thread: lo, hi, lo, hi, ... of the keys that the row sees."""
         found = []
         for at, ask in self.asked:
             if const_expr(ask.by_row):
@@ -216,17 +217,18 @@ class Softmax:
         return found
 
     def limits_again(self, limits: Any, positions: Any, facts: Any, captured: Any) -> Any:
-        """``row_limits`` for one tile of keys: computed again, so that no register holds them between tiles, unless they read a tensor."""
+        """``row_limits`` recomputed for one key tile, so that no register holds them between tiles;
+        unchanged if they load from a tensor."""
         reads = any(ask.by_row and ask.expr.tensor_slots for _, ask in self.asked)
         return limits if reads else self.row_limits(positions, facts, captured)
 
     @cute.jit
     def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
+        """Writes -inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])
         if const_expr(not self.asked):
-            # columns are counted from the thread's first, so that what is compared is a literal
+            # columns are counted from the thread's first, so the comparisons are with literals
             first = positions[0, 0][1] + n * self.config.tiles.tile_n
             for r in cutlass.range_constexpr(rows):
                 self._hide(s, r, self._band(r, first, positions, facts, is_edge))
@@ -247,12 +249,12 @@ class Softmax:
                     self._ask(s, True, line, places, captured)
 
     def _line(self, positions: Any, n: Any) -> Line:
-        """The keys of a tile, of which a thread has many for each row."""
+        """The keys of a tile, as the line along which a thread has many positions per row."""
         tile_n = self.config.tiles.tile_n
         return Line("kv_idx", n * tile_n, positions[0, 0][1], cute.size(positions, mode=[1]), tile_n)
 
     def _band(self, r: int, first: Any, positions: Any, facts: Any, is_edge: bool) -> tuple[Any, Any]:
-        """(lo, hi) of the keys that row ``r`` sees, counted from key ``first``; None is no bound."""
+        """(lo, hi) of the keys that row ``r`` sees, counted from key ``first``; None for no bound."""
         row = self.first_row(positions, facts) + self.apart(r)
         low = row + facts.left - first if self.config.has_left else None
         high = facts.seqlen_k - first if is_edge else None
@@ -269,7 +271,7 @@ class Softmax:
             self._narrow(seen, r, below(high, line), line)
 
     def _hide(self, s: Any, r: int, band: tuple[Any, Any]) -> None:
-        """-inf in row ``r`` but where a column, counted from the thread's first, lies in the band."""
+        """Writes -inf in row ``r`` except where a column, counted from the thread's first, lies in the band."""
         low, high = band
         if low is None and high is None:
             return
@@ -282,7 +284,7 @@ class Softmax:
             s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
 
     def _keep(self, s: Any, seen: Any, line: Line) -> None:
-        """-inf where a row does not see a column."""
+        """Writes -inf where a row does not see a column."""
         for r in range(cute.size(s, mode=[0])):
             words = tuple(seen[r * line.words + i] for i in range(line.words))
             for c in range(line.positions):
@@ -293,12 +295,12 @@ class Softmax:
             seen[r * line.words + i] = seen[r * line.words + i] & word
 
     def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, tuple, Any]]:
-        """(place, what of it is words, what is asked of each pair) of the predicates without row ranges."""
+        """(index, parts that are words, part evaluated per pair) of the predicates without row ranges."""
         chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial and not ask.by_row]
         return [(at, *parts_of(ask.expr, False, line.along, line.extent)) for at, ask in chosen]
 
     def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any, limits: Any) -> None:
-        """Takes from ``seen`` what the partial predicate hides, or those that hold always, as far as they are words."""
+        """Clears in ``seen`` the positions that the partial predicate hides, or those in ``always``, as far as they are words."""
         for i, (_, ask) in enumerate(self.asked):
             if ask.by_row and (ask is self.config.partial) is is_partial:
                 for r, of_row in enumerate(limits[i]):
@@ -324,14 +326,14 @@ class Softmax:
                     self._narrow(seen, r, words, line)
 
     def _ask(self, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
-        """Hides what predicates hide and no word says."""
+        """Hides the pairs that the per-pair parts of predicates hide."""
         for at, _, rest in self._parts(is_partial, line):
             if rest is not None:
                 self._ask_rest(s, rest, at, line, places, captured)
 
     @cute.jit
     def _ask_rest(self, s, expr, at, line, places, captured):
-        """Asks each pair what is no word, or one only where captured divisors are large."""
+        """Evaluates per pair the part that is never words, or, with small captured divisors, the larger part."""
         known, rest = parts_if_wide(expr, line.along, line.extent)
         if const_expr(len(known) == 0):
             self._ask_each(s, at, expr, places, captured)
@@ -350,11 +352,11 @@ class Softmax:
 
     @cute.jit
     def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
-        """Turns scores into exp2((score - row's maximum) * rate) in place; ``row_scale`` is what earlier sums are to be multiplied by, and
-        the result whether any row of the warp needs that. lifts: what is to be added to a thread's scores of each row, or None.
+        """Replaces scores by exp2((score - row maximum) * rate) in place. ``row_scale`` gets the factor for earlier sums; returns whether
+        any row of the warp needs it. lifts: the value to be added to a thread's scores of each row, or None.
 
-        What is taken off may lag behind the true maximum by some powers of 2, so that sums are seldom rescaled. may_be_blind: a row may
-        have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
+        The subtracted maximum may lag behind the true one by up to ``_SLACK`` powers of 2, so that sums are seldom rescaled.
+        may_be_blind: a row may have seen no key yet; its maximum is then replaced by 0, so that -inf minus it is -inf and not NaN.
         """
         s = rows_and_columns(scores)
         rescales = cutlass.Boolean(False)
@@ -362,16 +364,16 @@ class Softmax:
             row = s[r, None].load()
             held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
             top = row.reduce(cute.ReductionOp.MAX, held, 0)
-            if const_expr(lifts is not None):  # a thread's own: its columns begin where they begin
+            if const_expr(lifts is not None):  # per thread: columns count from its own first one
                 top = top + lifts[r]
-            for offset in (2, 1):  # four threads hold a row
+            for offset in (2, 1):  # over the four threads that hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
             if const_expr(not is_first):
                 moves = (top - row_max[r]) * rate > _SLACK
                 top = select(moves, top, row_max[r], "float")
                 rescales = rescales | moves
             base = top
-            if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
+            if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide any pair
                 base = select(top == -Float32.inf, Float32(0.0), top, "float")
             if const_expr(not is_first):
                 row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
@@ -382,15 +384,15 @@ class Softmax:
         return cute.arch.vote_any_sync(rescales)
 
     def raise_tops(self, tops: Any, scores: Any, lifts: Any) -> None:
-        """Each row's highest score, of this thread's columns, where highest scores are wanted. What is taken off before exponentials are
-        may lag behind it: asking for it changes no bit of the output."""
+        """Updates each row's highest score over this thread's columns, if the call wants them. The subtracted maximum may lag behind it:
+        asking for highest scores changes no bit of the output."""
         s = rows_and_columns(scores)
         for r in range(cute.size(tops)):
             top = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             tops[r] = cute.arch.fmax(tops[r], top if lifts is None else top + lifts[r])
 
     def unshifted(self, scores: Any, row_max: Any, row_sum: Any, rate: Any, is_masked: bool) -> None:
-        """What ``exponentials`` does where scores are bounded: 0 stands for a row's maximum, and sums are never rescaled."""
+        """``exponentials`` for bounded scores: 0 replaces the row maximum, and sums are never rescaled."""
         s, emulated = rows_and_columns(scores), self.config.tiles.emulated
         for r in range(cute.size(row_max)):
             for c in range(cute.size(s, mode=[1])):
@@ -404,7 +406,7 @@ class Softmax:
             row_max[r] = Float32(0.0)
 
     def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
-        """Turns a row's scores into exp2(score * rate - shifted); their sum."""
+        """Replaces a row's scores by exp2(score * rate - shifted); returns their sum."""
         emulated = self.config.tiles.emulated
         if emulated == 0:
             row = s[r, None].load()
@@ -417,12 +419,12 @@ class Softmax:
 
 
 def _column(c: int) -> int:
-    """The column, from a thread's first, of its ``c``-th score of a row: wgmma gives a thread pairs that lie 8 apart."""
+    """The distance of a row's ``c``-th score in a thread from its first, in columns: wgmma gives a thread pairs that lie 8 apart."""
     return c // 2 * 8 + c % 2
 
 
 def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]:
-    """For each diagonal of a thread's scores its number, and the first (row, column) that lies on it."""
+    """For each diagonal of a thread's scores its number, and the first (row, column) on it."""
     found: dict[int, tuple[int, tuple[int, int]]] = {}
     for c, step in enumerate(places["steps"]):
         for r, apart in enumerate(places["apart"]):

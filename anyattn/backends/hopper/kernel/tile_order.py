@@ -1,4 +1,4 @@
-"""Tile-order kernel: makes a varlen batch's tables from cu_seqlens and seqused, and clears result rows of no sequence."""
+"""Tile-order kernel: makes a varlen batch's tables from cu_seqlens and seqused, and clears result rows that belong to no sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +32,9 @@ class Given:
 class SequenceTables:
     """The kernel for one ``TablesConfig``: its first block makes the tables, the others clear rows.
 
-    Row tiles are ordered by a counting sort of their costs (``sequences.tile_order``): each falls into one of as many bins as there are
-    threads, the bins are concatenated, the costliest first, and each tile takes the next place of its bin. Whatever the tables hold,
-    nothing outside storage is written.
+    Row tiles are ordered by a counting sort of their costs (``sequences.tile_order``): there are as many bins as threads; the bins are
+    concatenated, most expensive first, and each tile takes the next place of its bin. Nothing outside storage is written, even if
+    the tables are wrong.
     """
 
     def __init__(self, config: TablesConfig):
@@ -60,12 +60,12 @@ class SequenceTables:
         heads: Int32,
         stream: cuda.CUstream,
     ):
-        """cu_seqlens: (B + 1,), seqused: (B,), int32 or int64, as far as the call has them. entries: (B, 9) and order: (rows, 3) int32,
-        see ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or with a
-        last dimension of their own and then zeros too, or all None. With ``TablesConfig.by_key`` queries and keys have changed places, and
-        order has one row more.
+        """cu_seqlens: (B + 1,), seqused: (B,), int32 or int64, or None. entries: (B, 9) and order: (rows, 3) int32, see
+        ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or with a last
+        dimension of their own, which is cleared to zeros too, or all None. With ``TablesConfig.by_key`` queries and keys are exchanged,
+        and order has one row more.
 
-        bin_keys: keys that a bin of costs is wide. blocks: thread blocks. heads: those that wipe go side by side for so many heads.
+        bin_keys: the width of a cost bin in keys. blocks: thread blocks. heads: the heads over which the clearing blocks are distributed.
         """
         given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, rows_q, rows_k)
         self.kernel(given, entries, order, (out, lse, highest), bin_keys).launch(
@@ -106,7 +106,7 @@ class SequenceTables:
         counts, sums = storage.counts.get_tensor(cute.make_layout(THREADS)), storage.sums.get_tensor(cute.make_layout(32))
         thread, _, _ = cute.arch.thread_idx()
         counts[thread] = Int32(0)
-        # ends: the row tiles of all entries up to this one
+        # ends[i]: the row tiles of entries 0 to i
         each = ceil_div(given.batch, THREADS)
         first, mine = thread * each, Int32(0)
         for i in cutlass.range(each, unroll=1):
@@ -153,7 +153,7 @@ class SequenceTables:
 
     @cute.jit
     def entered(self, entry, given, entries):
-        """The row tiles of an entry, whose row of ``entries`` is written."""
+        """Writes an entry's row of ``entries``; returns its number of row tiles."""
         q_row, q_start, seqlen_q = self.place(entry, given.cu_seqlens_q, given.seqused_q, given.rows_q)
         k_row, k_start, seqlen_k = self.place(entry, given.cu_seqlens_k, given.seqused_k, given.rows_k)
         found = (q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, Int32(0), Int32(0), Int32(0))
@@ -163,7 +163,7 @@ class SequenceTables:
 
     @cute.jit
     def place(self, entry, ends, used, rows):
-        """(row of storage, first row in it, rows in use) of an entry, inside storage even where the tables are wrong."""
+        """(row of storage, first row in it, rows in use) of an entry, clamped to storage even if the tables are wrong."""
         row, start, length = entry, Int32(0), rows
         if const_expr(ends is not None):
             row, start = Int32(0), cutlass.min(cutlass.max(Int32(ends[entry]), 0), rows)
@@ -184,7 +184,7 @@ class SequenceTables:
         if lane < THREADS // 32:
             of_warps = sums[lane]
         of_warps = cute.arch.shuffle_sync(self.scanned_by_warp(of_warps, lane), cutlass.max(warp - 1, 0))
-        cute.arch.sync_threads()  # sums are used again
+        cute.arch.sync_threads()  # ``sums`` is reused
         if warp > 0:
             within += of_warps
         return within
@@ -199,8 +199,8 @@ class SequenceTables:
 
     @cute.jit
     def located(self, number, given, ends, entries, bin_keys):
-        """(entry, m_block, bin) of row tile ``number`` of all, entry after entry."""
-        low, high = Int32(0), given.batch - 1  # the first entry that ends behind it
+        """(entry, m_block, bin) of row tile ``number``, counted entry after entry."""
+        low, high = Int32(0), given.batch - 1  # finds the first entry that ends after it
         while low < high:
             middle = (low + high) // 2
             if ends[middle] > number:
@@ -223,7 +223,8 @@ class SequenceTables:
 
     @cute.jit
     def wipe(self, given, outputs, block, blocks, head, heads):
-        """Zeros in out, -inf in the statistics; each warp checks 32 rows of storage at once and clears for every ``heads``-th head."""
+        """Writes zeros in out and -inf in the statistics; each warp checks 32 rows of storage at once and
+        clears every ``heads``-th head."""
         out, lse, highest = outputs
         thread, _, _ = cute.arch.thread_idx()
         lane, warp, warps = thread % 32, block * (THREADS // 32) + thread // 32, blocks * (THREADS // 32)
@@ -244,7 +245,7 @@ class SequenceTables:
 
     @cute.jit
     def is_gap(self, row, given, first, last):
-        """1 where a row of storage is in no sequence, or behind the rows that its sequence uses."""
+        """1 if a row of storage is in no sequence, or after the rows that its sequence uses."""
         found = Int32(0)
         if const_expr(given.cu_seqlens_q is None):
             if row % given.rows_q >= Int32(given.seqused_q[row // given.rows_q]):
@@ -253,7 +254,7 @@ class SequenceTables:
             if (row < first) | (row >= last):
                 found = Int32(1)
             elif const_expr(given.seqused_q is not None):
-                low, high = Int32(0), given.batch - 1  # the first entry that ends behind the row
+                low, high = Int32(0), given.batch - 1  # finds the first entry that ends after the row
                 while low < high:
                     middle = (low + high) // 2
                     if Int32(given.cu_seqlens_q[middle + 1]) > row:

@@ -1,7 +1,7 @@
 """Tile scheduler: the next row tile and the key tiles that it visits, which the producer warp writes to shared memory for all roles.
 
-So every role takes its trip counts from one place. A visit is masked or bare; the masked ones come first and last, the bare ones between:
-a row tile's first visit (the only one that may reach past the last key), ``masked`` more, ``bare`` ones and ``behind`` masked ones.
+All roles take their trip counts from there. A visit is masked or bare; masked ones come first and last, bare ones between: a row tile's
+first visit (the only one that may reach past the last key), ``masked`` more, ``bare`` ones and ``behind`` masked ones.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from anyattn.sequences.seqlen_info import SeqlenInfoQK
 
 __all__ = ["FACTS", "Facts", "Sizes", "Tables", "Visits"]
 
-FACTS = 16  # numbers of one row tile on the board
+FACTS = 16  # numbers per row tile on the board
 
 
 class Facts(NamedTuple):
     """One row tile, as the producer posts it in shared memory (the board): Int32 each.
 
-    more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of these heads.
+    more: the tile's number of query heads, 1 unless heads are packed; 0 ends the row tiles. head: the first of these heads.
     total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
     ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i sees keys ``i + left <= j < i + right``, as far
     as the config has these bounds.
@@ -48,12 +48,12 @@ class Facts(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tensors that say what to visit, None where the config has none; int32.
+    """Tables of the visits, None if the config has none; int32 tensors.
 
-    partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
-    row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
+    partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: no row tile), head and entry of
+    each row tile, and with ``Config.has_count`` one row more, whose first number is the number of valid rows. entries: (B, 9), q_row,
     q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
-    pages: (B, most pages of an entry); those past the one of an entry's last key may be any number.
+    pages: (B, largest number of pages of an entry); those after the page of an entry's last key may be any number.
     """
 
     partial_count: Any
@@ -66,10 +66,10 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: an entry's; what
-    counts as one here is a query head, or the heads that share a row tile.
+    """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` run side by side. heads: those of an entry. A
+    head here is a query head, or the group of heads that share a row tile.
 
-    ratio: query heads for each K/V head. pieces_in_page: of ``Config.piece`` rows; 0 without pages.
+    ratio: query heads per K/V head. pieces_in_page: pieces of ``Config.piece`` rows; 0 without pages.
     """
 
     rows: Any
@@ -81,22 +81,22 @@ class Sizes(NamedTuple):
 
 
 class Visits:
-    """The deciding part of ``HopperForward``'s loading role."""
+    """The scheduling part of ``HopperForward``'s loading role."""
 
     config: Any
 
     @cute.jit
     def counted(self, tables, sizes):
-        """The sizes with as many rows as there are; those that the launch names are what there is room for."""
+        """The sizes with the true number of rows; the launch passes the capacity of the order."""
         if const_expr(self.config.has_count):
             return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
         return sizes
 
     @cute.jit
     def row_tile(self, work, tables, sizes):
-        """(m_block, head, entry) of piece of work ``work``."""
+        """(m_block, head, entry) of work item ``work``."""
         rows, spread, section, heads, _, _ = sizes
-        # heads whose K and V fit the L2 cache together go side by side
+        # heads whose K and V fit the L2 cache together run side by side
         before = work // (section * rows) * section
         at_once = minimum(section, spread - before)
         rest = work - before * rows
@@ -104,7 +104,7 @@ class Visits:
         if const_expr(self.config.has_order):
             m_block, head, entry = (tables.order[row, i] for i in range(3))
         else:
-            # where keys end with the row, the last rows see most: they go first
+            # if a row sees keys up to its own position, the last rows see most: they go first
             m_block = rows - 1 - row if const_expr(self.config.has_right) else row
             head, entry = Int32(0), Int32(0)
         if const_expr(self.config.spread == "all"):
@@ -115,7 +115,7 @@ class Visits:
 
     @cute.jit
     def packed(self, group, sizes):
-        """(how many query heads, the first) of those that share row tiles: a K/V head's are cut into groups, the last may be smaller."""
+        """(number, first) of the query heads that share row tiles: a K/V head's are divided into groups, the last may be smaller."""
         most = self.config.heads_per_tile
         groups = ceil_div(sizes.ratio, most)
         before = group % groups * most
@@ -130,7 +130,7 @@ class Visits:
 
     @cute.jit
     def band(self, entry, head, q_first, captured):
-        """(left, right): the narrowest of the bands, from an entry's rows, whose first stands at ``q_first``."""
+        """(left, right) of the intersection of all bands, relative to an entry's rows, the first of which is at position ``q_first``."""
         left, right = Int32(-(2**30)), Int32(2**30)
         for at, (has_left, has_right) in self.band_sides:
             scalars, tensors = self.captured(captured, at)
@@ -150,7 +150,7 @@ class Visits:
         if const_expr(not (config.has_left or config.has_right)):
             total = ceil_div(seqlen_k, tile_n)
             return total, Int32(0), cutlass.max(total - 1, 0), Int32(0), total - 1
-        # BlockInfo counts from the row's place among the keys, i + seqlen_k - seqlen_q
+        # BlockInfo counts relative to i + seqlen_k - seqlen_q for row i
         offset = seqlen_k - seqlen_q
         window_left = offset - left if const_expr(config.has_left) else None
         window_right = right - 1 - offset if const_expr(config.has_right) else None
@@ -166,7 +166,7 @@ class Visits:
 
     @cute.jit
     def list_visits(self, m_block, entry, head, seqlen_k, tables):
-        """(total, masked, bare, behind), and for ``listed`` (partial tiles, whether a full one goes first, lists, sizes, skips)."""
+        """(total, masked, bare, behind), and the plan for ``listed``: (partial tiles, whether a full one is first, lists, sizes, skips)."""
         cut_m, cut_n = self.config.list_cut
         row = m_block // cut_m
         partial, full = self._lists(row, entry, head, seqlen_k, tables)
@@ -175,7 +175,7 @@ class Visits:
         full_skip, full_is_cut = self._past_the_end(full_size, full_list, seqlen_k)
         partials, fulls = partial_size * cut_n - partial_skip, full_size * cut_n - full_skip
         total = partials + fulls
-        # a full tile that the last key cuts must be the first visit, which is the one that looks for the last key
+        # a full tile that the last key cuts must be the first visit, the only one that checks for the last key
         full_first = Int32(1) if full_is_cut else Int32(0)
         masked = partials if full_is_cut else cutlass.max(partials - 1, 0)
         bare = cutlass.max(total - 1 - masked, 0)
@@ -205,7 +205,7 @@ class Visits:
 
     @cute.jit
     def _past_the_end(self, size, entries, seqlen_k):
-        """Of a list's last tile: how many of the kernel's tiles in it lie wholly past the last key, and whether one is cut by it."""
+        """For a list's last tile: how many of the kernel's tiles in it lie wholly past the last key, and whether the last key cuts one."""
         cut, tile_n = self.config.list_cut[1], self.config.tiles.tile_n
         skip, is_cut = Int32(0), cutlass.Boolean(False)
         if size > 0:

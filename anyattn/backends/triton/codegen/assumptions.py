@@ -1,4 +1,4 @@
-"""Assumptions of generated mod code: the properties of a call that select a variant (``emit.Style``); no value enters the code."""
+"""Assumptions of generated mod code (``emit.Style``): the properties of a call that select a variant; no run-time value is in the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anyattn.triton_tools.interpreter import is_interpreting
 __all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
 
 _NARROW = 2**31
-# A score is rounded to the inputs' dtype in the plain formula, and errors well below that do not count.
+# The plain formula rounds a score to the inputs' dtype; errors well below that rounding do not matter.
 _FUNCTIONS = {torch.float16: "fast", torch.bfloat16: "coarse"}
 
 
@@ -37,7 +37,7 @@ def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
 
     keys = problem.bound_k
     if problem.sequences is not None and problem.sequences.is_cache:
-        # fewer keys allow all that more keys allow, so that what holds for the first and the last holds for all
+        # fewer keys allow every assumption that more keys allow: if the first and the last agree, so do all between
         known = alike(keys)
         if (found := style(known[0])) == style(known[-1]):
             return found
@@ -45,7 +45,7 @@ def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
 
 
 def shape_of(problem: Problem) -> Shape:
-    """What the tiles of a problem are chosen for."""
+    """The properties that the tiles of a problem are chosen for."""
     mods = [m for m in (problem.score, *problem.predicates) if m is not None]
     columns = sum(_columns(m.expr) for m in mods)
     d, dv, asks_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and has_pairs(problem.score.expr)
@@ -54,25 +54,25 @@ def shape_of(problem: Problem) -> Shape:
 
 @lru_cache(maxsize=4096)
 def _columns(expr: Expr) -> int:
-    """How many values are loaded per key, or per row where keys are the rows."""
+    """The number of values loaded per key, or per row in a kernel whose rows are keys."""
     return sum(node.op == "load" and dep.q != dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
 @lru_cache(maxsize=4096)
 def has_pairs(expr: Expr) -> bool:
-    """Whether a value is loaded for every pair of a row and a key."""
+    """Whether a value is loaded for every (row, key) pair."""
     return any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
 @lru_cache(maxsize=4096)
 def reads_keys(expr: Expr) -> bool:
-    """Whether values are loaded at each key that a row visits."""
+    """Whether values are loaded at every key that a row visits."""
     return any(node.op == "load" and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
 @lru_cache(maxsize=8)
 def is_nvidia(device_type: str) -> bool:
-    """Whether the kernels may hold NVIDIA's own instructions."""
+    """Whether kernels may use NVIDIA's own instructions."""
     return device_type == "cuda" and torch.version.hip is None and not is_interpreting()
 
 
@@ -86,7 +86,7 @@ def _style(
     has_nvidia: bool,
 ) -> Style:
     batch, heads, rows, keys, is_ragged = lengths
-    least_row = -rows if is_ragged else 0  # a row of a cache shorter than its queries
+    least_row = -rows if is_ragged else 0  # rows before all keys, in a cache with fewer keys than queries
     b, h, q, kv = (Extent(0, max(n, 1) - 1) for n in (batch, heads, rows + keys * is_ragged, keys))
     q = q._replace(lo=least_row)
     given = tuple(Extent(n or 0, n or 0) for n in numbers)

@@ -1,6 +1,6 @@
 """Generated code that adds a tile's derivatives to the gradients of a score mod's captured tensors.
 
-The form of a load's indices decides whether and how a tile's pairs are summed first. Device functions: ``triton_tools.device_math``.
+The indices of a load decide whether and how a tile's pairs are summed first. Device functions: ``triton_tools.device_math``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Load", "scatter_source"]
 
 
 class Load(NamedTuple):
-    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
-    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
-    of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
-    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
-    is_exact: the total is one of ``deterministic_sum``. has_copies: it is one of ``privatized_sum``.
-    may_be_one: all pairs of a tile may share an entry, though the indices do not show it. family: instead of an output's derivative and
-    indices, those of a row's elements in a loop; factor is then where among the outputs the score is, if the family reads it."""
+    """A load whose tensor gets a gradient. total: the place of its sum among the part's totals. factor, indices: the outputs that are its
+    derivative and its indices. by_row, by_key: all keys of a row, or all rows of a key, share an entry and are summed first. is_alone: no
+    two pairs share an entry, so it is stored instead of added. diagonal: the indices as an expression if they depend on q_idx and kv_idx
+    only by their difference, so that a tile's diagonals are summed first; else None, and in float32, whose products are slow.
+    is_exact: the total is a ``deterministic_sum``. has_copies: it is a ``privatized_sum``.
+    may_be_one: all pairs of a tile may share an entry, although the indices do not show it. family: a loop over the elements of a row
+    replaces the outputs for derivative and indices; factor is then the output that is the score, if the family reads it."""
 
     total: int
     factor: int
@@ -38,9 +38,10 @@ class Load(NamedTuple):
 
 
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
-    derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
-    which send 0 to the last row's entries, so that no addition needs a mask. at: ``TileOfScores``. DTYPE: of products."""
+    """Source of ``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``, which multiplies the
+    modified score's derivative by each load's derivative and adds it to the load's total, which is contiguous. IS_FULL: all pairs are
+    visible except those of rows beyond the end, which add 0 to the last row's entries, so that no addition needs a mask. at:
+    ``TileOfScores``. DTYPE: of products."""
     lines, before = [], []
     if any(load.family is not None for load in loads):
         lines.append("q_idx = at.q_first + tl.minimum(tl.arange(0, ds.shape[0]), at.rows - 1)[:, None]")
@@ -69,7 +70,7 @@ def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
 
 
 def _place(places: list[str], slot: str, load: Load, style: Style) -> str:
-    """Where in a total the entry of these indices begins. The last dimension's stride is 1, or that of ``copies``."""
+    """The offset in a total of the entry at these indices. The last dimension's stride is 1, or that of the copies."""
     if not style.is_inside:
         places = [f"device_math.inside({place}, {slot}[{2 + 2 * d}])" for d, place in enumerate(places)]
     strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) or load.has_copies else "" for d in range(len(places))]
@@ -77,10 +78,10 @@ def _place(places: list[str], slot: str, load: Load, style: Style) -> str:
 
 
 def _additions(load: Load, slot: str, i: int) -> list[str]:
-    """The lines that sum what shares an entry by row, by key or in the whole tile, and add that to the total."""
+    """The lines that sum the pairs that share an entry, by row, by key or in the whole tile, and add the sums to the total."""
     mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
     sums = [f"part{i} = tl.sum(part{i}, {axis}, keep_dims=True)" for axis, is_summed in ((1, load.by_row), (0, load.by_key)) if is_summed]
-    if mask is None:  # one number: one lane adds it
+    if mask is None:  # a scalar: one lane adds it
         one = f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), device_math.only(at{i})"
         return [*sums, one, _addition(load, slot, i, "None")]
     spread = [f"at{i} += device_math.zeros_like(part{i})", f"mask{i} = None if IS_FULL else {mask}"]
@@ -98,7 +99,8 @@ def _addition(load: Load, slot: str, i: int, mask: str) -> str:
 
 
 def _places_source(name: str, load: Load, style: Style) -> str:
-    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total sums of diagonals go, asked at one pair of each."""
+    """Source of ``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: offsets in a load's total for sums of
+    diagonals, given one pair each."""
     assert load.diagonal is not None
     lines = emit(load.diagonal, style=style)
     body = [*lines.all(), f"return {_place(list(lines.outputs), 'total', load, style)}"]
@@ -106,7 +108,8 @@ def _places_source(name: str, load: Load, style: Style) -> str:
 
 
 def _family_source(name: str, family: Family, style: Style) -> str:
-    """``NAME(b, h, q_idx, kv_idx, score, element, scalars, tensors)``: a family's outputs. style: of the part, whose loads are the same."""
+    """Source of ``NAME(b, h, q_idx, kv_idx, score, element, scalars, tensors)``: a family's outputs. style: of
+    the part, with the same loads."""
     lines = emit(family.expr, LEAVES, style=style)
     body = [*lines.all(), f"return ({', '.join(lines.outputs)},)"]
     text = "\n".join(f"    {line}" for line in body).replace(f"scalars[{family.element}]", "element")
@@ -114,7 +117,7 @@ def _family_source(name: str, family: Family, style: Style) -> str:
 
 
 def _family_lines(name: str, load: Load, slot: str, i: int, style: Style) -> list[str]:
-    """The lines that send the derivatives by all elements of a family, one after the other."""
+    """The lines that add the derivatives by all elements of a family, one after the other."""
     assert load.family is not None
     elements, rank = load.family.elements, len(load.family.expr.outputs) - 1
     score = f"found[{load.factor}]" if load.family.expr.uses_score else "0.0"

@@ -1,7 +1,7 @@
-"""Entries of the Triton kernels: generated functions that take a call's mods and captured values and call a kernel's body.
+"""Entries of the Triton kernels: generated functions that take a call's captured values and call a kernel's body with the mods' functions.
 
-An entry names every value as an argument of its own (Triton recompiles for numbers inside of tuples), packs them into the groups that the
-body takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
+An entry has every value as a separate parameter (Triton recompiles for numbers inside tuples), packs them into the groups that the body
+takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _KERNELS = "anyattn.backends.triton.kernels"
 class Group(NamedTuple):
     """One of a body's first arguments.
 
-    kind: of all its values, one of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they
-    are. fields: a class of ``kernels.arguments``, or the name of a single value. prefix: of the values' names in the entry, where the
-    fields' names are another group's too.
+    kind: of all its values, one of ``_TYPES``; strides of aligned rows are passed in units of 8 elements, so that Triton knows that they
+    are multiples. fields: a class of ``kernels.arguments``, or the name of a single value. prefix: of the values' names in the entry, if
+    another group has the same field names.
     """
 
     kind: str
@@ -39,11 +39,11 @@ class Group(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a body takes before the captured values, and after them.
+    """A body's arguments before and after the captured values.
 
-    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch gives in order.
-    functions: for each part that the body can call, the names of the program's parts that may fill it. constants: names.
-    scatters: the first part's function that adds to captured gradients is passed too.
+    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch passes in order.
+    functions: for each part that the body can call, the names of the program parts that may provide it. constants: names.
+    scatters: whether the first part's function that adds to captured gradients is passed too.
     """
 
     body: str
@@ -54,7 +54,7 @@ class Signature(NamedTuple):
 
 
 def _names(fields: Any, prefix: str) -> Iterator[str]:
-    """The names of a group's values, those of groups inside of it behind the field's name."""
+    """The names of a group's values; those of nested groups follow the field's name."""
     if isinstance(fields, str):
         yield fields
         return
@@ -66,7 +66,7 @@ def _names(fields: Any, prefix: str) -> Iterator[str]:
 
 
 def _made(fields: Any, prefix: str) -> str:
-    """The text that makes a group of its values."""
+    """Source that constructs a group from its values."""
     if isinstance(fields, str):
         return fields
     kinds = get_type_hints(fields).items()
@@ -75,12 +75,12 @@ def _made(fields: Any, prefix: str) -> str:
 
 
 def _tuple(values: Sequence[str]) -> str:
-    """An empty tuple is not one to Triton."""
+    """Source of a tuple, which has at least one item: Triton has no empty tuple."""
     return "(" + "".join(f"{value}, " for value in values or ["0"]) + ")"
 
 
 def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]], list[list[str]]]:
-    """Names of a part's numbers, and of each tensor, and each total, with its strides and sizes."""
+    """Names of a part's numbers, and per tensor and per total its name, strides and sizes."""
     if part is None:
         return [], [], []
     tensors, totals = (
@@ -92,13 +92,13 @@ def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]],
 
 @lru_cache(maxsize=4096)
 def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
-    """The source of the entry and of the functions that it hands over."""
+    """The source of the entry and of the functions that it passes to the body."""
     slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
     plain = [(name, g.kind) for g in signature.groups for name in _names(g.fields, g.prefix)]
     parts: list[str] = []
     captured_names: list[tuple[str, str]] = []
     strides = [name for name, kind in plain if kind == "stride" and is_aligned]
-    # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
+    # the interpreter needs the cast: it takes a small number as 32 bits regardless of the annotation
     units = [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in strides]
     for slot, part in enumerate(slots):
         numbers, tensors, totals = _captured(slot, part)
@@ -108,8 +108,8 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
             jit_source.group(CapturedPart, [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))])
         )
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # Triton specialises on whether the address of a tensor with rows is a multiple of 16; ``strides_of`` has checked that all are. It
-    # specialises on no other argument.
+    # Triton specialises on whether the address of a tensor with rows is a multiple of 16, which ``strides_of`` has checked for all of them.
+    # It specialises on no other argument.
     with_rows = {name.split("_")[0] for name in strides}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
     given = [_made(g.fields, g.prefix) for g in signature.groups]
@@ -142,9 +142,10 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
 def run_entry(
     kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
 ) -> Handle | None:
-    """Launches it. values: the groups' in order. captured: of the parts that the body calls, in its order. options: constants and warps.
+    """Launches an entry. values: of the groups, in order. captured: of the parts that the body calls, in
+    order. options: constants and warps.
 
-    The handle is for launches with the same sizes, strides, options, dtypes and alignments.
+    Returns a handle for launches with the same sizes, strides, options, dtypes and alignment.
     """
     given = list(values)
     for read in captured:
@@ -152,12 +153,12 @@ def run_entry(
         given += sizes_of_captured(read)
         given += read.tensors
         given += read.totals
-    # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
+    # launches of one entry differ only in dtypes and in row alignment, and the entry itself states the alignment
     dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
     with current_device(device):
         return launch(kernel, tuple(grid), given, device, options, dtypes)
 
 
 def sizes_of_captured(read: Read) -> tuple[int, ...]:
-    """What an entry takes behind a part's numbers: each stride and size of the captured tensors and of the totals."""
+    """An entry's arguments after a part's numbers: strides and sizes of the captured tensors and of the totals."""
     return tuple([n for t in (*read.tensors, *read.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])

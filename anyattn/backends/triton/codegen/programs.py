@@ -1,7 +1,7 @@
-"""Programs: the mods of a call as Triton functions from which a kernel is generated, and the values that they read.
+"""Programs: the mods of a call as Triton functions from which a kernel is generated, and the captured values that they read.
 
-A *part* is one expression with its captured values. Each becomes two functions, so that what depends on the row alone is computed once
-before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose tuple the other takes back, and ``NAME_value``.
+A *part* is one expression with its captured values. It becomes two functions, so that subexpressions of the row alone are computed once,
+before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)`` returns a tuple, which ``NAME_value`` takes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 
 __all__ = ["Part", "Program", "Read", "captured_of", "gradient_part", "masks_of", "program_of", "slots_alone", "slots_copied", "staged"]
 
-# A kernel keeps the limits of two ranges of a row. Where a cache's few rows have more, evaluating the mask is cheaper than listing tiles.
+# A kernel keeps the limits of two ranges per row. For a KV cache's few rows with more ranges, evaluating the
+# mask is cheaper than listing tiles.
 _ABILITIES = MaskAbilities(most_ranges=2, joins=True, lists_caches=False)
 _ANY_NUMBERS = Box.of_sizes(2**MOST_INDEX_BITS, None)
 _SCALED = {**LEAVES, "score_2": "score_2"}
 
 
 class Part(NamedTuple):
-    """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
-    derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
-    dimensions of each captured tensor; totals: of each tensor that sums gradients (another one for planes or copies). style: of its
-    text."""
+    """name: of its functions. kind: "score", "mask", "ranges" (row limits that replace a mask), or "gradient" (a score mod's value, its
+    derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of dimensions of
+    each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its text."""
 
     name: str
     kind: str
@@ -61,8 +61,8 @@ class Part(NamedTuple):
 class Program:
     """The parts that a kernel computes with.
 
-    ranges: the keys that each row sees, in up to two ranges, where no lists say which tiles to visit (always there then).
-    listed: the mask inside of listed partial tiles, None if they show everything. always: a mask that every tile evaluates.
+    ranges: the keys that each row sees, in up to two ranges; set exactly if no lists select the tiles to visit.
+    listed: the mask inside listed partial tiles, None if it hides nothing. always: a mask that every tile evaluates.
     """
 
     score: Part | None
@@ -76,18 +76,18 @@ class Program:
 
     @property
     def range_count(self) -> int:
-        """How many ranges of keys a row has, 0 where lists say which tiles to visit."""
+        """The number of key ranges per row; 0 if lists select the tiles to visit."""
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
     def is_rising(self) -> bool:
-        """Whether a tile's first and last row have its least and greatest limits."""
+        """Whether the least and greatest limits of a tile are those of its first and last row."""
         return self.ranges is not None and never_fall(self.ranges.expr)
 
     @property
     def has_band(self) -> bool:
-        """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
-        takes a good part of its time."""
+        """Whether a row sees a band of keys with both limits depending on the row: so few keys that a program's prologue and epilogue take
+        a considerable part of its time."""
         if self.ranges is None:
             return False
         expr = self.ranges.expr
@@ -100,7 +100,7 @@ class Program:
 
 
 class Read(NamedTuple):
-    """A part's captured values in one call."""
+    """A part's captured values in a call."""
 
     scalars: tuple[int, ...]
     tensors: tuple[Tensor, ...]
@@ -109,7 +109,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """mods: what the program's parts read, one each. lists: None, "given", or the mask whose lists are to be made."""
+    """mods: the source of each part of the program. lists: None, "given", or the mask for which lists are to be made."""
 
     program: Program
     mods: tuple[TracedMod | RowRanges, ...]
@@ -117,7 +117,7 @@ class Chosen:
 
 
 def masks_of(problem: Problem) -> MaskPlan:
-    """Which masks become row ranges, which are evaluated, and whether tiles are listed; reads no tensor."""
+    """How each mask is applied (row ranges, lists, evaluation), without reading a tensor."""
     return mask_plan(problem, _ABILITIES)
 
 
@@ -152,7 +152,7 @@ def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
 
 
 def _mask_part(name: str, part: MaskPart, problem: Problem) -> Part:
-    """Part of a program: row limits where the mask has few ranges, else its expression, with what each pair is asked made short."""
+    """A part of a program: row limits if the mask has few ranges, else its expression, rewritten to be cheap per pair."""
     if part.ranges is not None:
         return _ranges_part(name, part.ranges, problem)
     expr = separated(part.mask.expr, _ANY_NUMBERS)
@@ -164,7 +164,7 @@ def _mask_part(name: str, part: MaskPart, problem: Problem) -> Part:
 
 def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = ()) -> Part:
     """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
-    exact: those of them whose total is one of ``exact``."""
+    exact: those of them whose total is a ``deterministic_sum``."""
     score = problem.score
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
@@ -174,7 +174,7 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
 
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
-    """The slots of captured tensors whose totals are those of ``copies``: to whose entries many pairs of one tile may add.
+    """The slots of captured tensors whose totals are a ``privatized_sum``, because many pairs of one tile may add to one entry.
     others: slots to leave out, whose totals are of another kind."""
     if problem.score is None:
         return ()
@@ -193,8 +193,8 @@ def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
 
 
 def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
-    indexed by b, h, q_idx and at last kv_idx, and has room for all of them."""
+    """The ``wanted`` slots whose tensor is loaded once, each entry by a single (query, key) pair: the indices are b, h, q_idx and, last,
+    kv_idx, and the tensor has room for all of them."""
     score = problem.score
     if score is None or not wanted or problem.sequences is not None:
         return ()
@@ -242,9 +242,9 @@ def _family_load(family: Family, total: int, score: int, is_exact: bool, has_cop
 
 
 def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
-    """The score mod's value times log2(e), in float32. may_push: the factor is moved to where it is multiplied least often, into the terms
-    of a sum and to loop invariants, which changes the rounding; the incoming score is available with it. Not into values loaded for every
-    pair: multiplying them on arrival would delay the next products."""
+    """The score mod's value times log2(e), in float32. may_push: the factor is moved into the terms of a sum and into loop invariants,
+    where it is multiplied least often; this changes the rounding, and the scaled incoming score is then available. It is not moved into
+    values loaded per pair: a multiplication on arrival would delay the next products."""
     deps = dependence(expr)
     factor = builder.const(LOG2E, torch.float32)
 
@@ -272,7 +272,7 @@ def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
-    """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
+    """The two functions of a part. For a "ranges" part ``NAME_rows`` returns its limits, clipped to 32 bits."""
     lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines, part.expr)

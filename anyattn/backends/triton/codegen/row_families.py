@@ -1,7 +1,7 @@
 """Row families: loads of a row's elements, ``a[q_idx, 0]`` to ``a[q_idx, 63]``, whose derivatives are one expression of the element.
 
-A mod that reduces rows of captured tensors (``mods/tracing/vectors.py``) is written out element by element. Its gradients need not be:
-where the derivative by element c and c's indices are the same expression of c for all of them, a kernel computes them in a loop. Written
+A mod that reduces rows of captured tensors (``mods/tracing/vectors.py``) is written out element by element, but its gradients need not be:
+if the derivative by element c, and c's indices, are the same expression of c for all elements, a kernel computes them in a loop. Written
 out, 128 additions to totals take Triton's compiler many minutes.
 """
 
@@ -19,12 +19,12 @@ from anyattn.problem import Problem
 __all__ = ["Family", "families", "reason_against"]
 
 _FEWEST = 4  # loads; fewer are written out
-_MOST = 48  # loads written out: of these the kernel takes half a minute to compile, of twice as many many minutes
+_MOST = 48  # loads written out: the kernel compiles for half a minute, with twice as many for many minutes
 
 
 class Family(NamedTuple):
     """expr: outputs are the derivative by one element's load and that load's indices; the captured number of slot ``element``, one more
-    than the mod captures, says which element. slot: the tensor's. elements: those it stands for."""
+    than the mod captures, selects the element. slot: of the tensor. elements: those that the family covers."""
 
     expr: Expr
     slot: int
@@ -33,7 +33,7 @@ class Family(NamedTuple):
 
 
 def families(gradients: Gradients, element: int) -> tuple[list[Family], list[LoadGradient]]:
-    """The families among the loads, and the loads that are in none. element: the slot of the number that says which element."""
+    """The families among the loads, and the loads in no family. element: the slot of the number that selects the element."""
     groups: dict[tuple, list[tuple[int, LoadGradient]]] = {}
     alone, found = [], []
     nodes, outputs = gradients.expr.nodes, gradients.expr.outputs
@@ -56,7 +56,7 @@ def families(gradients: Gradients, element: int) -> tuple[list[Family], list[Loa
 
 
 def reason_against(problem: Problem) -> str | None:
-    """None if a kernel can send the derivatives of a call into what its score mod captures, else why not, for people."""
+    """None if a kernel can add the derivatives of a call to its score mod's captured gradients, else the reason against it, for people."""
     score = problem.score
     if score is None:
         return None
@@ -84,7 +84,7 @@ def _family(gradients: Gradients, slot: int, members: list[tuple[int, LoadGradie
     first = exprs[0]
     if any(len(e.nodes) != len(first.nodes) or e.outputs != first.outputs for e in exprs):
         return None
-    offsets: list[int | None] = []  # by node: how far a literal is from the element, None where all have the same node
+    offsets: list[int | None] = []  # by node: a literal's difference from the element's number, None if the node is equal for all elements
     for same in zip(*(e.nodes for e in exprs), strict=True):
         if all(node == same[0] and repr(node.attr) == repr(same[0].attr) for node in same):  # -0.0 is equal to 0.0
             offsets.append(None)
@@ -105,7 +105,7 @@ def _are_indices(nodes: tuple[Node, ...]) -> bool:
 
 
 def _of_element(expr: Expr, offsets: list[int | None], element: int) -> Expr:
-    """``expr`` with literals that differ from element to element written by the number of the element."""
+    """``expr`` with literals that differ between elements replaced by expressions of the element's number."""
     builder = Builder()
     number = builder.cast(builder.add("scalar", dtype=int, attr=element), torch.int64)
     new: list[int] = []

@@ -1,1 +1,1 @@
-"""Triton kernels, device side."""
+"""Triton kernels (device code)."""

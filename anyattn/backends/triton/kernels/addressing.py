@@ -1,4 +1,4 @@
-"""Where a program's tile lies: its sequence, its rows in storage, and the storage of that sequence's keys. Kernel side."""
+"""Addressing of a program's tile (device code): its sequence, its rows in storage, and the storage of the sequence's keys."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ __all__ = ["cache_entry", "entry", "is_off", "key_places", "row_at", "row_offset
 
 @triton.jit
 def parted(n, parts):
-    """(n // parts, n % parts). A program that cannot begin before it has divided asks first whether there is more than one part."""
+    """(n // parts, n % parts); skips the division, on which a program's start may wait, if there is only one part."""
     whole, rest = n, n * 0
     if parts > 1:
         whole = n // parts
@@ -20,10 +20,10 @@ def parted(n, parts):
 
 @triton.jit
 def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
-    """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most go first.
+    """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most keys come first.
 
-    Where heads are gone through a few at a time these are the first axis of the grid and groups of
-    them the last, so that none of the last programs is long. Too many entries (-1) are the first axis, and row tiles the last.
+    With L2 grouping the heads of a group are the first axis of the grid and the groups are part of the last, so that no long program starts
+    last. With too many entries for the last axis (together of -1) entries are the first axis and row tiles the last.
     """
     m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_ENTRIES:
@@ -43,7 +43,7 @@ def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
 
 @triton.jit
 def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
-    """``Sequence`` b of the table ``entries``, int32 (B, 9); without a table every entry is all of its storage."""
+    """``Sequence`` b of the table ``entries``, int32 (B, 9); without a table every entry fills its storage."""
     if HAS_ENTRIES:
         at = entries + b * 9
         return Sequence(
@@ -60,7 +60,7 @@ def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
 def cache_entry(b, tensors, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS: tl.constexpr):
     """``Sequence`` b of a decoder's cache after a step, from the step's own tables; see ``sequences.unread_kvcache.StoredCache``.
 
-    sizes: ``CacheSizes``. Whatever the tables hold, no key lies outside.
+    sizes: ``CacheSizes``. For any table contents, no key lies outside.
     """
     end = tl.minimum(tl.load(tensors.cached + b).to(tl.int64) + sizes.new, sizes.capacity)
     if HAS_LEFTPAD:
@@ -82,9 +82,9 @@ def cache_entry(b, tensors, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS
 
 @triton.jit
 def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
-    """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
+    """(line of the lists, first position, end) of row tile m, which is part of one of the lists' row tiles of LIST_M positions.
 
-    group: rows of a position, which has heads packed. LIST_M of 0: no lists.
+    group: rows of a position, with packed heads. LIST_M of 0: no lists.
     """
     step = TILE_M // group
     if LIST_M > 0:
@@ -104,20 +104,20 @@ def is_off(guard):
 
 @triton.jit
 def key_places(at, k_row, strides):
-    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
+    """64-bit offsets of storage rows ``at`` of a sequence's keys that are not in pages."""
     return k_row.to(tl.int64) * strides.rows + at.to(tl.int64) * strides.position
 
 
 @triton.jit
 def row_offsets(row, head, at, strides):
-    """Offsets in 64 bits of positions ``at`` of a storage row and its heads."""
+    """64-bit offsets of positions ``at`` in a storage row, for its heads."""
     return row.to(tl.int64) * strides.rows + head.to(tl.int64) * strides.head + at.to(tl.int64) * strides.position
 
 
 @triton.jit
 def tile_offsets(lane, strides, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
-    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
-    storage are less than 2^31 apart, in 32, which take half the registers."""
+    """Offsets of the elements of a tile's rows ``lane`` from the tile's first row. 64 bits, or with IS_NEAR, if the elements of a head's
+    storage are less than 2^31 apart, 32 bits, which take half the registers."""
     if IS_NEAR:
         return (lane * strides.position.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
     else:
@@ -126,7 +126,7 @@ def tile_offsets(lane, strides, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
 
 @triton.jit
 def row_at(at, strides, IS_NEAR: tl.constexpr):
-    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
+    """The offset of a row in a sequence's storage, in 64 bits, or with IS_NEAR in 32."""
     if IS_NEAR:
         return at * strides.position.to(tl.int32)
     else:

@@ -1,8 +1,8 @@
-"""The kernel of one step of decoding before it attends: new keys and values into the caches, and the rotary turn of keys and queries.
+"""Kernel for the part of a decoding step before attention: writes new keys and values to the caches, and rotates keys and queries.
 
-Its unit of work is a line, one head of one row. Programs are dealt out in ranges, by how many lines there are of new keys, of new values
-and of queries; each finds by itself, from the tables, whose line it has and where that goes. Nothing that the tables hold can make it
-write outside of the caches: a line without a place is left out.
+Its unit of work is a line, one head of one row. The lines of new keys, of new values and of queries have consecutive ranges of programs;
+each program finds from the tables which lines it has and where they go. For any table contents it writes nothing outside the caches: a line
+without a place is skipped.
 """
 
 import triton
@@ -15,7 +15,7 @@ __all__ = ["NUMBERS", "TENSORS", "cache_step"]
 TENSORS = (
     "new_k", "new_v", "q", "k_cache", "v_cache", "turned", "cos", "sin", "cached", "rows", "ends", "pages",
 )  # fmt: skip
-# (strides of the last dimensions and of tables stand at the end: they are mostly 1, and Triton compiles for that)
+# (strides of last dimensions and of tables come last: they are usually 1, and Triton specialises on that)
 NUMBERS = (
     "new_k_b", "new_k_s", "new_k_h", "new_v_b", "new_v_s", "new_v_h", "q_b", "q_s", "q_h", "k_cache_b", "k_cache_s", "k_cache_h",
     "v_cache_b", "v_cache_s", "v_cache_h", "cos_s", "sin_s", "pages_b", "batch", "per_entry_new", "per_entry_q", "rows_new", "rows_q",
@@ -37,10 +37,11 @@ def cache_step(
     INTERLEAVED: tl.constexpr, FOLLOWS: tl.constexpr, IS_ALIGNED: tl.constexpr, SEARCH_STEPS: tl.constexpr, LINES: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One block of lines: of new keys, then of new values, then of queries. See ``CacheStep``; ``turned``: the queries, contiguous.
+    """Processes one block of lines: of new keys, then of new values, then of queries. See ``CacheStep``;
+    ``turned``: the queries, contiguous.
 
-    rows_new, rows_q: rows of all entries together. k_programs, v_programs: how many blocks of lines the new keys and values have.
-    positions: rows of the rotary tables; a row that stands beyond them is turned to NaN. IS_ALIGNED: strides and head_dims are multiples
+    rows_new, rows_q: rows of all entries together. k_programs, v_programs: numbers of blocks of lines of the new keys and values.
+    positions: rows of the rotary tables; a row at a position beyond them becomes NaN. IS_ALIGNED: strides and head_dims are multiples
     of 8.
     """
     if IS_ALIGNED:
@@ -85,14 +86,14 @@ def cache_step(
             source_b, source_s = source_b * 0, row.to(tl.int64)
         source = _line(q, source_b, source_s, head, LineStrides(entry=q_b, row=q_s, head=q_h))
         target = turned + lane.to(tl.int64) * head_dim
-        # rows of no entry are written too, whatever they are turned to: nobody reads them, but nothing is left that was never written
+        # rows of no entry are written too, with any rotation: their results are not used, but no memory stays uninitialised
         position = tl.where(exists, position, 0)
         _store_line(source, q_d, target, 1, head_dim, row < rows_q, position, rotary, TURNS, INTERLEAVED, BLOCK_D)
 
 
 @triton.jit
 def _entry(row, is_row, ends, batch, per_entry, IS_PACKED: tl.constexpr, STEPS: tl.constexpr):
-    """The entry that each row belongs to, its place among the entry's rows, and whether there is one."""
+    """The entry of each row, its place among the entry's rows, and whether the row belongs to an entry."""
     if IS_PACKED:
         low, high = row * 0, row * 0 + batch
         for _ in tl.static_range(STEPS):
@@ -110,18 +111,18 @@ def _entry(row, is_row, ends, batch, per_entry, IS_PACKED: tl.constexpr, STEPS: 
 
 @triton.jit
 def _line(base, first, second, head, strides):
-    """Pointers to lines: first, second: the two leading indices, in 64 bits. strides: ``LineStrides``."""
+    """Pointers to lines. first, second: the two leading indices, in 64 bits. strides: ``LineStrides``."""
     return base + first * strides.entry + second * strides.row + head * strides.head
 
 
 @triton.jit
 def _slot(entry, position, exists, table, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr):
-    """The two leading indices into the cache of storage row ``position`` of each entry, and whether that is inside. table:
+    """The two leading indices into the cache of storage row ``position`` of each entry, and whether the row is inside. table:
     ``CachePlaces``."""
     exists = exists & (position >= 0) & (position < table.capacity)
     first, second = entry.to(tl.int64), tl.where(exists, position, 0)
     if HAS_PAGES:
-        # positions that exist fit in 32 bits, in which division is cheaper
+        # existing positions fit 32 bits, in which division is cheaper
         page = second.to(tl.int32) // table.page_size
         first = tl.load(table.pages + first * table.pages_entry + page, mask=exists, other=-1).to(tl.int64)
         second = second - page * table.page_size
@@ -136,7 +137,7 @@ def _store_line(
     source, source_d, target, target_d, width, exists, position, rotary,
     TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies rows from ``source`` to ``target`` and rotates their first ``2 * rotary.half`` elements by the angle of their position."""
+    """Copies rows from ``source`` to ``target``, and rotates their first ``2 * rotary.half`` elements by the angle of their position."""
     d = tl.arange(0, BLOCK)
     there = exists[:, None] & (d < width)[None, :]
     x = tl.load(source[:, None] + (d * source_d)[None, :], mask=there)
@@ -155,7 +156,7 @@ def _store_line(
         sin = rotary.sin + position[:, None] * rotary.sin_row + (pair * rotary.sin_element)[None, :]
         c = tl.load(cos, mask=known, other=float("nan")).to(wide_dtype)
         s = tl.load(sin, mask=known, other=float("nan")).to(wide_dtype)
-        # (a, b) -> (a cos - b sin, b cos + a sin), each product and the sum rounded as torch rounds them
+        # (a, b) -> (a cos - b sin, b cos + a sin), with each product and the sum rounded as in torch
         result = x.to(wide_dtype) * c + tl.where(is_first[None, :], -y, y) * s
         x = tl.where(is_turned, result.to(x.dtype), x)
     tl.store(target[:, None] + (d * target_d)[None, :], x, mask=there)

@@ -1,8 +1,9 @@
-"""The groups of a Triton kernel's arguments, and what its functions hand on together: one NamedTuple each.
+"""Argument groups of the Triton kernels, and the groups of values that their functions pass on: one NamedTuple each.
 
-Neither triton nor a tensor is needed here: the host takes the order of a launch's arguments from the same classes. In a kernel every
-field is a scalar, a pointer or a block of the compiler's, so all of them are ``Any``; a field with a class of its own is a group inside
-of a group. Kernels make them by keyword: Triton's disk cache knows a kernel's text, not the order of a class's fields.
+This module needs neither triton nor a tensor: the host takes the order of a launch's arguments from the same classes. In a kernel every
+field is a scalar, a pointer or a block, so their types are ``Any``; a field with a class of its own is a nested group. Kernels construct
+groups by
+keyword: Triton's disk cache is keyed by a kernel's text, which does not contain the order of a class's fields.
 """
 
 from typing import Any, NamedTuple
@@ -29,10 +30,10 @@ class RowStrides(NamedTuple):
 
 
 class ListStrides(NamedTuple):
-    """Where block ``Lists`` go on, in elements: int64. They are (batch, heads, tiles), or those of a ragged batch.
+    """Strides of block ``Lists``, in elements: int64. The lists are (batch, heads, tiles), or those of a varlen batch.
 
-    entry, head: from one batch entry's and head's counts to the next's, 0 where they share. row: indices of a row of tiles, 0 where
-    indices lie flat. flat: from one head's flat indices to the next's.
+    entry, head: between the counts of batch entries and of heads, 0 if they share lists. row: number of indices per row of tiles, 0 for
+    flat indices. flat: between the flat indices of heads.
     """
 
     entry: Any
@@ -44,8 +45,8 @@ class ListStrides(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of the problem: int32.
 
-    seqlen_q, seqlen_k: the greatest of all entries. heads: query heads. positions: of a row of statistics. row_tiles: programs of a head.
-    splits: pieces of the keys. pages_each: from one sequence's page numbers to the next's. ratio: query heads of a K/V head.
+    seqlen_q, seqlen_k: the greatest of all entries. heads: query heads. positions: per row of statistics. row_tiles: programs per head.
+    splits: number of splits of the keys. pages_each: stride between sequences in the page table. ratio: query heads per K/V head.
     """
 
     seqlen_q: Any
@@ -59,8 +60,8 @@ class Sizes(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """``Sizes`` and two more: int32. slots: row tiles of one head that have a place of their own, see ``backward._slot``. together: heads
-    that programs go through at a time."""
+    """``Sizes`` and two more: int32. slots: number of row tile slots per head, see ``backward._slot``. together: heads that programs
+    process at a time."""
 
     seqlen_q: Any
     seqlen_k: Any
@@ -75,8 +76,8 @@ class BackwardSizes(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Sizes of a decoder's cache: int32. new: rows that the step appends. capacity: rows of an entry. storage: entries of the cache.
-    last_page: the greatest number of a page in the pool."""
+    """Sizes of a decoder's cache: int32. new: rows that the step appends. capacity: rows per entry. storage: entries of the cache.
+    last_page: number of the last page in the pool."""
 
     new: Any
     capacity: Any
@@ -85,11 +86,11 @@ class CacheSizes(NamedTuple):
 
 
 class HeadsDealt(NamedTuple):
-    """Which query heads a program has: int32.
+    """The division of query heads among programs: int32.
 
-    packed: query heads that share a tile. padded: the least power of two that holds them. together: heads that
-    programs compute at a time; 0 computes each alone, -1 is explained in ``addressing.work_of``. groups: groups of such heads in an entry.
-    tiles_each: tiles among which a K/V head's query heads are divided.
+    packed: query heads that share a tile. padded: the least power of two that is not less. together: heads that programs compute at a time;
+    0 is no grouping, -1 is explained in ``addressing.work_of``. groups: groups of such heads per entry.
+    tiles_each: tiles for the query heads of a K/V head.
     """
 
     packed: Any
@@ -100,8 +101,8 @@ class HeadsDealt(NamedTuple):
 
 
 class CapturedPart(NamedTuple):
-    """What one part of the program captured. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...)
-    of each tensor. totals: the same of each tensor that sums gradients. Each is a number where there is none: Triton has no empty tuple."""
+    """Captured values of one part of the program. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1,
+    ...) per tensor. totals: the same per gradient sum. An empty one is replaced by a number: Triton has no empty tuple."""
 
     scalars: Any
     tensors: Any
@@ -109,8 +110,8 @@ class CapturedPart(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """Captured values of a kernel's parts. score: the score mod. mask: the mask given by row ranges, or the one evaluated in listed partial
-    tiles. always: the mask evaluated in every tile."""
+    """Captured values of a kernel's parts. score: the score mod. mask: the mask that row ranges replace, or the one evaluated in listed
+    partial tiles. always: the mask evaluated in every tile."""
 
     score: CapturedPart
     mask: CapturedPart
@@ -118,12 +119,12 @@ class Captured(NamedTuple):
 
 
 class ForwardTensors(NamedTuple):
-    """Pointers of the forward kernel; what a call lacks is any pointer.
+    """Pointers of the forward kernel; for absent tensors any pointer.
 
-    q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv), or pools of pages. out: (B, Hq, Sq, Dv). These four may be tensor
-    descriptors. lse, max_scores: float32 (B, Hq, Sq), contiguous, in nats. sink: (Hq,). entries: int32 (B, 9), ``Sequence``. order: int32
-    (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages of a sequence). cached, leftpad, cache_rows: integers (B,), a
-    cache's tables. guard: int32 (1,), see ``addressing.is_off``.
+    q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). k and v may be pools of pages. out: (B, Hq, Sq, Dv). These four may be
+    tensor descriptors. lse, max_scores: float32 (B, Hq, Sq), contiguous, in nats. sink: (Hq,). entries: int32 (B, 9), ``Sequence``. order:
+    int32 (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages per sequence). cached, leftpad, cache_rows: integers (B,),
+    a cache's tables. guard: int32 (1,), see ``addressing.is_off``.
     """
 
     q: Any
@@ -143,7 +144,7 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardStrides(NamedTuple):
-    """Strides of q, k, v and out. part_out: from one split's output to the next's: int64."""
+    """Strides of q, k, v and out. part_out: between the outputs of splits: int64."""
 
     q: RowStrides
     k: RowStrides
@@ -153,18 +154,18 @@ class ForwardStrides(NamedTuple):
 
 
 class ForwardSpans(NamedTuple):
-    """part_statistics: from one split's lse and greatest scores to the next's: int64. lists: of the block lists."""
+    """part_statistics: between the lse and greatest scores of splits: int64. lists: of the block lists."""
 
     part_statistics: Any
     lists: ListStrides
 
 
 class BackwardTensors(NamedTuple):
-    """Pointers of dq's kernel, and of dk's and dv's; what a call lacks is any pointer.
+    """Pointers of the dq kernel, and of the dk and dv kernel; for absent tensors any pointer.
 
-    q, k, v, dout, dq, dk, dv: as their tensors in the forward pass. lse, delta: float32, what ``prepare_tile`` wrote, by row tiles.
-    entries: as in ``ForwardTensors``. order: int32 (programs of a head, 2), sequence and tile or -1. spans: int32, 4 numbers of each range
-    of each row tile, see ``row_tile_bounds``. guard: int32 (1,).
+    q, k, v, dout, dq, dk, dv: shaped as in the forward pass. lse, delta: float32, the outputs of ``prepare_tile``, by row tiles.
+    entries: as in ``ForwardTensors``. order: int32 (programs per head, 2), sequence and tile or -1. spans: int32, 4 numbers per range of
+    each row tile, see ``row_tile_bounds``. guard: int32 (1,).
     """
 
     q: Any
@@ -203,9 +204,9 @@ class ListSpans(NamedTuple):
 class PrepareTensors(NamedTuple):
     """Pointers of ``prepare_tile``.
 
-    Read: out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: float32 (B, Hq, Sq), in nats, and its gradient. entries, order, guard: as in
-    ``BackwardTensors``. Written: lse (in base 2), delta: float32, by row tiles, and spans: int32, for ``BackwardTensors``. natural_delta:
-    float32 (B, Hq, Sq), delta once more where the sink wants it.
+    Inputs: out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: float32 (B, Hq, Sq), in nats, and its gradient. entries, order, guard: as in
+    ``BackwardTensors``. Outputs: lse (in base 2), delta: float32, by row tiles, and spans: int32, for ``BackwardTensors``. natural_delta:
+    float32 (B, Hq, Sq), a second copy of delta if the sink needs it.
     """
 
     out: Any
@@ -229,19 +230,19 @@ class PrepareStrides(NamedTuple):
 
 
 class PrepareSpans(NamedTuple):
-    """dlse: strides of the gradient of the log-sum-exp, whose last dimension is positions. lists: not read."""
+    """dlse: strides of the gradient of the log-sum-exp, whose last dimension is positions. lists: not used."""
 
     dlse: RowStrides
     lists: ListStrides
 
 
-# ---- inside of a kernel
+# ---- inside a kernel
 
 
 class Sequence(NamedTuple):
     """One batch entry: int32. Its queries are ``q[q_row, :, q_start : q_start + seqlen_q]``, its keys ``k[k_row, :, k_start : k_start +
-    seqlen_k]``. q_first: the position of its first query, as mods count them. lists_line, lists_place: where it begins in the lists of a
-    ragged batch, among counts and among flat indices. The fields of ``sequences.batch.Sequences``."""
+    seqlen_k]``. q_first: the position of its first query for mods. lists_line, lists_place: its begin in the lists of a varlen batch, in
+    the counts and in the flat indices. The other fields are those of ``sequences.batch.Sequences``."""
 
     q_row: Any
     q_start: Any
@@ -255,8 +256,8 @@ class Sequence(NamedTuple):
 
 
 class KeyStorage(NamedTuple):
-    """Where a sequence's keys and values lie. k, v: pointers to their head's storage, or tensor descriptors. row, start: int32, the
-    storage's batch entry and the first key's row there. k_strides, v_strides: of the storage. head: the K/V head."""
+    """The storage of a sequence's keys and values. k, v: pointers to their head's storage, or tensor descriptors. row, start: int32, the
+    storage's batch entry and the first key's row in it. k_strides, v_strides: of the storage. head: the K/V head."""
 
     k: Any
     v: Any
@@ -268,14 +269,15 @@ class KeyStorage(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """float32. score: what a product is multiplied with for the score mod. base_2: what a score is multiplied with for base 2."""
+    """Factors, float32. score: of a product, to get the score that the score mod receives. base_2: of a score, to get base 2."""
 
     score: Any
     base_2: Any
 
 
 class RowsOfParts(NamedTuple):
-    """What each part of the program keeps of a tile's rows, a tuple that its own function makes and reads; see ``codegen.programs``."""
+    """The row values of each part of the program for a tile: a tuple that the part's own functions make and
+    read; see ``codegen.programs``."""
 
     score: Any
     mask: Any
@@ -283,14 +285,14 @@ class RowsOfParts(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tiles one after the other: int32. first: the first one. tiles: how many."""
+    """Consecutive tiles: int32. first: the first tile. tiles: their number."""
 
     first: Any
     tiles: Any
 
 
 class Runs(NamedTuple):
-    """The tiles that up to two ranges of each row visit: two runs of full tiles, and four of partial ones in ascending order."""
+    """The tiles that up to two ranges per row visit: two runs of full tiles, and four runs of partial tiles in ascending order."""
 
     full_0: Run
     full_1: Run
@@ -301,7 +303,8 @@ class Runs(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """The tiles of one range of each row, int32: ``first`` to ``end`` are touched by a row, ``full`` to ``full_end`` filled by all."""
+    """The tiles of one range per row, int32: some row has keys in ``first`` to ``end``; all rows cover
+    ``full`` to ``full_end`` completely."""
 
     first: Any
     end: Any
@@ -310,9 +313,9 @@ class TileRange(NamedTuple):
 
 
 class ListedTiles(NamedTuple):
-    """One line of block lists, counted in the kernel's tiles: int32. full: those that every pair is visible in. partial: the others;
-    listed: how many of these are listed as partial, the rest are full ones that the sequence's end cuts. full_index, partial_index:
-    pointers to the line's indices."""
+    """One line of block lists, counted in the kernel's tiles: int32. full: number of tiles whose pairs are all visible. partial: number of
+    other tiles; listed: how many of these are listed as partial; the rest are full tiles that the sequence's end cuts. full_index,
+    partial_index: pointers to the line's indices."""
 
     full: Any
     partial: Any
@@ -322,14 +325,14 @@ class ListedTiles(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """The row tiles that see a tile of keys: int32. first: the first that sees any. full: the first that sees all."""
+    """The row tiles that see a tile of keys: int32. first: the first that sees any key. full: the first that sees all keys."""
 
     first: Any
     full: Any
 
 
 class HeadPointers(NamedTuple):
-    """One query head of one sequence. q, dout: pointers to its storage. lse, delta: pointers to float32, the sequence's first row's."""
+    """One query head of a sequence. q, dout: pointers to its storage. lse, delta: pointers to float32, at the sequence's first row."""
 
     q: Any
     dout: Any
@@ -338,8 +341,8 @@ class HeadPointers(NamedTuple):
 
 
 class TileOfScores(NamedTuple):
-    """Where a tile of scores lies, for what its gradients are sent to: int32. q_first, k_first: its first row and key, as mods count them.
-    rows, keys: how many of each there are."""
+    """The place of a tile of scores whose gradients are added to captured totals: int32. q_first, k_first: its first row and key for mods.
+    rows, keys: their numbers."""
 
     b: Any
     h: Any
@@ -350,7 +353,7 @@ class TileOfScores(NamedTuple):
 
 
 class LineStrides(NamedTuple):
-    """Elements from one entry, row and head of a tensor to the next, whose unit is a line, one head of one row: int64."""
+    """Strides in elements between entries, rows and heads of a tensor whose unit is a line (one head of one row): int64."""
 
     entry: Any
     row: Any
@@ -358,9 +361,10 @@ class LineStrides(NamedTuple):
 
 
 class CachePlaces(NamedTuple):
-    """Where the rows of a decoder's cache are. rows: pointer to integers (B,), each entry's row of the cache. pages: pointer to integers
-    (B, pages of an entry). pages_entry: from one entry's page numbers to the next's: int64. capacity: rows of an entry. storage: rows or
-    pages of the cache. page_size: rows of a page."""
+    """The places of rows in a decoder's cache. rows: pointer to integers (B,), each entry's cache row. pages: pointer to integers (B, pages
+    per entry). pages_entry: stride between entries in the page table: int64. capacity: rows per entry. storage: number of cache rows or
+    pages.
+    page_size: rows per page."""
 
     rows: Any
     pages: Any
@@ -371,7 +375,7 @@ class CachePlaces(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The rotary tables: cos, sin: pointers, (positions, half). _row, _element: their strides: int64."""
+    """Rotary tables. cos, sin: pointers to (positions, half). Fields ending in _row and _element: their strides: int64."""
 
     cos: Any
     cos_row: Any

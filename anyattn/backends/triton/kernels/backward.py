@@ -1,14 +1,14 @@
-"""The backward kernels' bodies: dq over the tiles of keys that a row tile visits, dk and dv over the row tiles that visit a tile of keys.
-Kernel side.
+"""Backward kernels (device code): dq over the key tiles that a row tile visits; dk and dv over the row tiles that visit a key tile.
 
-The probabilities are computed again from the log-sum-exp. Arguments are the groups of ``kernels.arguments``.
+The probabilities are recomputed from the log-sum-exp. Arguments are the groups of ``kernels.arguments``.
 
-lse is a row's log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0), delta the sum of
-out * dout less the gradient of the log-sum-exp: what every score of the row loses. Both lie by row tiles of dk and dv (``_slot``), so that
-each sequence's begin at an aligned place and a tile's are one load, in flight while the tile before is worked on.
+lse is a row's log-sum-exp in base 2 (infinite in a row without visible keys, so that its probabilities are 0); delta is the sum of out *
+dout minus the gradient of the log-sum-exp, which is subtracted from the derivative by every weight of the row. Both are stored by the row
+tiles of dk and dv (``_slot``), so that each sequence's values begin at an aligned place and a tile's are one load, issued while the tile
+before is computed.
 
-Where a tile reaches beyond its sequence its last row or key is read once more for each that is missing, and what comes of it is hidden:
-no load in a loop needs a mask, and those of full tiles are a pointer that moves plus offsets that stay.
+Where a tile reaches beyond its sequence, the last row or key is read again for each missing one and its results are hidden: no load in a
+loop needs a mask, and the addresses of a full tile are a moving pointer plus constant offsets.
 """
 
 import triton
@@ -30,7 +30,7 @@ _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 @triton.jit
 def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Where what is kept of row tile m of a sequence begins, WIDTH numbers of each tile: no two sequences' tiles share a place."""
+    """Begin of the slot of row tile m of a sequence, WIDTH numbers per tile; tiles of different sequences do not share slots."""
     per_row = (sizes.positions + TILE_M - 1) // TILE_M
     return ((h * sizes.slots) + sequence.q_row * per_row + sequence.q_start // TILE_M + b + m).to(tl.int64) * WIDTH
 
@@ -43,7 +43,7 @@ def prepare_tile(
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
+    """Statistics of one row tile, and for each of its mask's row ranges the least lo, greatest hi, greatest lo and least hi of its rows.
 
     tensors, strides, spans: ``PrepareTensors`` and so on.
     """
@@ -64,7 +64,7 @@ def prepare_tile(
     o_at, d_at = row_offsets(row, h, at, strides.out), row_offsets(row, h, at, strides.dout)
     out = load_rows(tensors.out, o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
     dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
-    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # of a row that sees nothing dout may be NaN, and the sink's gradient is not
+    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # 0 x NaN: dout of a row without visible keys
     if HAS_DLSE:
         delta -= tl.load(tensors.dlse + row_offsets(row, h, at, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
     place = (row * sizes.heads + h) * sizes.positions + at
@@ -84,15 +84,15 @@ def prepare_tile(
 
 @triton.jit
 def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(tile, batch entry, head) of this program. Programs go through a few heads at a time (``sizes``), through these heads' first tiles,
-    then through their second ones: so none of the last programs is long, and what they read is not far.
+    """(tile, batch entry, head) of this program. Programs process a few heads at a time (``sizes``): first these heads' first tiles, then
+    their second tiles, and so on. So no long program starts last, and the data that they read stays in the cache.
 
-    LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
+    LAST_FIRST: under a causal mask the last row tiles see most keys and must start first."""
     tiles, together = sizes.row_tiles, sizes.together
     x, heads = tl.num_programs(0), tl.num_programs(1)
     at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
-    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many of them are the first axis
-    first = at // (tiles * together) * together  # head of those of all entries
+    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many entries for the last axis are the first axis
+    first = at // (tiles * together) * together  # numbered over the heads of all entries
     width = tl.minimum(together, heads * entries - first)
     at -= first * tiles
     m, of_all = at // width, first + at % width
@@ -107,7 +107,7 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
 @triton.jit
 def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile all of whose rows exist; zeros beyond HEAD_DIM."""
+    """A tile whose rows all exist; zeros beyond HEAD_DIM."""
     if HEAD_DIM == BLOCK_D:
         return tl.load(base + offsets)
     else:
@@ -131,9 +131,9 @@ def _visit_keys(
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr,
 ):  # fmt: skip
-    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``kernels.forward.visit``. offsets: of full tiles.
+    """Adds one tile of keys to dq, which is not scaled yet; arguments as in ``kernels.forward.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it. row_count: how many rows it has."""
+    q_first: the tile's first row for mods. row_count: its number of rows."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
@@ -153,7 +153,7 @@ def _visit_keys(
         p = tl.exp2(of_score[0] - lse[:, None])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
-    # of a row that is not there lse is infinite, and dq is not stored
+    # in a missing row lse is infinite, and dq is not stored
     if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
         seen = MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors)
     else:
@@ -176,7 +176,7 @@ def _visit_keys(
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
-            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
+            ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
     if HAS_DQ:
         dq = plus_product(dq, None, ds, k, PRECISION)
     return dq
@@ -193,7 +193,7 @@ def dq_tile(
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
     HAS_DQ: tl.constexpr,
 ):  # fmt: skip
-    """dq of one row tile (HAS_DQ: somebody wants it), and what its scores send into the score mod's captured tensors."""
+    """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores."""
     if HAS_GUARD and is_off(tensors.guard):
         return
     m, b, h = _place(sizes, tensors.order, True, HAS_ENTRIES)
@@ -260,12 +260,12 @@ def _visit_rows(
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
     IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
-    """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
+    """Adds rows ``first`` to ``end`` of one head to dk, which is not scaled yet, and dv. Scores are [keys, rows] here.
 
     heads: ``HeadPointers``. offsets: of a full tile's q and dout.
     """
     m_lane = tl.arange(0, TILE_M)
-    asked = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # few tiles are partial: there they may be kept
+    asked = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # partial tiles may keep it in registers
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
@@ -294,7 +294,7 @@ def _visit_rows(
         if IS_PARTIAL and HAS_MASK:
             rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
             shown = MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors)
-            if RANGES > 0:  # of a row that is not there lse is infinite
+            if RANGES > 0:  # in a missing row lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
@@ -304,15 +304,15 @@ def _visit_rows(
         p = tl.where(seen, p, 0.0)
     if HAS_DV:
         dv = plus_product(dv, None, p, dout, PRECISION)
-    # asked for as late as this, it takes no registers before
+    # loaded only here, so that it takes no registers before
     delta = tl.load(heads.delta + kept + m_lane)
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
-            ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
+            ds = tl.where(p != 0.0, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
     if IS_PARTIAL and RANGES == 0:
-        ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
+        ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles at other places than delta's slots, after which memory is arbitrary
     if HAS_DK:
         dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
@@ -325,9 +325,9 @@ def _visit_either(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
     IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
-    """``_visit_rows`` of a tile that is full or, is_cut, partial, by ranges and without a score mod. end: of the sequence.
+    """``_visit_rows`` for a tile that is full or, with is_cut, partial, by ranges and without a score mod. end: of the sequence.
 
-    Only in a branch is the mask asked, so that one loop does for all tiles: of a window there are few, and two loops begin twice."""
+    The mask is evaluated in a branch, so that one loop serves all tiles: a window has few tiles, and two loops have two prologues."""
     m_lane = tl.arange(0, TILE_M)
     at = sequence.q_start + first
     is_row = (m_lane < end - first)[:, None]
@@ -358,9 +358,9 @@ def _visitors(
     RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """(``HeadPointers``, which row tiles see keys n_first to n_end, how many see all of them, how many some).
+    """(``HeadPointers``, the row tiles that see keys n_first to n_end, how many see all of them, how many see some).
 
-    Which: ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``.
+    The row tiles are a ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``.
     """
     q_row = sequence.q_row.to(tl.int64)
     slot = _slot(sequence, 0, b, h, sizes, TILE_M, TILE_M)
@@ -371,7 +371,7 @@ def _visitors(
     )  # fmt: skip
     if RANGES > 0:
         place = tensors.spans + _slot(sequence, 0, b, h, sizes, TILE_M, 4 * RANGES)
-        tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+        tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's end
         if IS_GROUPED:
             early = first_spans(place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
         first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
@@ -392,11 +392,11 @@ def dkdv_tile(
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
     IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
-    HAS_DK, HAS_DV: which somebody wants.
-    IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits partial and full ones.
+    """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several). lists: per tile of keys. HAS_DK,
+    HAS_DV: which of the two is needed. IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits
+    partial and full tiles.
 
-    Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
+    With two loops full tiles come last: registers that only partial tiles need are free by then.
     """
     if HAS_GUARD and is_off(tensors.guard):
         return
@@ -412,9 +412,9 @@ def dkdv_tile(
     is_key = (lane < n_end)[:, None]
     at = (sequence.k_start + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = sequence.k_row.to(tl.int64), kv_head.to(tl.int64)
-    tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+    tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's end
     early = 0
-    if RANGES > 0:  # asked for before the keys, which take as long to come
+    if RANGES > 0:  # loaded before the keys, and as slow to arrive
         spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, TILE_M, 4 * RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
     k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, HEAD_DIM, BLOCK_D, False)

@@ -1,4 +1,4 @@
-"""The kernel that merges partial results over parts of the keys by their log-sum-exps."""
+"""Kernel that combines partial results over parts of the keys by their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -16,11 +16,11 @@ def combine_row(
     sink_b: tl.int64, sink_h: tl.int64, sink_s: tl.int64, out_b: tl.int64, out_h: tl.int64, out_s: tl.int64, width: tl.int32,
     HAS_SINK: tl.constexpr, HAS_UNUSED: tl.constexpr, HAS_LSE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. Grid: (batch * heads * positions,).
+    """Combines one row. Grid: (batch * heads * positions,).
 
-    outs: float32 [parts][row][width]. lses: float32 [parts][row], natural logarithm. part_out, part_lse: from one part to the next.
-    sink, out: by the row's batch entry, head and position. HAS_UNUSED: a row whose lses are +inf belongs to no sequence and gives 0 and
-    -inf. PARTS: how many are taken at once.
+    outs: float32 [parts][row][width]. lses: float32 [parts][row], natural logarithm. part_out, part_lse: strides between parts. sink, out:
+    at the row's batch entry, head and position. HAS_UNUSED: a row with lses of +inf belongs to no sequence and gives 0 and -inf. PARTS: how
+    many parts are loaded at once.
     """
     row = tl.program_id(0)
     b, h, s = row // positions // heads, row // positions % heads, row % positions
@@ -35,7 +35,7 @@ def combine_row(
     if HAS_SINK:
         logit = tl.load(sink + b.to(tl.int64) * sink_b + h.to(tl.int64) * sink_h + s.to(tl.int64) * sink_s).to(tl.float32)
         top = tl.maximum(top, logit)
-    near = tl.where(top == float("-inf"), 0.0, top)  # any number near the greatest will do
+    near = tl.where(top == float("-inf"), 0.0, top)  # any value near the maximum works
     if HAS_UNUSED:
         near = tl.where(is_unused, 0.0, near)
     acc, total = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
@@ -45,7 +45,7 @@ def combine_row(
         weight = tl.exp(found - near)
         if HAS_UNUSED:
             weight = tl.where(is_unused, 0.0, weight)
-        # what a part without weight has computed is not even loaded: it may be NaN
+        # the output of a part without weight is not loaded: it may be NaN
         is_seen = (weight > 0)[:, None] & (d < width)[None, :]
         at = part.to(tl.int64)[:, None] * part_out + start * width + d[None, :]
         acc += tl.sum(tl.load(outs + at, mask=is_seen, other=0.0) * weight[:, None], 0)

@@ -1,4 +1,4 @@
-"""What the sums of ``exact`` come to. Kernel side."""
+"""Kernel that converts deterministic sums from integer planes to floats (device code)."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ _NUMBERS = ("count", "planes")
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
 def read_sums(sums, found, count: tl.int64, planes: tl.int64, BLOCK: tl.constexpr):
-    """sums: int64 [planes, count]. found: [count]. Planes are added from the least power of two on, in float64, in which each is almost
+    """sums: int64 [planes, count]. found: [count]. Planes are added in float64, from the least power of two on; each conversion is almost
     exact."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < count

@@ -1,6 +1,6 @@
-"""The forward kernel's body: online softmax in base 2 over the tiles of keys that a row tile visits. Kernel side.
+"""Forward kernel (device code): online softmax in base 2 over the key tiles that a row tile visits.
 
-One body for every variant. Its caller, an entry written for the call's mods, hands over the groups of ``kernels.arguments``, and the mods
+One body serves every variant. Its caller, an entry generated for the call's mods, passes the groups of ``kernels.arguments``, and the mods
 as functions.
 """
 
@@ -19,14 +19,14 @@ __all__ = ["forward_tile", "load_rows", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 _LN2: tl.constexpr = tl.constexpr(LN2)
-# A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
+# Lower bound of a row maximum: -inf minus it is -inf, not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(FEW)
 
 
 @triton.jit
 def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros where not ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM."""
+    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros for rows not in ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM."""
     d = tl.arange(0, BLOCK_D)[None, :]
     if ALL_ROWS and HEAD_DIM == BLOCK_D:
         return tl.load(base + offsets + d)
@@ -43,7 +43,7 @@ def rows_of(
     b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
 ):  # fmt: skip
-    """``RowsOfParts``; what there is not is any tuple."""
+    """``RowsOfParts``; any tuple for a part that does not exist."""
     score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
     if HAS_SCORE:
         score_rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
@@ -62,10 +62,10 @@ def scores_of(
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
+    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where hidden; in base 2, unless IS_RAW.
 
-    end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
-    visible, whatever the mask says. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
+    end: keys from it on do not exist (IS_WHOLE: all keys of the tile exist; unless IS_PARTIAL, missing ones are zeros). is_shown: all
+    others are visible regardless of the mask. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
     ``paged_kv.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
@@ -80,7 +80,7 @@ def scores_of(
         s = s * scales.base_2
     kv = lane[None, :]
     if not IS_WHOLE:
-        kv = tl.minimum(kv, end - 1)  # mods are not asked beyond the sequence
+        kv = tl.minimum(kv, end - 1)  # mods are not evaluated beyond the sequence
     if HAS_SCORE:
         s = SCORE(s, b, h, kv, rows.score, captured.score.scalars, captured.score.tensors).to(tl.float32)
     if IS_PARTIAL:
@@ -104,8 +104,8 @@ def keys_at(
 ):  # fmt: skip
     """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
 
-    source, strides: ``key``'s, of keys or of values; source is a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or
-    from 2 on where all of storage ends.
+    source, strides: of the keys or values of ``key``. source is a pointer, or with IS_DESCRIBED a descriptor, which knows the sequence's
+    end or, from 2 on, the end of the whole storage.
     """
     if IS_DESCRIBED >= 2:
         return tl.reshape(source.load([key.row, key.head, first + key.start, 0]), (TILE_N, BLOCK_D))
@@ -116,7 +116,7 @@ def keys_at(
         if PAGE_SIZE > 0:
             at = paged_places(first + key.start, end - 1 + key.start, numbers, strides, TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
         elif FEW_ROWS and not IS_PARTIAL:
-            # few rows leave registers for every row's way from the tile's first, and then a tile costs one addition a row
+            # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
             step = strides.position
             at = key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, TILE_N) * step
         else:
@@ -131,7 +131,7 @@ def keys_at(
 def whole_keys_at(
     source, strides, first, key, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE_N: tl.constexpr, IS_DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """``keys_at`` of a tile all of whose keys are there, in no pages and for many rows."""
+    """``keys_at`` for a tile whose keys all exist, without pages and for many rows."""
     return keys_at(
         source, strides, first, first + TILE_N, key, 0, False, HEAD_DIM, BLOCK_D, 0, False, TILE_N, IS_DESCRIBED, False
     )  # fmt: skip
@@ -139,7 +139,7 @@ def whole_keys_at(
 
 @triton.jit
 def sums_of(p, row_sum):
-    """[rows, parts]: of every row's weights, in as many sums as row_sum has."""
+    """[rows, parts]: the sums of every row's weights, in as many partial sums as row_sum has."""
     PARTS: tl.constexpr = row_sum.shape[1]
     if PARTS == 1:
         return tl.sum(p, 1, keep_dims=True)
@@ -151,15 +151,16 @@ def sums_of(p, row_sum):
 
 @triton.jit
 def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
-    """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
+    """(exponentials of scores, factor for earlier ones, row_sum, row_max).
 
-    Where scores are not in base 2 (IS_RAW), nor is row_max: the factor is part of the exponential's argument, one instruction for both.
+    With IS_RAW neither scores nor row_max are in base 2: the factor is part of the exponential's argument, and both are one instruction.
     """
     highest = tl.maximum(row_max, tl.max(s, 1))
     if IS_RAW:
         top = highest * scale
         p = tl.exp2(s * scale - top[:, None])
-        # the difference may be one instruction, rounded once: what does not change would not be 0, of a row that saw nothing by 2 ** 100
+        # a fused multiply-subtract rounds once: for an unchanged maximum the difference might not be 0, and 2 **
+        # 100 off in a row that saw no key
         rescale = tl.exp2(tl.where(row_max == highest, 0.0, row_max * scale - top))
     else:
         p = tl.exp2(s - highest[:, None])
@@ -175,7 +176,7 @@ def visit(
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it; see ``scores_of``."""
+    """Adds one tile of keys, from position ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
     s = scores_of(
         q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
         IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
@@ -197,10 +198,10 @@ def visit_late(
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """``visit`` of a full tile, whose second product is that of the tile before, from position ``before`` with weights ``p``: it runs
-    while this tile's exponentials are computed. (acc, row_sum, row_max, p, owed). Keys have no pages.
+    """``visit`` of a full tile that runs the second product of the tile before, at position ``before`` with weights ``p``, while this
+    tile's exponentials are computed. Returns (acc, row_sum, row_max, p, owed). Keys are not in pages.
 
-    owed: what acc is to be multiplied with first. p is in float32, for in 16 bits the compiler would hand it on through shared memory.
+    owed: the factor that acc still has to be multiplied by. p is float32: in 16 bits the compiler would pass it through shared memory.
     """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
@@ -220,8 +221,9 @@ def visit_all(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``begin`` to ``stop`` in one loop, the partial ones, from ``full`` on, asking the mask in a branch: the loads of the first of
-    them run ahead as those of all others do. (acc, row_sum, row_max). Ranges, and descriptors, which know where keys end."""
+    """Tiles ``begin`` to ``stop`` in one loop. Partial tiles, from ``full`` on, evaluate the mask in a branch, so that the loads of the
+    first partial tile are pipelined like all others. Returns (acc, row_sum, row_max). Needs ranges, and descriptors,
+    which know the end of the keys."""
     p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
     before = begin * 0
     if IS_LATE and begin < stop:
@@ -253,7 +255,7 @@ def visit_all(
 
 @triton.jit
 def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr):
-    """The first key of the i-th tile, full ones before partial ones."""
+    """The first key of the i-th tile, with full tiles before partial ones."""
     partial, _, _ = partial_at(runs, i - full, seqlen_k, RANGES, TILE_N, 0)
     return tl.where(i < full, full_at(runs, i, RANGES, TILE_N, 0), partial)
 
@@ -264,10 +266,10 @@ def store_results(
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads, described_at: entry, head and row of
-    its first.
+    """Writes a row tile's output and statistics. at: its rows of storage. h: their heads. described_at:
+    entry, head and row of its first row.
 
-    A split's go to [split][q row][head][position], where the sink is added when they are combined.
+    A split writes to [split][q row][head][position]; the sink is added when splits are combined.
     """
     row_sum = tl.sum(row_sum, 1)
     statistic = (q_row.to(tl.int64) * sizes.heads + h) * sizes.positions + at
@@ -283,12 +285,12 @@ def store_results(
         acc = acc * rescale[:, None]
         row_max = highest
     total = tl.where(row_sum == 0, 1.0, row_sum)
-    if HAS_LSE:  # before the output, which the copy engine may keep a program waiting for
+    if HAS_LSE:  # before the output, since a program may have to wait for the output's copy engine
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
         tl.store(tensors.lse + part + statistic, lse, mask=is_row)
     if PRECISION == "ieee":
         acc = acc / total[:, None]
-    else:  # a division takes seven instructions
+    else:  # one division instead of many, each of seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
         b, head, first = described_at
@@ -314,11 +316,12 @@ def forward_tile(
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
-    SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
-    of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
-    are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
-    so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors. SUMS: see ``tile_config.row_sums``.
+    SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask evaluated in every tile. RANGES: number
+    of the mask's row ranges, 0 if lists select the tiles to visit. IS_PACKED: a tile may have several query heads, which share keys.
+    IS_CACHE: entries come from the cache's tables. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is
+    a score mod, so maxima are taken before the conversion to base 2. IS_LATE: a full tile's second product overlaps the next one's
+    exponentials.
+    IS_DESCRIBED: keys and values are loaded by tensor descriptors. SUMS: see ``tile_config.row_sums``.
     """
     if HAS_GUARD and is_off(tensors.guard):
         return
@@ -340,7 +343,7 @@ def forward_tile(
     r = tl.arange(0, TILE_M)
     position = first_row + r // group
     is_row = position < end_row
-    position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
+    position = tl.minimum(position, end_row - 1)  # missing rows are evaluated as the last row, and not stored
     heads = h + r % group
     if IS_PACKED:
         end_head = tl.minimum(h + packed, (kv_head + 1) * sizes.ratio)
@@ -351,11 +354,11 @@ def forward_tile(
     row_sum = tl.zeros((TILE_M, SUMS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = Scales(score=scale, base_2=factor)
-    if IS_RAW:  # so that it stays finite once it is scaled
+    if IS_RAW:  # finite after scaling too
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
     else:
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
-    if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
+    if seqlen_k <= 0:  # mods must not be evaluated for a sequence without keys: captured tensors need not cover it
         store_results(
             acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
@@ -388,7 +391,7 @@ def forward_tile(
     key = KeyStorage(
         k=k_from, v=v_from, row=sequence.k_row, start=sequence.k_start, k_strides=strides.k, v_strides=strides.v, head=kv_head.to(tl.int32)
     )
-    # where tiles begin at multiples of their size and so do pages
+    # tiles begin at multiples of their size, and so do pages
     FITS: tl.constexpr = (
         PAGE_SIZE > 0 and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
@@ -439,7 +442,8 @@ def forward_tile(
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
-        # Page numbers are loaded three tiles ahead and clamped as they come nearer: Triton pipelines no loop that hands a value on as it is
+        # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
+        # that passes on an unchanged value
         numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
             numbers, near, coming, nearby = first_numbers(
@@ -470,7 +474,7 @@ def forward_tile(
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
-    if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
+    if PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
     store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),

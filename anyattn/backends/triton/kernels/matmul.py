@@ -1,4 +1,4 @@
-"""A product added to what a loop has summed. Kernel side."""
+"""Matrix product added to a loop's accumulator (device code)."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ __all__ = ["plus_product"]
 def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
     """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
 
-    In float32 each tile's product is summed by itself and then added: the error of one running sum grows with the number of keys. The
-    addition is an fma, because Triton's compiler folds a plain addition into the product.
+    In float32 each tile's product is computed separately and then added: the error of a single running sum grows with the number of keys.
+    The addition is an fma, because Triton's compiler would fold a plain addition into the product.
     """
     if v.dtype == tl.float32:
         product = tl.dot(p, v, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""What the sequences that hold a page give it, summed. Kernel side."""
+"""Kernel that sums the gradients of all sequences that hold a page (device code)."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ _NUMBERS = ("size", "chunks")
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
 def sum_pages(rows, found, held, starts, size: tl.int64, chunks: tl.int64, BLOCK: tl.constexpr):
-    """rows: [places, size]. found: [pages, size], page p the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order, in
-    float32.
+    """rows: [places, size]. found: [pages, size], where page p is the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order,
+    in float32.
 
-    Each program sums a part of one page; ``chunks``: how many parts a page has."""
+    Each program sums a part of one page; ``chunks``: the number of parts per page."""
     page, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     is_there = at < size

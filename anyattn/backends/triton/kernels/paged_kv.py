@@ -1,7 +1,7 @@
-"""Keys in pages: the numbers of the pages that a tile of keys lies on, and where its rows are. Kernel side.
+"""Keys in pages (device code): page numbers of a tile of keys, and the offsets of its rows.
 
-Rows and page numbers are never negative, and here they are unsigned: then a division by a page size that is a power of two is a shift, its
-rest a mask, and the product of a number and a stride two multiplications.
+Rows and page numbers are never negative, and are unsigned here: then a division by a page size that is a power of two is a shift, its
+remainder is a mask, and the product of a number and a stride is two multiplications.
 """
 
 import triton
@@ -23,9 +23,9 @@ def inside(numbers, last_page):
 
 @triton.jit
 def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr):
-    """The pages of storage rows ``first .. first + TILE_N``, a number a row, or one for all where the tile lies in one page.
+    """The pages of storage rows ``first .. first + TILE_N``: one number per row, or a single one if the tile lies in one page.
 
-    FITS: tiles begin where pages do, or lie inside of them. IS_CUT: no page is asked for beyond row ``last``.
+    FITS: tiles begin where pages begin, or lie inside them. IS_CUT: no page beyond row ``last`` is looked up.
     """
     lane = tl.arange(0, TILE_N)
     if FITS and PAGE_SIZE >= TILE_N:
@@ -41,8 +41,8 @@ def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constex
 
 @triton.jit
 def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
-    """[NEARBY]: some page numbers of storage rows ``first .. last``, from every piece of the table that caches fetch, so that others are
-    near. One that comes all the way from memory, behind the keys under way, comes later than the loop can wait for.
+    """[NEARBY]: page numbers of storage rows ``first .. last``, one from every sector of the table, which brings the others into the cache.
+    A number that came from memory, behind the loads of keys in flight, would arrive too late for the loop.
     """
     EVERY: tl.constexpr = _SECTOR * 8 // pages.dtype.element_ty.primitive_bitwidth
     asked = first.to(tl.uint32) // PAGE_SIZE + tl.arange(0, NEARBY) * EVERY
@@ -51,7 +51,7 @@ def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _first_ahead(runs, i, begin, end, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """The first key of the i-th full tile, or of the last before ``end``; 0 where there is none from ``begin`` on."""
+    """The first key of the i-th full tile, or of the last one before ``end``; 0 if there is none from ``begin`` on."""
     first = begin * 0
     if begin < end:
         first = full_at(runs, tl.minimum(i, end - 1), RANGES, TILE_N, LIST_N)
@@ -63,8 +63,8 @@ def first_numbers(
     runs, start, end, k_start, seqlen_k, pages, last_page,
     RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
-    """What a loop over the full tiles ``start .. end`` begins with: the first one's page numbers inside of the pool, the second's from 0
-    on, the third's as they are, and ``_nearby`` of all. Where there is no tile they are of storage that the sequence has."""
+    """The initial values of a loop over the full tiles ``start .. end``: the page numbers of the first tile, clamped to the pool; of the
+    second, clamped to 0; of the third, not clamped; and ``_nearby`` of all. If there is no tile they are of rows that the sequence has."""
     last_key = k_start + seqlen_k - 1
     one = k_start + _first_ahead(runs, start, start, end, RANGES, TILE_N, LIST_N)
     two = k_start + _first_ahead(runs, start + 1, start, end, RANGES, TILE_N, LIST_N)
@@ -80,7 +80,7 @@ def first_numbers(
 def paged_places(
     first, last, numbers, strides, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
 ):  # fmt: skip
-    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers. strides: ``RowStrides`` of the pool."""
+    """64-bit offsets of storage rows ``first .. first + TILE_N`` on the pages ``numbers``. strides: ``RowStrides`` of the pool."""
     stride = strides.position
     lane = tl.arange(0, TILE_N)
     page = numbers.to(tl.uint32).to(tl.uint64).to(tl.int64) * strides.rows

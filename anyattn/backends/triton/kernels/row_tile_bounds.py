@@ -1,7 +1,6 @@
-"""Which row tiles see a tile of keys: by what the rows of each see together, which is kept as four numbers a range.
-Kernel side.
+"""Row tiles that see a tile of keys (device code), found from the joint row ranges of each row tile, four numbers per range.
 
-A row tile's span of a range: the least lo, the greatest hi, the greatest lo and the least hi of its rows.
+A row tile's span of a range is the least lo, the greatest hi, the greatest lo and the least hi of its rows.
 """
 
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 __all__ = ["first_spans", "rows_by_spans", "store_span"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
-_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at together
+_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are compared at once
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def store_span(place, lo, hi):
 
 @triton.jit
 def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
-    """Of row tiles m [lanes]: whether a row sees one of the keys n_first to n_end, and whether every row sees all of them."""
+    """For row tiles m [lanes]: whether some row sees a key of n_first to n_end, and whether every row sees all of them."""
     at = place + m.to(tl.int64) * WIDTH
     lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
     all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
@@ -40,7 +39,7 @@ def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """``_spans_of`` the first ``_CHUNK`` row tiles."""
+    """``_spans_of`` for the first ``_CHUNK`` row tiles."""
     m = tl.arange(0, _CHUNK)
     return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, WIDTH)
 
@@ -55,7 +54,8 @@ def _merged(first, end, full, last, count, other_first, other_end, other_full, o
 
 @triton.jit
 def _extent(m, seen):
-    """Of row tiles m: the first that is touched, the end of those, the first that is filled, the end of those, and how many they are."""
+    """For row tiles m: the first and the end of those that see a key, the first and the end of those that
+    see all keys, and their numbers."""
     touches, fills = seen
     return tl.reduce(
         (tl.where(touches, m, _FAR), tl.where(touches, m + 1, 0), tl.where(fills, m, _FAR), tl.where(fills, m + 1, 0), fills.to(tl.int32)),
@@ -65,10 +65,10 @@ def _extent(m, seen):
 
 @triton.jit
 def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
+    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some in between may see none.
 
-    The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
-    early: what ``_spans_of`` says of the first ``_CHUNK``.
+    Only the first run of full tiles counts as full; later full tiles are treated as partial, and so is a tile that the sequence's end cuts.
+    early: ``_spans_of`` for the first ``_CHUNK``.
     """
     tiles = (seqlen_q + TILE_M - 1) // TILE_M
     first, end, full, last, count = _extent(tl.arange(0, _CHUNK), early)

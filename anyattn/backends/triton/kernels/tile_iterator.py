@@ -1,8 +1,7 @@
-"""Which tiles of keys a row tile visits: first those that every row sees whole, then those that a mask or the sequence's end cuts.
-Kernel side.
+"""Tile iteration (device code): the key tiles that a row tile visits, full ones first, then those that a mask or the sequence's end cuts.
 
-What is to be visited is ``Runs`` of tiles, or by lists ``ListedTiles``. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So
-one pair of loops serves a causal mask, a window, a sink with a window, and block lists.
+The tiles are ``Runs``, or with lists ``ListedTiles``. ``full_at(i)`` and ``partial_at(i)`` give the i-th. So one pair of loops serves a
+causal mask, a window, a sink with a window, and block lists.
 """
 
 import triton
@@ -22,20 +21,20 @@ def _wider(lo, hi, all_lo, all_hi, other_lo, other_hi, other_all_lo, other_all_h
 
 @triton.jit
 def _spread(lo, hi):
-    """(least lo and greatest hi of rows that see something, greatest lo and least hi of all), of one range of each row."""
+    """(least lo and greatest hi of rows that see a key, greatest lo and least hi of all rows), for one range per row."""
     some = lo < hi
-    # together, for each by itself takes a round through shared memory
+    # one joint reduction: each separate one takes a round through shared memory
     return tl.reduce((tl.where(some, lo, _FAR), tl.where(some, hi, 0), lo, hi), 0, _wider)
 
 
 @triton.jit
 def _run(spread, TILE_N: tl.constexpr):
-    """The ``TileRange`` of one range of each row."""
+    """The ``TileRange`` of one range per row."""
     least, most, all_lo, all_hi = spread
     first = least // TILE_N
     end = (most + TILE_N - 1) // TILE_N
     first = tl.minimum(first, end)
-    # a row whose range is empty has lo >= hi, so that nothing is full
+    # a row with an empty range has lo >= hi, so no tile is full
     full = tl.maximum((all_lo + TILE_N - 1) // TILE_N, first)
     full_end = tl.maximum(tl.minimum(all_hi // TILE_N, end), full)
     full = tl.minimum(full, full_end)
@@ -44,9 +43,9 @@ def _run(spread, TILE_N: tl.constexpr):
 
 @triton.jit
 def by_ranges(spread, other, TILE_N: tl.constexpr, RANGES: tl.constexpr):
-    """``Runs`` of rows that see one range or two, which may overlap.
+    """``Runs`` for rows with one range or two, which may overlap.
 
-    spread, other: what ``_spread`` says of each, of limits clipped to 0 .. seqlen_k; a tile more than that is visited for nothing.
+    spread, other: ``_spread`` of each range, with limits clipped to 0 .. seqlen_k; beyond them tiles would be visited for nothing.
     """
     one = _run(spread, TILE_N)
     if RANGES == 1:
@@ -66,15 +65,15 @@ def by_ranges(spread, other, TILE_N: tl.constexpr, RANGES: tl.constexpr):
 
 @triton.jit
 def _joined(one, two):
-    """The runs of two ranges' tiles, each tile once."""
-    # the range that begins first; one without tiles begins nowhere
+    """The runs of the tiles of two ranges, each tile once."""
+    # a is the range that begins first; one without tiles comes second
     swap = (two.first < two.end) & ((two.first < one.first) | (one.first >= one.end))
     a0, a1 = tl.where(swap, two.first, one.first), tl.where(swap, two.end, one.end)
     b0, b1 = tl.where(swap, one.first, two.first), tl.where(swap, one.end, two.end)
     f0, f1 = tl.where(swap, two.full, one.full), tl.where(swap, two.full_end, one.full_end)
     g0, g1 = tl.where(swap, one.full, two.full), tl.where(swap, one.full_end, two.full_end)
     b1 = tl.maximum(b1, b0)
-    # full runs in order, the second without what the first has; an empty one sits where the other begins
+    # full runs in order, the second one without tiles of the first; an empty one is placed where the other begins
     f0, f1 = tl.where(f0 < f1, f0, a0), tl.where(f0 < f1, f1, a0)
     g0, g1 = tl.where(g0 < g1, g0, tl.maximum(b0, f1)), tl.where(g0 < g1, g1, tl.maximum(b0, f1))
     turn = g0 < f0
@@ -82,7 +81,7 @@ def _joined(one, two):
     f1, g1 = tl.where(turn, g1, f1), tl.where(turn, f1, g1)
     g0 = tl.maximum(g0, f1)
     g1 = tl.maximum(g1, g0)
-    # where the ranges' tiles meet, what lies between is one run
+    # if the ranges' tiles meet, the tiles between are one run
     apart = (b0 >= a1) & (b0 < b1)
     end = tl.maximum(a1, tl.where(b0 < b1, b1, a1))
     middle = tl.where(apart, a1, g0)
@@ -126,9 +125,9 @@ def _ranged_partial(runs, i, RANGES: tl.constexpr):
 
 @triton.jit
 def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr):
-    """``ListedTiles`` of one line of ``lists``, whose counts are at ``line``, its indices from ``place``.
+    """``ListedTiles`` of one line of ``lists``, with counts at ``line`` and indices from ``place``.
 
-    A listed tile is cut in tiles of the kernel's. Those of full ones that the sequence's end cuts come after the partial ones.
+    A listed tile is divided into the kernel's tiles. Tiles of full ones that the sequence's end cuts come after the partial ones.
     """
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
     partial = tl.load(lists.partial_count + line) * CUT
@@ -161,7 +160,7 @@ def _listed_full(listed, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
 
 @triton.jit
 def _listed_partial(listed, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """(first key, end, whether all of it is visible) of the i-th partial tile, full ones that are cut among them."""
+    """(first key, end, whether all of it is visible) of the i-th partial tile; these include full tiles that are cut."""
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
     is_full = i >= listed.listed
     at = tl.where(is_full, i - listed.listed + listed.full, i)
@@ -177,13 +176,13 @@ def _inside(limit, seqlen_k):
 
 @triton.jit
 def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
-    """[TILE_M] limits of a row's keys, from one for each row or for all."""
+    """[TILE_M] limits of a row's keys, from one limit per row or one for all."""
     return tl.reshape(_inside(limit + tl.zeros((TILE_M, 1), tl.int32), seqlen_k), (TILE_M,))
 
 
 @triton.jit
 def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
-    """What a row's limits say, of keys that are there: (lo, hi) or (lo, hi, lo, hi), in the shape that each has."""
+    """A row's limits clipped to existing keys, (lo, hi) or (lo, hi, lo, hi), each in its own shape."""
     if RANGES == 1:
         return limits[0], tl.minimum(limits[1], seqlen_k)
     else:
@@ -192,7 +191,7 @@ def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
 
 @triton.jit
 def place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch. strides: ``ListStrides``."""
+    """(the line of counts, the first place of indices) in block lists, dense or of a varlen batch. strides: ``ListStrides``."""
     head = h.to(tl.int64) * strides.head
     if HAS_ENTRIES:
         at = head + sequence.lists_line + line
@@ -205,7 +204,7 @@ def place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N: tl.constexpr
 
 @triton.jit
 def _spread_of(mask_rows, AT: tl.constexpr, seqlen_k, TILE_M: tl.constexpr, IS_RISING: tl.constexpr):
-    """``_spread`` of the range whose limits are ``mask_rows[AT]`` and the next, or IS_RISING of the first row's and the last's."""
+    """``_spread`` of the range with limits ``mask_rows[AT]`` and the next; with IS_RISING from the first and the last row only."""
     if IS_RISING:
         first, last = mask_rows
         return (
@@ -221,10 +220,11 @@ def visits_of(
     RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, IS_RISING: tl.constexpr,
 ):  # fmt: skip
-    """(what ``full_at`` and ``partial_at`` read, full tiles, partial tiles) of a row tile: by its limits, or by lists (RANGES of 0).
+    """(the argument of ``full_at`` and ``partial_at``, number of full tiles, of partial tiles) of a row tile: by its limits, or by lists
+    (RANGES of 0).
 
-    mask_rows: what the mask keeps of every row, or IS_RISING of the first and of the last, of limits that no later row has lower: a
-    program that compares all rows waits for shared memory twice before it can ask for keys."""
+    mask_rows: the mask's row values of every row. With IS_RISING, where limits never decrease, only of the first and the last row: a
+    program that reduces over all rows waits for shared memory twice before it can load keys."""
     if RANGES == 0:
         counts_at, places_at = place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N, HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
@@ -250,7 +250,7 @@ def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.cons
 
 @triton.jit
 def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """(first key, end, whether all of it is visible whatever the mask says) of the i-th partial tile."""
+    """(first key, end, whether all of it is visible regardless of the mask) of the i-th partial tile."""
     if RANGES > 0:
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from anyattn.backends.hopper.backward_config import DQ_CHUNK
 from anyattn.backends.hopper.kernel.bulk_copy import add_floats
 
 __all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds"]
@@ -31,6 +32,7 @@ class Adds:
         here, tile of keys, first row in storage). keys: (copy atom, tensor) of dK and dV. leaving: these in shared memory."""
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
+        direct = DQ_CHUNK * self.config.dq_direct  # the first numbers of a step, which the warp groups add from registers
         more, step = Int32(1), Int32(0)
         ahead, passed = (Int32(-1), Int32(0), Int32(0)), Int32(0)
         for group in cutlass.range_constexpr(groups):
@@ -49,8 +51,8 @@ class Adds:
                         if const_expr(turns is not None and group == 0):
                             if step == 0:
                                 self._await(turns, (m, head, entry), turn, ahead, passed)
-                        target = sums[entry, head, m, None].iterator + group * size + step * (size // steps)
-                        add_floats(target, dq[None, None, None, group].iterator, 4 * size // steps)
+                        target = sums[entry, head, m, None].iterator + group * size + step * (size // steps) + direct
+                        add_floats(target, dq[None, None, None, group].iterator + direct, 4 * (size // steps - direct))
                         cute.arch.cp_async_bulk_commit_group()
                         if const_expr(turns is None):
                             cute.arch.cp_async_bulk_wait_group(0, read=True)

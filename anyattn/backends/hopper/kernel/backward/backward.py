@@ -155,6 +155,12 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         to_q = make(dtype, dtype, across, across, Float32, (by_rows, groups // by_rows, 1), (64, d * by_rows // groups))
         return scores, to_v, to_k, to_q
 
+    def scores_from_registers(self) -> Any:
+        """S^T and dP^T for the columns of K and V that are held in registers."""
+        along, groups, source = OperandMajorMode.K, self.config.tiles.warp_groups, warpgroup.OperandSource.RMEM
+        shape = (64, self.config.tiles.tile_m)
+        return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, (groups, 1, 1), shape, source)
+
     def _shared(self, layouts: tuple) -> Any:
         tiles, dtype = self.config.tiles, self.dtype
         sizes, facts = [cute.cosize(layout) for layout in layouts], self._facts()
@@ -216,8 +222,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             storage.place.get_tensor(cute.make_layout((NOTED, tiles.warp_groups))),
         )
         # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
-        chunks = self.config.dq_numbers // (512 * tiles.warp_groups)
-        dq = storage.dq.get_tensor(cute.make_layout((4, 128, chunks, tiles.warp_groups)))
+        dq = storage.dq.get_tensor(cute.make_layout((4, 128, self.config.dq_chunks, tiles.warp_groups)))
         diagonals = storage.diagonals.get_tensor(cute.make_layout(self.config.scratch // 4)) if const_expr(self.config.scratch) else None
         leaving = self.leaving(storage, smem)
         captured = (*captured, diagonals)
@@ -236,7 +241,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             keys = (*zip(key_atoms, key_gmem), *plain)
-            self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, dq, pipes, board, keys, scales, captured)
+            self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, (dq, sums[2]), pipes, board, keys, scales, captured)
 
     def _facts(self) -> int:
         """Numbers of a tile of keys on the board."""

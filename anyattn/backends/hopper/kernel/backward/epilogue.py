@@ -25,6 +25,11 @@ class StoresKeys:
         if self.config.frees_keys:
             cute.arch.barrier(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
 
+    def release_keys(self, pipes: Any, key_state: Any) -> None:
+        """Gives the places of K and V back to the producer."""
+        pipes[2].consumer_release(key_state)
+        pipes[3].consumer_release(key_state)
+
     @cute.jit
     def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
         """keys: (copy atom, tensor) of dK and dV, and with entries dK and dV as they are. about: the warp group, the thread, and what the
@@ -33,13 +38,12 @@ class StoresKeys:
         pipes, key_state = held
         sums[0].store(sums[0].load() * scale)
         if const_expr(self.config.frees_keys):
-            pipes[2].consumer_release(key_state)
-            pipes[3].consumer_release(key_state)
+            if facts.total == 0:  # otherwise the last row tile has released them
+                self.release_keys(pipes, key_state)
             self._keys_told(sums, mmas, leaving, keys, about, facts, place)
         else:
             self._tile_stored(sums, mmas, leaving, keys, about, facts, place)
-            pipes[2].consumer_release(key_state)
-            pipes[3].consumer_release(key_state)
+            self.release_keys(pipes, key_state)
 
     @cute.jit
     def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):

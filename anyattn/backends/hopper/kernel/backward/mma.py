@@ -8,9 +8,11 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.backward_config import DQ_CHUNK
 from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
+from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.mma import Multiplies
 
@@ -25,12 +27,16 @@ class MultipliesBack:
 
     config: Any
 
+    scores_from_registers: Any
+    release_keys: Any
+
     _product = Multiplies._product
 
     @cute.jit
-    def multiply(self, thread, mmas, in_smem, leaving, statistics, dq_in_smem, pipes, board, keys, scales, captured):
+    def multiply(self, thread, mmas, in_smem, leaving, statistics, of_dq, pipes, board, keys, scales, captured):
         """Tile after tile of keys, as the board says. in_smem: Q, dO, K, V and dS. leaving: dK and dV in shared memory. statistics: lse and
-        delta in shared memory. keys: (copy atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
+        delta in shared memory. of_dq: its part in shared memory, its sums in global memory. keys: (copy atom, tensor) of dK and dV. scales:
+        the softmax scale, and that times log2(e)."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         to_scores, to_v, to_k, to_q = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -38,23 +44,24 @@ class MultipliesBack:
         of_scores, of_v, of_k, of_q = (mma.get_slice(groups(group)) for mma in mmas)
         _, _, _, _, ds = in_smem
         operands = self.operands((of_scores, of_v, of_k, of_q), in_smem)
-        mine, of_dq = to_scores.get_slice(thread), (d, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, d)
+        mine, dq_shape = to_scores.get_slice(thread), (d, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, d)
         positions = rows_and_columns(mine.partition_C(cute.make_identity_tensor((tiles.tile_n, tiles.tile_m))))
         shapes = (
             mine.partition_shape_C((tiles.tile_n, tiles.tile_m)),
-            to_q.get_slice(thread).partition_shape_C(of_dq),
+            to_q.get_slice(thread).partition_shape_C(dq_shape),
         )
         dk = cute.make_rmem_tensor(to_k.get_slice(thread).partition_shape_C((tiles.tile_n, d)), Float32)
         dv_acc = cute.make_rmem_tensor(to_v.get_slice(thread).partition_shape_C((tiles.tile_n, dv)), Float32)
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), to_scores).get_slice(thread)
-        fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, dq_in_smem))
+        fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, *of_dq))
         if const_expr(self.config.sums):
             self.begin_scratch(captured)
         self._key_tiles(fixed, (dk, dv_acc), in_smem, leaving, keys, scales, captured)
 
     def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
-        """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory. slices: a warp group's parts of the products."""
-        of_scores, of_v, of_k, of_q = slices
+        """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory; K and V as (columns held in registers, all columns). slices: a warp
+        group's parts of the products."""
+        tiles, (of_scores, of_v, of_k, of_q) = self.config.tiles, slices
         q, dout, k, v, ds = in_smem
         ds_t, k_t = _transposed(ds), _transposed(k)
         if self.config.tiles.transposes_dq:
@@ -62,9 +69,9 @@ class MultipliesBack:
         else:
             of_dq = of_q.make_fragment_A(of_q.partition_A(ds_t)), of_q.make_fragment_B(of_q.partition_B(k_t))
         return (
-            of_scores.make_fragment_A(of_scores.partition_A(k)),
+            (self._held(tiles.holds_k), of_scores.make_fragment_A(of_scores.partition_A(k))),
             of_scores.make_fragment_B(of_scores.partition_B(q)),
-            of_scores.make_fragment_A(of_scores.partition_A(v)),
+            (self._held(tiles.holds_v), of_scores.make_fragment_A(of_scores.partition_A(v))),
             of_scores.make_fragment_B(of_scores.partition_B(dout)),
             of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
             of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
@@ -94,10 +101,11 @@ class MultipliesBack:
                     self.keys_wiped(in_smem, facts, group, thread)
                 self.keys_left()
                 self.hold(fixed, in_smem)
-                for _ in cutlass.range(facts.total, unroll=1):
+                total = facts.total
+                for i in cutlass.range(total, unroll=1):
                     if const_expr(self.config.has_entries):
                         self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
-                    self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state), stage)
+                    self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()
                     stage = tiles.ds_stages - 1 - stage
@@ -109,8 +117,58 @@ class MultipliesBack:
             work_state.advance()
         self._told(fixed, None, None)
 
+    def _held(self, columns: int) -> Any:
+        """Registers for so many columns of K or V, None for none."""
+        mma = self.scores_from_registers()
+        return mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_n, columns))) if columns else None
+
     def hold(self, fixed: Any, in_smem: Any) -> None:
-        """Of a new tile of keys, what is to stay in registers: here nothing."""
+        """Reads the held columns of a new tile of K and V from shared memory, where K stays an operand of dQ."""
+        tiles, operands, thread = self.config.tiles, fixed[1], fixed[7]
+        for at, source, columns in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
+            if columns:
+                copy = cute.make_tiled_copy_A(
+                    cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self.scores_from_registers()
+                )
+                mine, part = copy.get_slice(thread), cute.local_tile(source[None, None, 0], (tiles.tile_n, columns), (0, 0))
+                cute.copy(copy, mine.partition_S(part), mine.retile(operands[at][0]))
+
+    @cute.jit
+    def _scores(self, mma, acc, first, second, columns: cutlass.Constexpr, from_zero: cutlass.Constexpr):
+        """S^T or dP^T by one product. first: its operand as (held, in shared memory); ``columns`` are held."""
+        held, whole = first
+        whole = whole[None, None, None, 0]
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(second, mode=[2])):
+            is_held = 16 * i < columns
+            atom = cute.make_mma_atom((self.scores_from_registers() if is_held else mma).op)
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or not from_zero)
+            cute.gemm(atom, acc, (held if is_held else whole)[None, None, i], second[None, None, i], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _both_begun(self, fixed, scores, dp, states):
+        """The products S^T and dP^T, under way; see ``BackwardTiles.delta``."""
+        q_state, do_state = states[0], states[1]
+        mmas, operands, positions, pipes, statistics = fixed[0], fixed[1], fixed[3], fixed[4], fixed[8]
+        k, q, v, dout = operands[:4]
+        tiles = self.config.tiles
+        if const_expr(tiles.delta == "before"):
+            pipes[1].consumer_wait(do_state)
+            self.begin_dp(dp, self.of_rows(statistics[1][None, do_state.index], positions))
+        pipes[0].consumer_wait(q_state)
+        self._scores(mmas[0], scores, k, q[None, None, None, q_state.index], tiles.holds_k, True)
+        if const_expr(tiles.delta != "before"):
+            pipes[1].consumer_wait(do_state)
+        if const_expr(tiles.delta == "between"):
+            self.begin_dp(dp, self.of_rows(statistics[1][None, do_state.index], positions))
+        self._scores(mmas[0], dp, v, dout[None, None, None, do_state.index], tiles.holds_v, tiles.delta == "behind")
+
+    def delta_behind(self, statistics: Any, do_state: Any, positions: Any) -> Any:
+        """delta of a thread's rows where it is subtracted from the finished dP, else None."""
+        if self.config.tiles.delta != "behind":
+            return None
+        return self.of_rows(statistics[1][None, do_state.index], positions)
 
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
         """What the board says of the visit and of the keys at work. said: the board and where it stands."""
@@ -131,31 +189,28 @@ class MultipliesBack:
         return KeyFacts(*(board[i, state.index] for i in range(len(KeyFacts._fields))))
 
     @cute.jit
-    def _row_tile(self, fixed, sums, scales, captured, states, stage):
+    def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """What one row tile adds to dK and dV, and its part of dQ on its way. What the board says of it and of its keys is read where it is
-        used rather than kept in registers."""
-        q_state, do_state, work_state = states
+        used rather than kept in registers. is_last: no row tile of these keys follows."""
+        q_state, do_state, work_state, key_state = states
         mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
-        k, q, v, dout, dout_t, q_t, ds_in_smem, k_t = operands
-        to_scores, to_v, to_k, to_q = mmas
+        _, _, _, _, dout_t, q_t, ds_in_smem, k_t = operands
+        _, to_v, to_k, to_q = mmas
         dk, dv = sums
         tiles = self.config.tiles
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
-        pipes[0].consumer_wait(q_state)
         said = (board, q_state, work_state)
-        self._product(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
-        pipes[1].consumer_wait(do_state)
-        self._product(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
+        self._both_begun(fixed, scores, dp, states)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
             self.hidden((scores,), positions, said, captured)
-            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            delta = self.delta_behind(statistics, do_state, positions)
             warpgroup.wait_group(0)
             self.score_gradients(scores, dp, delta)
         else:
-            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            delta = self.delta_behind(statistics, do_state, positions)
             warpgroup.wait_group(0)
             late = self.late_parts(shapes[0])
             if const_expr(self.config.sums_while_made):
@@ -181,6 +236,9 @@ class MultipliesBack:
         self._product(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
+        if const_expr(self.config.frees_keys):  # dQ was their last product; the next ones come while dK is finished and stored
+            if is_last:
+                self.release_keys(pipes, key_state)
         self._told(fixed, dq, said)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
@@ -194,11 +252,13 @@ class MultipliesBack:
         cute.copy(store, store.retile(narrow), store.partition_D(target))
 
     @cute.jit
-    def _told(self, fixed, dq, said):
+    def _told(self, fixed, dq, said, step: cutlass.Constexpr = 0):
         """A warp group's part of dQ, or of dQ^T, into shared memory, once what stood there has been read, and where it belongs; ``dq`` is
         None at the end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them
-        in order)."""
+        in order). The first chunks are added to global memory from here. step: the part of dQ, of ``dq_steps``."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
+        if const_expr(dq is not None and self.config.dq_direct > 0):
+            self._added(fixed, rows_and_columns(dq), said, step)
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
             place = self._place(said)
@@ -207,12 +267,23 @@ class MultipliesBack:
         if const_expr(dq is not None):
             chunk = cute.make_rmem_tensor(4, Float32)
             own = rows_and_columns(dq)
-            for c in cutlass.range_constexpr(cute.size(own, mode=[1]) // 2):
+            for c in cutlass.range_constexpr(self.config.dq_direct, cute.size(own, mode=[1]) // 2):
                 for i in cutlass.range_constexpr(4):
                     chunk[i] = own[i // 2, 2 * c + i % 2]
                 cute.autovec_copy(chunk, in_smem[None, thread % 128, c, group])
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
+
+    @cute.jit
+    def _added(self, fixed, own, said, step: cutlass.Constexpr):
+        """The first chunks of one step of dQ, added from registers."""
+        group, sums, config = fixed[6], fixed[9][3], self.config
+        m, head, entry, _ = self._place(said)
+        lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # in the warp group
+        before = (group * config.tiles.dq_steps + step) * config.dq_chunks * DQ_CHUNK
+        first = sums[entry, head, m, None].iterator + (before + 4 * lane)
+        for c in cutlass.range_constexpr(config.dq_direct):
+            add_four_to((first + c * DQ_CHUNK).toint(), [own[i // 2, 2 * c + i % 2] for i in range(4)])
 
 
 def _transposed(x: Any) -> Any:

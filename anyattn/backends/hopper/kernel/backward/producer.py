@@ -42,10 +42,7 @@ class LoadsRows:
             facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
             self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place)))
             work_state.advance()
-            place = (n_block, kv_head, keys_place)
-            self._keys(copies[2], in_smem[2], self.config.head_dim, pipes[2], key_state, place)
-            self._keys(copies[3], in_smem[3], self.config.head_dim_v, pipes[3], key_state, place)
-            key_state.advance()
+            place, waits_for_keys = (n_block, kv_head, keys_place), Int32(1)
             for which in cutlass.range(sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
                 of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured)
@@ -57,6 +54,12 @@ class LoadsRows:
                     self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
                     q_state.advance()
                     do_state.advance()
+                    if waits_for_keys != 0:  # the first rows go first: their stages are free before the places of K and V are
+                        self._k_and_v(copies, in_smem, pipes, key_state, place)
+                        waits_for_keys = Int32(0)
+            if waits_for_keys != 0:  # no row tile sees the keys
+                self._k_and_v(copies, in_smem, pipes, key_state, place)
+            key_state.advance()
             # drawn as late as can be: a tile drawn early waits for this one while other blocks run out of work
             work = cute.arch.shuffle_sync(self._next_drawn(counter, total, workers), 0)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
@@ -78,6 +81,11 @@ class LoadsRows:
     def _next_drawn(self, counter, total, workers):
         """The next one."""
         return self._drawn(counter, total, Int32(0) if const_expr(self.config.is_deterministic) else workers)
+
+    @cute.jit
+    def _k_and_v(self, copies, in_smem, pipes, state, place):
+        self._keys(copies[2], in_smem[2], self.config.head_dim, pipes[2], state, place)
+        self._keys(copies[3], in_smem[3], self.config.head_dim_v, pipes[3], state, place)
 
     @cute.jit
     def _keys(self, copy, in_smem, head_dim: cutlass.Constexpr, pipe, state, place):

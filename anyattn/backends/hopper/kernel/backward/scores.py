@@ -13,11 +13,13 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
 from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, bit_of, both, holds_at
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_of
-from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.backends.hopper.kernel.fragment import negative, rows_and_columns
 from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Scores", "Seen"]
+
+_NOTHING = -0.0  # of a pair that is hidden: one selection, where of +0.0 the compiler makes a shift and an AND
 
 
 class Scores:
@@ -47,12 +49,19 @@ class Scores:
             for r in range(cute.size(s, mode=[0])):
                 s[r, c] = cute.math.exp2(cute.math.fma(s[r, c], scale_log2, -lse[c]), fastmath=True)
 
+    def begin_dp(self, dp: Any, delta: Any) -> None:
+        """Sets the accumulators of dP to -delta, which its product then adds to."""
+        dp, between = rows_and_columns(dp), self.config.tiles.delta == "between"
+        for c in range(cute.size(dp, mode=[1])):
+            for r in range(cute.size(dp, mode=[0])):
+                dp[r, c] = -delta[c] if between else negative(delta[c])
+
     def score_gradients(self, p: Any, dp: Any, delta: Any) -> None:
-        """Turns dP into the scores' gradients, P times (dP - delta), in place."""
+        """Turns dP into the scores' gradients, P times (dP - delta), in place. delta: None if it is subtracted already."""
         p, dp = rows_and_columns(p), rows_and_columns(dp)
         for c in range(cute.size(p, mode=[1])):
             for r in range(cute.size(p, mode=[0])):
-                dp[r, c] = p[r, c] * (dp[r, c] - delta[c])
+                dp[r, c] = p[r, c] * (dp[r, c] if delta is None else dp[r, c] - delta[c])
 
     def modified(
         self,
@@ -67,8 +76,9 @@ class Scores:
         late: tuple = (),
         seen: Any = None,
     ) -> None:
-        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient. late: for each of
-        the mod's further outputs what takes the products with it, by key and query row. seen: None, or which pairs are (``Seen``)."""
+        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient. delta: see
+        ``score_gradients``. late: for each of the mod's further outputs what takes the products with it, by key and query row. seen: None,
+        or which pairs are (``Seen``)."""
         s, grad = rows_and_columns(scores), rows_and_columns(dp)
         visit, facts = self.said_of(said)
 
@@ -77,7 +87,7 @@ class Scores:
 
         def store(r: int, c: int, value: Any, derivative: Any, *factors: Any) -> None:
             p = cute.math.exp2(cute.math.fma(Float32(value), Float32(LOG2E), -lse[r]), fastmath=True)
-            ds = p * (grad[c, r] - delta[r])
+            ds = p * (grad[c, r] if delta is None else grad[c, r] - delta[r])
             if seen is not None:
                 p, ds = (select(seen.holds(c, r), x, Float32(0.0), "float") for x in (p, ds))
             for f, factor in zip(late, factors, strict=True):
@@ -144,7 +154,7 @@ class Scores:
             words = tuple(seen[r * line.words + i] for i in range(line.words))
             for c in range(line.positions):
                 for f in fragments:
-                    f[r, c] = select(holds_at(words, c), f[r, c], Float32(0.0), "float")
+                    f[r, c] = select(holds_at(words, c), f[r, c], Float32(_NOTHING), "float")
 
     def _line(self, positions: Any, visit: Any) -> Line:
         """The query rows of a tile, of which a thread has many for each key."""
@@ -198,13 +208,13 @@ class Scores:
                     inside = (key >= low) & (key < high)
                     seen = inside if seen is None else seen | inside
                 for f in fragments:
-                    f[r, c] = select(seen, f[r, c], Float32(0.0), "float")
+                    f[r, c] = select(seen, f[r, c], Float32(_NOTHING), "float")
 
     def _ask_each(self, fragments: tuple, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:
         def store(r: int, c: int, seen: Any) -> None:
             seen = Boolean(seen) if not isinstance(seen, bool) else seen
             for f in fragments:
-                f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
+                f[c, r] = select(seen, f[c, r], Float32(_NOTHING), "float")
 
         emit(separated(expr, NEAR_BOX, "kv_idx"), *self.captured(captured, at), places, None, store)
 

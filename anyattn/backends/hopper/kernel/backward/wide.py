@@ -16,7 +16,7 @@ class HopperWideBackward(MultipliesWide, HopperBackward):
     """Attention backward for one ``BackwardConfig`` whose tiles have ``shares_keys``."""
 
     def scores_from_registers(self) -> Any:
-        """S^T and dP^T where their first operand is held in registers."""
+        """S^T and dP^T for the columns of K and V that are held in registers; warp groups divide the rows of the tile."""
         along, groups, rows = OperandMajorMode.K, self.config.tiles.warp_groups, self.config.tiles.tile_m
         shape, source = (64, rows // groups), warpgroup.OperandSource.RMEM
         return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, (1, groups, 1), shape, source)

@@ -5,7 +5,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from anyattn.backends.hopper.kernel.backward.epilogue import READ, STORED
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
@@ -27,72 +27,42 @@ class MultipliesWide(MultipliesBack):
 
     config: Any
     dtype: Any
-    scores_from_registers: Any
     _into: Any
     _sent: Any
 
     def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
         """Those of ``MultipliesBack``, then P^T and dS^T as the first operands of dV and dK."""
-        tiles = self.config.tiles
         _, of_v, of_k, _ = slices
         exchanged = in_smem[4]
         firsts = (of_v.make_fragment_A(of_v.partition_A(exchanged)), of_k.make_fragment_A(of_k.partition_A(exchanged)))
-        found = list(MultipliesBack.operands(self, slices, in_smem))
-        for at, is_held, columns in ((0, tiles.holds_k, self.config.head_dim), (2, tiles.holds_v, self.config.head_dim_v)):
-            if is_held:
-                mma = self.scores_from_registers()
-                found[at] = mma.make_fragment_A(mma.partition_shape_A((tiles.tile_n, columns)))
-        return (*found, *firsts)
-
-    def hold(self, fixed: Any, in_smem: Any) -> None:
-        """Reads K and V, as far as they are held, out of shared memory, where K stays an operand of dQ."""
-        tiles, operands, thread = self.config.tiles, fixed[1], fixed[7]
-        for at, source, is_held in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
-            if is_held:
-                copy = cute.make_tiled_copy_A(
-                    cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self.scores_from_registers()
-                )
-                mine = copy.get_slice(thread)
-                cute.copy(copy, mine.partition_S(source[None, None, 0]), mine.retile(operands[at]))
-
-    def _scores(self, mma: Any, acc: Any, first: Any, second: Any, is_held: bool) -> None:
-        """S^T or dP^T by one product."""
-        if is_held:
-            self._product(self.scores_from_registers(), acc, first, second, True)
-        else:
-            self._product(mma, acc, first[None, None, None, 0], second, True)
+        return (*MultipliesBack.operands(self, slices, in_smem), *firsts)
 
     @cute.jit
-    def _row_tile(self, fixed, sums, scales, captured, states, stage):
+    def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """As in ``MultipliesBack``; stage: of P."""
-        q_state, do_state, work_state = states
+        q_state, do_state, work_state, _ = states
         mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
-        k, q, v, dout, dout_t, q_t, ds_t, k_t, p, ds = operands
-        to_scores, to_v, to_k, to_q = mmas
+        _, _, _, _, dout_t, q_t, ds_t, k_t, p, ds = operands
+        _, to_v, to_k, to_q = mmas
         dk, dv = sums
         of_ds = self.config.tiles.ds_stages
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
-        pipes[0].consumer_wait(q_state)
         said = (board, q_state, work_state)
-        self._scores(to_scores, scores, k, q[None, None, None, q_state.index], self.config.tiles.holds_k)
-        pipes[1].consumer_wait(do_state)
-        self._scores(to_scores, dp, v, dout[None, None, None, do_state.index], self.config.tiles.holds_v)
+        self._both_begun(fixed, scores, dp, states)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
             self.hidden((scores,), positions, said, captured)
         else:
-            delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
+            self.modified(scores, dp, lse, None, positions, said, scales[0], captured)
             self.hidden((scores, dp), positions, said, captured)
         self._exchanged(places, scores, stage, _P_WRITTEN)
         self._product(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.score is None):
-            delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(1)
-            self.score_gradients(scores, dp, delta)
+            self.score_gradients(scores, dp, None)
         self._exchanged(places, dp, of_ds, _DS_WRITTEN)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
         self._product(to_q, dq, ds_t[None, None, None, of_ds], k_t[None, None, None, 0], True)
@@ -102,7 +72,7 @@ class MultipliesWide(MultipliesBack):
         warpgroup.wait_group(1)
         steps = self.config.tiles.dq_steps
         for step in cutlass.range_constexpr(steps):
-            self._told(fixed, columns_of(dq, step, steps), said)
+            self._told(fixed, columns_of(dq, step, steps), said, step)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 

@@ -1,4 +1,4 @@
-"""Additions and stores of single numbers in global memory, left out where the number is 0."""
+"""Additions and stores of single values in global memory, skipped if the value is 0."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["add_to", "always_add_to", "moved", "store_to"]
+__all__ = ["add_four_to", "add_to", "always_add_to", "moved", "store_to"]
 
-_NOT_ZERO = "setp.neu.f32 p, $1, 0f00000000;"  # which a NaN is not either
+_NOT_ZERO = "setp.neu.f32 p, $1, 0f00000000;"  # true for NaN, too
 
 
 @dsl_user_op
 def add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Adds a float32 to the one at the address ``target``; no thread waits for it."""
+    """Adds a float32 to the one at address ``target``, unless it is 0; no thread waits for the result."""
     _run(f"{{ .reg .pred p; {_NOT_ZERO} @p red.relaxed.gpu.global.add.f32 [$0], $1; }}", target, value, loc, ip)
 
 
 @dsl_user_op
 def always_add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """The same for numbers that are rarely 0: leaving one out takes a branch."""
+    """``add_to`` without the test, for values that are rarely 0: skipping one takes a branch."""
     _run("red.relaxed.gpu.global.add.f32 [$0], $1;", target, value, loc, ip)
 
 
 @dsl_user_op
+def add_four_to(target: Any, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Adds four float32 to those at the address ``target``, a multiple of 16."""
+    operands = [Int64(target).ir_value(loc=loc, ip=ip), *(Float32(value).ir_value(loc=loc, ip=ip) for value in values)]
+    text, dialect = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", llvm.AsmDialect.AD_ATT
+    constraints = "l,f,f,f,f,~{memory}"
+    llvm.inline_asm(None, operands, text, constraints, has_side_effects=True, is_align_stack=False, asm_dialect=dialect, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_to(target: Any, value: Any, dtype: Any, offset: int = 0, *, loc: Any = None, ip: Any = None) -> None:
-    """Stores a float32 as ``dtype``, float32, bfloat16 or float16, at the address ``target``, and ``offset`` entries behind it."""
+    """Stores a nonzero float32 as ``dtype`` (float32, bfloat16 or float16) ``offset`` entries after the address ``target``."""
     if dtype is Float32:
         text = f"{{ .reg .pred p; {_NOT_ZERO} @p st.global.f32 [$0+{4 * offset}], $1; }}"
     else:
@@ -39,8 +48,8 @@ def store_to(target: Any, value: Any, dtype: Any, offset: int = 0, *, loc: Any =
 
 @dsl_user_op
 def moved(address: Any, step: Any, at: Any, end: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The address ``step`` bytes on, if ``at`` is below ``end``. The compiler does not see it: it would keep the steps to all rows in
-    registers."""
+    """The address ``step`` bytes on if ``at`` is below ``end``, else the same. Assembly hides the addition from the compiler, which would
+    keep the addresses of all rows in registers."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int64(step), Int32(at), Int32(end))]
     dialect = llvm.AsmDialect.AD_ATT
     text = "{ .reg .pred p; setp.lt.s32 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $0, $2; }"

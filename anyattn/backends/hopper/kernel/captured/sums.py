@@ -1,6 +1,6 @@
-"""Gradients of captured tensors in the backward kernel: what a tile's pairs add, summed by what shares an entry, to global memory.
+"""Gradients of captured tensors in the backward kernel: sums over a tile's pairs that share an entry, added to global memory.
 
-In a fragment of S transposed the lanes of a warp, 4 g + t, have keys g and g + 8 of the warp's 16, and query rows 8 j + 2 t and the next.
+In a fragment of S transposed lane 4 g + t of a warp holds keys g and g + 8 of the warp's 16, and query rows 8 j + 2 t and the next.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
 __all__ = ["SumsCaptured"]
 
-_WARPS_BEFORE = 4  # of the warp group that loads and adds
+_WARPS_BEFORE = 4  # warps of the warp group that loads and adds
 
 
 class SumsCaptured:
-    """What ``HopperBackward`` adds to the gradients of captured tensors. ``captured`` holds, behind numbers and tensors, the totals and
-    the warps' shared memory for diagonals. There is no branch, for products are under way."""
+    """The part of ``HopperBackward`` that adds to the gradients of captured tensors. ``captured`` holds numbers, tensors, the totals and
+    the warps' shared memory for diagonals. The code has no branch, because products are in flight."""
 
     config: Any
     said_of: Any
@@ -33,7 +33,7 @@ class SumsCaptured:
 
     @cute.jit
     def begin_scratch(self, captured):
-        """Zeros in a warp's shared memory for diagonals: what no store of a tile reaches stays so."""
+        """Zeroes a warp's shared memory for diagonals: places to which no tile stores stay 0."""
         if const_expr(captured[3] is not None):
             size = scratch_of_warp(self.config.tiles.tile_m)
             first = (cute.arch.warp_idx() - _WARPS_BEFORE) * size + cute.arch.lane_idx()
@@ -42,16 +42,16 @@ class SumsCaptured:
             cute.arch.sync_warp()
 
     def late_parts(self, shape: Any) -> tuple:
-        """For each sum with a factor that reads the score a fragment for the products, or the running sums of a thread's keys."""
+        """For each sum with a ``late`` factor a fragment for the products, or the running sums of a thread's keys."""
         late = [s for s in self.config.sums if s.late is not None]
         return tuple(_Running() if s.is_running else cute.make_rmem_tensor(shape, Float32) for s in late)
 
     def late_views(self, late: tuple) -> tuple:
-        """The same by key and query row."""
+        """``late_parts`` viewed by key and query row."""
         return tuple(x if isinstance(x, _Running) else rows_and_columns(x) for x in late)
 
     def add_sums(self, ds: Any, late: tuple, positions: Any, said: Any, captured: Any) -> None:
-        """Of one row tile. ds: the gradients of scores; late: see ``late_parts``; all 0 where a row does not see a key."""
+        """Adds the sums of one row tile. ds: the gradients of scores; late: see ``late_parts``; all 0 where a row does not see a key."""
         visit, facts = self.said_of(said)
         places, behind = self._places(positions, visit, facts), 0
         ways = {
@@ -68,7 +68,7 @@ class SumsCaptured:
             ways[total.kind](total, values, positions, visit, facts, captured)
 
     def _parts_of(self, total: Any, parts: Any, places: dict[str, Any], captured: Any) -> Any:
-        """What each pair adds, by key and query row of the fragment."""
+        """The contribution of each pair, by key and query row of the fragment."""
         keys, rows = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
         if total.factor is None:
             return [[parts[r, c] for c in range(rows)] for r in range(keys)]
@@ -83,13 +83,13 @@ class SumsCaptured:
         return found
 
     def _add_head(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """One number of each warp."""
+        """Adds one value per warp."""
         value = _over_lanes(_sum([_sum(line) for line in values]), (1, 2, 4, 8, 16))
         target = self._entry(total, captured, facts.entry, visit.head, Int32(0), Int32(0))
         add_to(target, select(cute.arch.lane_idx() == 0, value, Float32(0.0), "float"))
 
     def _add_keys(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """Of a key's four lanes t = 0 sends the sum of the first key's rows, t = 1 that of the other's, 8 further on."""
+        """Adds one value per key. Of the four lanes of a key t = 0 sends the first key's sum, t = 1 that of the key 8 further on."""
         low, high = (_over_lanes(_sum(line), (1, 2)) for line in values)
         side = cute.arch.lane_idx() % 4
         _, key = self._first(positions, visit, facts)
@@ -98,7 +98,7 @@ class SumsCaptured:
         add_to(self._entry(total, captured, facts.entry, visit.head, Int32(0), key), value)
 
     def _add_rows(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """Lanes g halve the rows among them, three times: then each has the sums of its own."""
+        """Adds one value per row. In three exchanges lanes g halve the rows between them; then each holds the sums of its own rows."""
         own, lane = [low + high for low, high in zip(*values, strict=True)], cute.arch.lane_idx()
         apart = [c // 2 * 8 + c % 2 for c in range(len(own))]
         row, _ = self._first(positions, visit, facts)
@@ -114,7 +114,8 @@ class SumsCaptured:
             always_add_to(target, value)
 
     def _add_diagonals(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """Each lane g writes a line of its two keys' pairs, one place to the left of that of the lane before; columns are diagonals."""
+        """Adds one value per diagonal. Each lane g writes a line of its two keys' pairs, shifted by one place,
+        so that columns are diagonals."""
         tiles, lane, scratch = self.config.tiles, cute.arch.lane_idx(), captured[3]
         count, width = diagonals_of(tiles.tile_m)
         group, first = lane // 4, (cute.arch.warp_idx() - _WARPS_BEFORE) * scratch_of_warp(tiles.tile_m)
@@ -132,13 +133,13 @@ class SumsCaptured:
         cute.arch.sync_warp()
         row, key = self._first(positions, visit, facts)
         least = (row - lane % 4 * 2) - (key - group) - 15 + lane
-        for i, value in enumerate(found):  # asked at one pair of each diagonal
+        for i, value in enumerate(found):  # the index is evaluated at one pair of each diagonal
             distance = cutlass.max(cutlass.min(least + 32 * i, facts.seqlen_q - 1), 1 - facts.seqlen_k)
             q_idx, kv_idx = cutlass.max(distance, 0), cutlass.max(-distance, 0)
             add_to(self._entry(total, captured, facts.entry, visit.head, q_idx, kv_idx), value)
 
     def _add_pairs(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """Rows and keys past the last add their zeros where the last ones do."""
+        """Adds every pair. Rows and keys past the last add zeros to the entries of the last ones."""
         _, key = self._first(positions, visit, facts)
         goal = captured[2][total.total]
         for c, target in enumerate(self._row_entries(total, len(values[0]), positions, visit, facts, captured)):
@@ -147,13 +148,13 @@ class SumsCaptured:
             always_add_to(other, values[1][c])
 
     def _store_pairs(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """Of rows and keys past the last there is nothing to store."""
+        """Stores every pair. For rows and keys past the last every value is 0, which is not stored."""
         for c, target in enumerate(self._row_entries(total, len(values[0]), positions, visit, facts, captured)):
             for r in range(len(values)):
                 store_to(target, values[r][c], captured[2][total.total].element_type, 8 * r)
 
     def _row_entries(self, total: Any, count: int, positions: Any, visit: Any, facts: Any, captured: Any) -> Iterator[Any]:
-        """Where the entries of a thread's first key and each of its rows lie; of rows past the last, the last one's."""
+        """The addresses of the entries of a thread's first key and each of its rows; rows past the last have the last row's."""
         goal, (row, key) = captured[2][total.total], self._first(positions, visit, facts)
         places = [total.place.nodes[at].attr for at in total.place.outputs]
         step = goal.stride[places.index("q_idx")] * (goal.element_type.width // 8)
@@ -165,7 +166,7 @@ class SumsCaptured:
             yield target
 
     def _add_each(self, total: Any, values: Any, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
-        """What follows one another in a thread and has one entry is sent together."""
+        """Adds the pairs of a thread in order; consecutive ones with the same entry are added together."""
         goal, waiting, first = captured[2][total.total], list[Any](), [0]
         numbers, tensors = self.captured(captured, 0)
 
@@ -179,14 +180,14 @@ class SumsCaptured:
             waiting.append((place, value))
 
         whole, count = self._places(positions, visit, facts), len(values[0])
-        for first[0] in range(0, count, 4):  # so few rows that their indices find room in registers
+        for first[0] in range(0, count, 4):  # few rows at a time: registers hold their indices
             rows = slice(first[0], first[0] + 4)
             places = whole | {"q_idx": whole["q_idx"][rows], "apart": whole["apart"][rows]}
             emit(total.place, numbers, tensors, places, None, store)
         add_to(self._address(total, goal, waiting[0][0]), waiting[0][1])
 
     def _entry(self, total: Any, captured: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """Where in its total the entry of a pair lies."""
+        """The address of a pair's entry in its total."""
         goal, place = captured[2][total.total], ()
         if total.place is not None:
             numbers, tensors = self.captured(captured, 0)
@@ -195,7 +196,7 @@ class SumsCaptured:
 
     def _address(self, total: Any, goal: Any, place: Any) -> Any:
         whole = [Int32(0)] if total.place is None else list(wrapped(total.place, place, goal))
-        if total.has_copies:  # warps add to copies of their own, and so do their lanes, side by side
+        if total.has_copies:  # each warp adds to its own copy, and each lane beside it
             block, _, _ = cute.arch.block_idx()
             place = 4 * self.config.tiles.warp_groups * block + cute.arch.warp_idx()
             place = place if total.kind == "head" else cute.arch.lane_idx() + 32 * place
@@ -204,7 +205,7 @@ class SumsCaptured:
 
 
 class _Running:
-    """Sums of a thread's two keys, in place of a fragment."""
+    """Running sums of a thread's two keys, which replace a fragment."""
 
     def __init__(self) -> None:
         self.by_key: list[Any] = [Float32(0.0), Float32(0.0)]

@@ -1,0 +1,118 @@
+"""Warm calls of ``create_block_mask`` on a GPU: the checks, the trace and the launches of a first call are remembered.
+
+A warm call reads the captured values of its mask, allocates lists, launches the kernels, and makes the block mask of the remembered fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from anyattn.call_cache.calls import TwoGenerationCache
+from anyattn.call_cache.rebind import Recipe
+from anyattn.call_cache.signature import Kind, Signature, signature
+from anyattn.mods.analysis.load_bounds import doubt
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
+from anyattn.sparsity.arguments import reads_nothing
+from anyattn.sparsity.block_mask import LISTS, OF_KERNELS, BlockMask, build_block_mask
+from anyattn.sparsity.compute import held_for_kernels
+from anyattn.tensors.dynamo import opaque
+
+if TYPE_CHECKING:
+    from anyattn.sparsity.kernels.prepared_lists import PreparedLists
+
+__all__ = ["block_mask_call"]
+
+_signature = signature(
+    "create_block_mask", mask_mod=Kind.LISTED_MASK, B=Kind.INT_OR_NONE, H=Kind.INT_OR_NONE, Q_LEN=Kind.INT_OR_NONE,
+    KV_LEN=Kind.INT_OR_NONE, device=Kind.DEVICE, BLOCK_SIZE=Kind.INTS, separate_full_blocks=Kind.FLAG,
+)  # fmt: skip
+_is_inference = torch.is_inference_mode_enabled
+
+
+class RememberedMask(NamedTuple):
+    """The common properties of the block masks of one key. fields: those of the block mask, without its lists and its function."""
+
+    fields: dict[str, Any]
+    recipe: Recipe
+    launches: PreparedLists
+
+    def made(self, found: Signature, mask_mod: Callable) -> BlockMask:
+        """The block mask of a warm call."""
+        fields = dict(self.fields)
+        fields["mask_mod"] = mask_mod
+        fields.update(zip(LISTS, self.launches.lists(*self.recipe.captured(found))))
+        return BlockMask.of_fields(fields)
+
+
+_COLD: Any = object()  # remembered for a key whose calls are all made as a first call
+_masks: TwoGenerationCache[RememberedMask] = TwoGenerationCache()
+
+
+@opaque
+def block_mask_call(
+    mask_mod: Any,
+    batch: tuple[int | None, int | None],
+    lengths: tuple[int, int],
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+    separate_full: bool,
+) -> BlockMask:
+    """``create_block_mask`` outside compiled code, without a write order, on a device where kernels may make the lists.
+
+    Raises as ``build_block_mask``.
+    """
+    about = (mask_mod, batch, lengths, device, block_size, separate_full, None)
+    # inference tensors are copied, because torch does not count writes to them
+    if type(mask_mod) is TracedMod or _is_inference():
+        return build_block_mask(*about)
+    found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
+    if found is None:
+        return build_block_mask(*about)
+    warm = _masks.get(found.key)
+    if warm is None or warm is _COLD:
+        made = build_block_mask(*about)
+        if warm is None:
+            _remember(found, partial(_signature, mask_mod, *batch, *lengths, device, block_size, separate_full), made, separate_full)
+        return made
+    return warm.made(found, mask_mod)
+
+
+def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:
+    """Remembers a first call; as ``_COLD`` if no kernels made its lists, or if another far number could need lists by torch operations.
+
+    again: as in ``calls.remember``.
+    """
+    (reading,) = found.readings
+    user = trace(made.mask_mod, "mask")
+    has_far = any(type(n) is int and not -NEAR_NUMBER < n < NEAR_NUMBER for n in reading.numbers)
+    ready = None if user.source is None or has_far else _prepared(user, made, separate_full)
+    if user.source is None or ready is None:
+        _masks.put(found.key, _COLD)
+        return
+    held, launches = ready
+    (B, H), (seqlen_q, seqlen_k) = made.kv_num_blocks.shape[:2], made.seq_lengths
+    # an index is clamped where the mask hides the pairs that it would read outside for, which may depend on any number
+    if held is not user or doubt(user, B, H, seqlen_q, seqlen_k).of_numbers:
+        user.source.pattern.fix(user.source.scalars)
+    still = again()
+    if still is None or still.key != found.key:
+        return
+    fields = {name: None if name in (*LISTS, "mask_mod") else value for name, value in vars(made).items()}
+    _masks.put(found.key, RememberedMask(fields, Recipe.of(held, user, 0, ()), launches))
+
+
+def _prepared(user: TracedMod, made: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
+    """The mask as the kernels evaluate it, and the kernels' launches for other captured values; None if no kernels made the lists."""
+    lengths, tile, device = made.seq_lengths, made.BLOCK_SIZE, made.kv_indices.device
+    batch = made.kv_num_blocks.shape[0], made.kv_num_blocks.shape[1]
+    if reads_nothing(user, device) or (held := held_for_kernels(user, lengths, tile, batch, device)) is None:
+        return None
+    from anyattn.sparsity.kernels.prepared_lists import prepared
+
+    ready = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
+    return None if ready is None else (held, ready)

@@ -1,0 +1,75 @@
+"""Prepared launches of the kernels that make block lists: a warm call substitutes addresses and captured numbers.
+
+The sizes of the lists, the kernels and their compiled forms, which ``block_lists.list_tiles`` looks up at each call, are kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.kernels.block_lists import Launches, compiled_for, in_front, launches_of, strides_of_captured
+from anyattn.sparsity.list_stacks import lists_of_memory
+from anyattn.tensors.strides import allocator, contiguous_strides
+from anyattn.triton_tools.launch import known_handle
+
+__all__ = ["PreparedLists", "prepared"]
+
+
+class PreparedLists(NamedTuple):
+    """Launches for masks of one program whose captured tensors have the same shapes, strides and dtypes.
+
+    memory: shapes and strides of the allocations. sends: for each launch the handle's ``send``, the grid, and whether it takes the lists.
+    sizes: those of the kernels. strides: those of the captured tensors, and their sizes.
+    """
+
+    made: Launches
+    device: torch.device
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+    memory: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    sends: tuple[tuple[Callable[[tuple[int, ...], Sequence[Any]], None], tuple[int, int, int], bool], ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def lists(self, scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The lists that ``list_tiles`` returns for a mask with these captured values."""
+        made, empty = self.made, self.empty
+        found = lists_of_memory([empty(shape, strides, torch.int32) for shape, strides in self.memory], made.classes)
+        lists = in_front([None if t is None else t.data_ptr() for t in found])
+        hulls = empty((made.hulls,), (1,), torch.int64) if made.hulls else None
+        behind = [lists[0] if hulls is None else hulls.data_ptr(), *self.sizes]
+        if made.mask.scalar_slots:
+            behind += bits_of_numbers([scalars[slot] for slot in made.mask.scalar_slots])
+        if tensors:
+            behind += self.strides
+            behind += [tensors[slot].data_ptr() for slot in made.mask.tensor_slots]
+        for send, grid, takes_lists in self.sends:
+            send(grid, lists + behind if takes_lists else behind)
+        return found
+
+
+def prepared(
+    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, **options: bool
+) -> PreparedLists | None:
+    """The launches of ``list_tiles`` for these arguments; None unless each of them was made before and takes addresses.
+
+    device: with its index.
+    """
+    made = launches_of(mod.expr, lengths, tile, batch, **options)
+    tensors = [mod.tensors[slot] for slot in made.mask.tensor_slots]
+    sends = []
+    for kernel, grid, constants, takes_lists in made.launches:
+        handle = known_handle(kernel, device, constants, compiled_for(tensors))
+        if handle is None or not handle.takes_addresses:
+            return None
+        sends.append((handle.send, grid, takes_lists))
+    if not sends:
+        return None
+    memory = tuple([(shape, contiguous_strides(shape)) for shape in made.shapes])
+    strides = tuple(strides_of_captured(tensors))
+    return PreparedLists(made, device, allocator(device), memory, tuple(sends), tuple(made.sizes), strides)
