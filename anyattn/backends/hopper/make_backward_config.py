@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class BackwardSpecial:
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
-    slots of captured tensors whose gradients are summed, in the order of the launch's totals.
+    slots of captured tensors whose gradients are summed, in the order of the launch's totals. prepared: launches (``backward_launches``).
     """
 
     config: BackwardConfig
@@ -66,6 +67,12 @@ class BackwardSpecial:
     listed: int | None
     list_tile: tuple[int, int] | None
     wanted: tuple[int, ...] = ()
+    prepared: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def captures(self) -> bool:
+        """Whether ``config.exprs`` capture anything."""
+        return any(numbers or tensors for _, numbers, tensors in self.sources)
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The captured numbers and tensors of ``config.exprs``, expression by expression."""

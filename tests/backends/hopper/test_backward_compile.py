@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.backends.hopper import backward_launches
 from anyattn.backends.hopper.backward import _of_captured, _totals, backward, ranked
 from anyattn.backends.hopper.backward_config import (
     HEAD_DIMS,
@@ -238,7 +238,7 @@ def test_gradients_of_captured_tensors_and_their_totals(monkeypatch: pytest.Monk
 
 
 def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, module = [], sys.modules["anyattn.backends.hopper.backward"]
+    launched, module = [], backward_launches
     monkeypatch.setattr(module, "launch", lambda config, arguments: launched.append((config, arguments)))
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(module, "counter_of", lambda device: torch.zeros(2, dtype=torch.int32))
