@@ -20,6 +20,7 @@ __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_deriva
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+_is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
 
 def backend_of(plan: Plan) -> Any:
@@ -37,22 +38,24 @@ def forward(problem: Problem, plan: Plan) -> Any:
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs``. results: out, lse, dout and dlse of the forward pass that ``plan`` made."""
-    if autocast.is_on():
+    if _is_autocast():
         with autocast.disabled():
             return backward(problem, plan, *results)
     chosen = plan
-    if plan.backward:  # by another backend, whose plan depends on the same properties of the call
-        found = plan.prepared.get("backward plan")
-        if found is None:
-            found = plan.prepared["backward plan"] = for_backward(plan, problem, hardware.of(problem.q.device.type))
-        chosen = found
-    return backend_of(chosen).backward(problem, chosen, *results)
+    if plan.backward:  # by another backend, or by another plan, which depends on the same properties of the call
+        chosen = plan.prepared.get("backward plan") or _plan_backward(problem, plan)
+    return backend_module(chosen.backend).backward(problem, chosen, *results)  # type: ignore[no-any-return]
+
+
+def _plan_backward(problem: Problem, plan: Plan) -> Plan:
+    found = plan.prepared["backward plan"] = for_backward(plan, problem, hardware.of(problem.q.device.type))
+    return found
 
 
 @opaque
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
-    if autocast.is_on():
+    if _is_autocast():
         with autocast.disabled():
             return compute(problem, plan)
     if not problem.needs_grad:
@@ -63,48 +66,71 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
             f"attention is called inside torch.func.{kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
             f"wanted tensors that do not: detach() them, or pass them to the transformed function"
         )
-    out, lse, highest = _Attention.apply(problem, plan, *problem.grad_inputs)
-    return out, lse if problem.wants_lse else None, highest
+    found = _apply(problem, plan, *problem.grad_inputs)
+    return found if type(found) is tuple else (found, None, None)
 
 
 class _Attention(torch.autograd.Function):
-    """One node of the autograd graph. It keeps ``problem`` without its tensors; torch saves those, and detects in-place changes to them."""
+    """The node of the autograd graph for one call. It returns out, or out, lse and max_scores if the call wants one of the latter.
+
+    It keeps the problem's fields without the tensors, which torch saves and checks for in-place changes.
+    """
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
+        wants_lse, fields = problem.wants_lse, vars(problem)
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
-        keeps_lse = problem.wants_lse or not plan.whole_spans
-        sequences = None if problem.sequences is None else problem.sequences.kept()
-        if keeps_lse is not problem.wants_lse or sequences is not None:
-            problem = problem.like(wants_lse=keeps_lse, sequences=sequences)
-        result = backend_of(plan).forward(problem, plan)
-        ctx.problem, ctx.plan = _without_inputs(problem), plan
-        # the backward pass reads the masks' tensors again, though no gradient flows to them
-        ctx.save_for_backward(*inputs, result.out, result.lse, *(t for p in problem.predicates for t in p.tensors if not t.is_inference()))
+        keeps_lse = wants_lse or not plan.whole_spans
+        if keeps_lse is not wants_lse or problem.sequences is not None:
+            fields = fields.copy()
+            fields["wants_lse"] = keeps_lse
+            if problem.sequences is not None:
+                fields["sequences"] = problem.sequences.kept()
+            problem = Problem.of_fields(fields)
+        out, lse, highest = backend_module(plan.backend).forward(problem, plan)
+        ctx.call = _without_inputs(fields), plan
+        if problem.predicates:  # the backward pass reads the masks' tensors again, though no gradient flows to them
+            inputs = (*inputs, out, lse, *[t for p in problem.predicates for t in p.tensors if not t.is_inference()])
+        else:
+            inputs = (*inputs, out, lse)
+        ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        if result.max_scores is not None:
-            ctx.mark_non_differentiable(result.max_scores)
-        return result.out, result.lse, result.max_scores
+        if highest is not None:
+            ctx.mark_non_differentiable(highest)
+        elif not wants_lse:
+            return out
+        return out, lse if wants_lse else None, highest
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, _: Any = None) -> Any:  # type: ignore[override]
         if _are_transforms_active():
             for t in (dout, dlse):
                 kinds.refuse_hidden(_GIVEN, t)
-        needed = ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors
-        inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
+        needed, saved, (fields, plan) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
+        if not _is_grad_enabled():
+            return None, None, *_gradients(fields, plan, needed[2:], saved, dout, dlse)
         with torch.no_grad():
-            given = torch.zeros_like(out) if dout is None else dout
-            tensors = tuple([wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
-            try:
-                grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, given, dlse)
-            except RuntimeError:
-                for t in (dout, dlse):
-                    kinds.refuse_batched(_GIVEN, t)
-                raise
-        found = [g if n else None for g, n in zip(grads, needed, strict=True)]
-        return None, None, *(_differentiable_once(found, (*inputs, dout, dlse)) if torch.is_grad_enabled() else found)
+            found = _gradients(fields, plan, needed[2:], saved, dout, dlse)
+        return None, None, *_differentiable_once(found, (*saved[: len(found)], dout, dlse))
+
+
+# What ``_Attention.apply`` calls outside of function transforms. ``tensors.kinds`` sends tensors of transforms elsewhere.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _gradients(
+    fields: dict[str, Any], plan: Plan, needed: tuple[bool, ...], saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: what the node kept. needed: for each input."""
+    inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # more is saved
+    out, lse = saved[len(inputs) : len(inputs) + 2]
+    try:
+        found = backward(_with_inputs(fields, inputs), plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    except RuntimeError:
+        for t in (dout, dlse):
+            kinds.refuse_batched(_GIVEN, t)
+        raise
+    return [g if n else None for g, n in zip(found, needed, strict=True)]
 
 
 def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -137,14 +163,19 @@ def wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
     return t if t is None or t.requires_grad is is_needed else t.detach().requires_grad_(is_needed)
 
 
-def _without_inputs(problem: Problem) -> Problem:
-    """The problem without its differentiable tensors, for ``_with_inputs``. Cached row limits are kept."""
-    score = problem.score and TracedMod.of_fields(vars(problem.score) | {"tensors": (), "source": None})
-    return problem.like(q=None, k=None, v=None, sink=None, score=score)
+def _without_inputs(fields: dict[str, Any]) -> dict[str, Any]:
+    """A problem's fields without its differentiable tensors, for ``_with_inputs``. Cached row limits are kept."""
+    fields = fields.copy()
+    fields["q"] = fields["k"] = fields["v"] = fields["sink"] = None
+    score = fields["score"]
+    if score is not None and (score.tensors or score.source is not None):
+        fields["score"] = TracedMod.of_fields({**vars(score), "tensors": (), "source": None})
+    return fields
 
 
-def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem:
-    q, k, v, sink, *captured = inputs  # only the sink may be None
-    score = None if problem.score is None else TracedMod.of_fields(vars(problem.score) | {"tensors": tuple(captured)})
-    assert q is not None and k is not None and v is not None
-    return problem.like(q=q, k=k, v=v, sink=sink, score=score)
+def _with_inputs(fields: dict[str, Any], inputs: list[Tensor | None]) -> Problem:
+    fields = fields.copy()  # of a node that may be asked again
+    fields["q"], fields["k"], fields["v"], fields["sink"], *captured = inputs  # only the sink may be None
+    if captured:
+        fields["score"] = TracedMod.of_fields({**vars(fields["score"]), "tensors": tuple(captured)})
+    return Problem.of_fields(fields)

@@ -24,6 +24,9 @@ class OfFields:
         >>> Pair.of_fields({"a": 1, "b": 2}) == Pair(1, 2)
         True
         """
-        made = object.__new__(cls)
-        object.__setattr__(made, "__dict__", fields)
+        made: _T = _new(cls)
+        _set_dict(made, fields)
         return made
+
+
+_new, _set_dict = object.__new__, OfFields.__dict__["__dict__"].__set__  # looked up once: every warm call makes several objects

@@ -52,7 +52,7 @@ class Plan:
     heads_per_tile: int = 1
     num_warps: int = 4
     num_stages: int = 2
-    prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

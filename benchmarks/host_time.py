@@ -36,9 +36,12 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Plans calls on CPU tensors for Hopper, whose kernel does nothing, and neither do Triton's."""
+    """Plans calls on CPU tensors for Hopper, whose forward pass and kernels do nothing, and neither do Triton's."""
     run = importlib.import_module("anyattn.backends.hopper.api")
     backend = importlib.import_module("anyattn.backends.hopper")
+    launches = importlib.import_module("anyattn.backends.hopper.backward_launches")
+    compiling = importlib.import_module("anyattn.backends.hopper.compile.launch")
+    counter = torch.zeros(2, dtype=torch.int32)
     made: dict[Any, Any] = {}
 
     def forward(problem: Any, chosen: Any) -> Any:
@@ -52,7 +55,9 @@ def stubbed() -> Iterator[None]:
     pretended = (
         mock.patch.object(hardware, "of", lambda *a: _HOPPER),
         mock.patch.object(backend, "forward", forward),
-        mock.patch.object(importlib.import_module("anyattn.backends.hopper.backward"), "launch", lambda *given: None),
+        mock.patch.object(compiling, "_found_or_made", lambda config, kinds: lambda *arguments: None),
+        mock.patch.object(compiling.build, "has_tvm_ffi", lambda: True),
+        mock.patch.object(launches, "counter_of", lambda device: counter),  # of a GPU's stream there is one
         mock.patch.object(sequences, "skips_device_reads", lambda device, validate: validate is not True),
     )
     with contextlib.ExitStack() as stack:
@@ -66,8 +71,10 @@ def stubbed() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "launch", lambda *a: handle))
             ordering = importlib.import_module("anyattn.sequences.tile_order_device")
             stack.enter_context(mock.patch.object(ordering, "_runs_kernels", lambda device: True))
+        compiling.forget()
         yield
     attention.clear()
+    compiling.forget()
 
 
 def _tensors(device: str, heads_first: bool = True, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:

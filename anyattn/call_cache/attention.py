@@ -48,12 +48,14 @@ class FlexCall(NamedTuple):
 
 
 _FLEX = fields(
-    FlexCall, query=Kind.TENSOR, key=Kind.TENSOR, value=Kind.TENSOR, score_mod=Kind.SCORE_MOD, block_mask=Kind.BLOCK_MASK,
-    mask_mod=Kind.MASK_MOD, aux_tensors=Kind.TENSORS, scale=Kind.SCALE, enable_gqa=Kind.FLAG, sink=Kind.TENSOR, wants_lse=Kind.FLAG,
-    wants_max=Kind.FLAG, deterministic=Kind.FLAG, listed=Kind.ELSEWHERE,
+    FlexCall, query=Kind.OPERANDS.format(x="query, key, value"), key=Kind.ELSEWHERE, value=Kind.ELSEWHERE, score_mod=Kind.SCORE_MOD,
+    block_mask=Kind.BLOCK_MASK, mask_mod=Kind.MASK_MOD, aux_tensors=Kind.TENSORS, scale=Kind.SCALE, enable_gqa=Kind.FLAG,
+    sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.FLAG, listed=Kind.ELSEWHERE,
 )  # fmt: skip
 _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE, kernel_options=Kind.NAMED_VALUES)
-_signature_of_flash = signature("flash_attn_func", q=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, given=OPTIONS, backend=Kind.VALUE)
+_signature_of_flash = signature(
+    "flash_attn_func", q=Kind.OPERANDS.format(x="q, k, v"), k=Kind.ELSEWHERE, v=Kind.ELSEWHERE, given=OPTIONS, backend=Kind.VALUE
+)
 
 
 # ---- flex_attention

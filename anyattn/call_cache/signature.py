@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sequences.unread_kvcache import room_for
+from anyattn.tensors.comparison import comparison
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
@@ -64,6 +66,7 @@ CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError
 
 # looked up once: every call uses all of them
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
+_included_keys, _excluded_keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
@@ -84,6 +87,7 @@ class Kind:
     STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch operations read, outside autograd
     ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # that kernels read too
     TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # that also receives gradients
+    OPERANDS = "_operands({x})"  # x: the names of three arguments, each of the kind TENSOR
     # the number of packed rows is not in the key, only whether there are several, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # the capacity planned for the rows instead of their number, and only the properties of strides that plans use
@@ -204,6 +208,49 @@ def _tensors(given: Any, found: Signature) -> tuple:
 
 
 tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
+
+
+class _Operands:
+    """The part of a call's key that stands for query, key and value: one object for all calls with the same properties of the three.
+
+    alignment: the part of ``Kind.TENSOR`` that ``comparison`` does not compare. comparisons: with such tensors, by the dispatch keys that
+    the thread includes and excludes, which differ in inference mode.
+    """
+
+    __slots__ = ("__weakref__", "alignment", "comparisons")
+
+    def __init__(self, alignment: tuple[int, ...]) -> None:
+        self.alignment = alignment
+        self.comparisons: dict[tuple, Callable[..., bool]] = {}
+
+
+_operands_by_properties: WeakValueDictionary[tuple, _Operands] = WeakValueDictionary()
+# of the latest two signatures: a model may alternate between self-attention and cross-attention
+_latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
+    """The object that stands for the properties of q, k and v.
+
+    If they are those of one of the latest two calls, one comparison in C++ finds it; reading the properties takes three times as long.
+    Raises as reading the key does, for tensors that ``comparison`` does not accept too.
+    """
+    global _latest_operands
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
+        raise NotCacheable
+    places = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15  # raises for tensors without memory, such as sparse ones
+    for are_alike, alignment, latest in _latest_operands:
+        if places == alignment and are_alike(q, k, v):
+            return latest
+    properties = (tensor_key(q), tensor_key(k), tensor_key(v))
+    found = _operands_by_properties.get(properties)
+    if found is None:  # the first call with these properties; perhaps there is no second one
+        return _operands_by_properties.setdefault(properties, _Operands(places))
+    if q is not k and k is not v and v is not q:
+        of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
+        are_alike = found.comparisons.get(of_thread) or found.comparisons.setdefault(of_thread, comparison((q, k, v)))
+        _latest_operands = ((are_alike, found.alignment, found), *_latest_operands[:1])
+    return found
 
 
 def identical(tensors: Any) -> tuple[int, ...]:

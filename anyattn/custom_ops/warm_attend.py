@@ -10,7 +10,6 @@ of a key built from their properties.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast
+from anyattn.tensors.comparison import comparison
 
 __all__ = ["Reader", "direct", "found", "key_of", "remember"]
 
@@ -255,17 +255,6 @@ def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple,
         repeater = getattr(backend, "repeater", None)
     reads_lists = remembered.has_lists and (fields is None or backend.reads_lists(problem, plan))
     return Repeated(
-        warm, nothing, len(tensors), _comparison(tensors), captured, reads_lists, () if lists is None else lists.sizes,
+        warm, nothing, len(tensors), comparison(tensors), captured, reads_lists, () if lists is None else lists.sizes,
         None if lists is None else lists.facts, None if repeater is None else repeater(problem, plan), fields, plan, backend,
     )  # fmt: skip
-
-
-def _comparison(tensors: tuple) -> Callable[..., bool]:
-    """Dynamo's comparison of other tensors with these, which are not kept alive; always False if this torch does not have it."""
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: Any = [[*t.shape] for t in tensors]
-        strides: Any = [[*t.stride()] for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
-    return lambda *_: False

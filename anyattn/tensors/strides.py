@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["allocator", "contiguous_strides", "dense_strides", "empty_in_order", "in_order"]
+__all__ = ["Allocator", "Layout", "allocator", "contiguous_strides", "dense_layout", "dense_strides", "empty_in_order", "in_order"]
 
 
 def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
@@ -33,6 +33,12 @@ def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
         return _strides(shape, like.stride(), shape[-1] if last is None else last, _may_be_symbolic)
 
 
+@lru_cache(maxsize=4096)
+def dense_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """Shape and ``dense_strides`` of a tensor with this shape and these strides, none of them symbolic, for an ``Allocator``."""
+    return tuple(shape), _strides(shape, strides, shape[-1], _plainly)
+
+
 def empty_in_order(like: Tensor, *, last: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory with ``dense_strides(like, last)``, on ``like``'s device, in its dtype if none is given."""
     shape = like.shape if last is None else (*like.shape[:-1], last)
@@ -45,20 +51,29 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     >>> contiguous_strides((2, 3, 4))
     (12, 4, 1)
     """
-    return torch.empty(tuple(shape), device="meta").stride()
+    found = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        found[dim] = found[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(found)
 
 
-def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """A function that returns uninitialised memory on a device, given shape, strides and dtype; for use below torch's dispatcher.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]  # of a layout and a dtype
 
-    If torch has it, this is the function that Inductor's code allocates with, which takes half the time of ``torch.empty_strided``.
+
+@lru_cache(maxsize=64)
+def allocator(device: torch.device, passes_dispatcher: bool = True) -> Allocator:
+    """A function that returns uninitialised memory on a device, given shape, strides and dtype.
+
+    passes_dispatcher: use, if torch has it, the function that Inductor's code allocates with, which takes half the time of
+    ``torch.empty_strided`` and which dispatch modes do not see.
     """
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # type: ignore[attr-defined]
 
     def plainly(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    if fast is None or device.type not in ("cpu", "cuda"):
+    if not passes_dispatcher or fast is None or device.type not in ("cpu", "cuda"):
         return plainly
     if device.type == "cpu":
         return fast  # type: ignore[no-any-return]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,6 +111,83 @@ def test_kinds(name: str) -> None:
     first, again, found = made(one), made(one), made(other)
     assert first is not None and first.key == again.key and hash(first.key) == hash(again.key)
     assert outcome == (NONE if found is None else SAME if found.key == first.key else OTHER)
+
+
+OPERANDS = Kind.OPERANDS.format(x="q, k, v")
+OF_TENSORS = {name: case for name, case in CASES.items() if case[0] == Kind.TENSOR}
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", [*OF_TENSORS, "sign"])
+def test_operands_are_told_apart_as_tensors_are(name: str, place: int) -> None:
+    """Whichever calls came before: the other one thrice, none, this one."""
+    _, one, other, outcome = CASES[name]
+    outcome = NONE if other is None else outcome
+    made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
+    rest = [one.clone() if one.is_leaf and not one.requires_grad and not one.is_neg() else one for _ in range(3)]
+    changed = [other if i == place else t for i, t in enumerate(rest)]
+    first = made(*rest)
+    assert first is not None
+    for given in (changed, changed, rest, rest, changed, changed, rest):
+        found, wanted = made(*given), SAME if given is rest else outcome
+        assert wanted == (NONE if found is None else SAME if found.key == first.key else OTHER)
+
+
+def test_operands_in_any_order_and_state() -> None:
+    made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
+    calls = [[torch.zeros(1, n, 4) for _ in range(3)] for n in range(1, 6)] + [[X] * 3, [X, X.clone(), X]]
+    keys = [made(*given).key for given in calls]
+    assert len(set(keys[:5])) == 5 and keys[5] == keys[6]
+    for _ in range(3):
+        for i in (0, 0, 1, 0, 1, 2, 3, 4, 5, 5, 6, 2, 6, 5, 0):
+            assert made(*calls[i]).key == keys[i]
+    with torch.inference_mode():
+        within = [made(*given).key for given in calls for _ in range(2)]
+    with torch.no_grad():
+        without = [made(*given).key for given in calls for _ in range(2)]
+    assert within == without == [(*key[:1], False, *key[2:]) for key in keys for _ in range(2)]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that their interfaces may change
+        x = torch.eye(4)
+        return {
+            "nested": torch.nested.nested_tensor([X, X]),
+            "jagged": torch.nested.nested_tensor([X, X], layout=torch.jagged),
+            "COO": x.to_sparse(),
+            "CSR": x.to_sparse_csr(),
+            "BSC": x.to_sparse_bsc((2, 2)),
+            "opaque": x.to_mkldnn(),
+            "subclass": x.as_subclass(Subclass),
+            "fake": FakeTensorMode().from_tensor(x),
+        }
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", odd_tensors())
+def test_operands_of_no_signature_are_told_from_others(name: str, place: int, recwarn: pytest.WarningsRecorder) -> None:
+    made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
+    plain, odd = [X, X.clone(), X.clone()], odd_tensors()[name]
+    for _ in range(3):
+        assert made(*plain) is not None
+    for _ in range(2):
+        assert made(*[odd if i == place else t for i, t in enumerate(plain)]) is None
+    assert not [w for w in recwarn if "pointer" in str(w.message)]
+
+
+def test_operands_live_as_long_as_their_keys() -> None:
+    made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
+
+    def key(width: int) -> tuple:
+        return made(*[torch.zeros(1, width, 4) for _ in range(3)]).key
+
+    held, others = key(77), [key(78), key(79)]
+    of_key = weakref.ref(held[-1])
+    assert key(77) == held and of_key() is not None
+    assert [key(78), key(79)] == others  # the latest two
+    del held
+    assert of_key() is None
 
 
 def test_what_was_read_goes_along() -> None:

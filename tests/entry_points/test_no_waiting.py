@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.backends.hopper import api, backward_tables, tables
+from anyattn.backends.hopper import api, backward_launches, backward_tables, tables
 from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
 from tests.support.no_reading import Waited, no_reading, pretend_unread
@@ -27,8 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""
     notes: list[tuple] = []
     pretend_unread(monkeypatch, H200)
-    backward = importlib.import_module("anyattn.backends.hopper.backward")  # the package has a function of this name
-    for module in (tables, api, backward, backward_tables):
+    for module in (tables, api, backward_launches, backward_tables):
         monkeypatch.setattr(module, "launch", lambda config, arguments: notes.append((config, arguments)))
     attention.clear()
     yield notes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.tensors.strides import dense_strides, empty_in_order, in_order
+from anyattn.tensors.strides import allocator, contiguous_strides, dense_layout, dense_strides, empty_in_order, in_order
 from tests.support.strided import EACH, LAYOUTS, inputs, nesting
 
 B, H, S, D = 2, 4, 24, 8
@@ -26,7 +26,30 @@ def test_dense_tensors_keep_their_strides(order: tuple[int, ...]) -> None:
     assert x.shape == (2, 3, 5, 7) and dense_strides(x) == x.stride() == empty_in_order(x).stride()
     assert in_order(x, x) is x
     padded = torch.empty([2 * (2, 3, 5)[i] for i in order] + [9])[: (2, 3, 5)[order[0]], : (2, 3, 5)[order[1]], : (2, 3, 5)[order[2]], :7]
-    assert dense_strides(padded.permute([*(order.index(i) for i in range(3)), 3])) == x.stride()
+    padded = padded.permute([*(order.index(i) for i in range(3)), 3])
+    assert dense_strides(padded) == x.stride()
+    for passes_dispatcher in (False, True):
+        made = allocator(x.device, passes_dispatcher)(*dense_layout(padded.shape, padded.stride()), torch.bfloat16)
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [s for n in range(5) for s in itertools.product((0, 1, 3), repeat=n)], ids=str)
+def test_contiguous_strides_are_torchs(shape: tuple[int, ...]) -> None:
+    assert contiguous_strides(shape) == torch.empty(shape, device="meta").stride()
+
+
+def test_memory_is_on_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way past the dispatcher allocates on the current device alone."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *given: asked.append("current"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, dtype, device: asked.append(device))
+    for index in (0, 1, 0):
+        for passes_dispatcher in (True, False):
+            allocator.__wrapped__(torch.device("cuda", index), passes_dispatcher)((2,), (1,), torch.float32)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert asked == [first, first, "current", second, first, first]
+    assert allocator(torch.device("cpu")) is not allocator(torch.device("cpu"), passes_dispatcher=False)
 
 
 def test_dimensions_that_say_nothing_stand_where_a_contiguous_tensor_has_them() -> None:

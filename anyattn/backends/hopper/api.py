@@ -24,7 +24,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
-from anyattn.tensors.strides import allocator, contiguous_strides, empty_in_order
+from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 
 __all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "reads_lists", "repeater", "runs_documents"]
 
@@ -50,14 +50,16 @@ class _Ready(NamedTuple):
     """A prepared launch. Calls of the same signature without tables, or with the same ones, differ only in
     tensors, scale and captured values.
 
-    known: the mapping that holds the kernel; empty once kernels are forgotten. shape, strides: those of out. numbers: the arguments after
-    the scale. captures: whether anything is captured. is_plain: whether captures can be passed unchanged. visits: the tables.
+    known: the mapping that holds the kernel; empty once kernels are forgotten. empty: allocates the results. of_out, of_rows: the layouts
+    of out and of the statistics. numbers: the arguments after the scale. captures: whether anything is captured. is_plain: whether captures
+    can be passed unchanged. visits: the tables.
     """
 
     kernel: Callable[..., None]
     known: Mapping[tuple, Any]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    empty: Allocator
+    of_out: Layout
+    of_rows: Layout
     numbers: tuple[int, int, int, int]
     captures: bool
     is_plain: bool
@@ -110,14 +112,13 @@ def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result
 
 def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     """Repeats a prepared launch with other tensors and values."""
-    q = problem.q
-    dtype, device = q.dtype, q.device
-    out = torch.empty_strided(ready.shape, ready.strides, dtype=dtype, device=device)
-    lse = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_lse else None
-    highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
+    q, empty = problem.q, ready.empty
+    out = empty(*ready.of_out, q.dtype)
+    lse = empty(*ready.of_rows, torch.float32) if problem.wants_lse else None
+    highest = empty(*ready.of_rows, torch.float32) if problem.wants_max else None
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
     ready.kernel(
-        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, counter_of(device),
+        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, counter_of(q.device),
         problem.scale * LOG2E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
@@ -137,8 +138,8 @@ def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, 
     if ready is None or captured:
         return None
     kernel, known, dtype, device = ready.kernel, ready.known, problem.q.dtype, problem.q.device
-    of_out, of_rows = (ready.shape, ready.strides), (ready.shape[:3], contiguous_strides(ready.shape[:3]))
-    wants_lse, wants_max, scale, empty = problem.wants_lse, problem.wants_max, problem.scale * LOG2E, allocator(device)
+    of_out, of_rows, empty = ready.of_out, ready.of_rows, ready.empty
+    wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
 
     def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> _Results | None:
         if not known:
@@ -194,12 +195,14 @@ def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits:
     kinds, _ = kinds_of(arguments)
     known = loaded(config)
     if kinds in known:
-        captured = arguments[-2:]
+        captured, out = arguments[-2:], arguments[3]
+        shape = tuple(out.shape)
         ready[config] = _Ready(
             known[kinds],
             known,
-            tuple(arguments[3].shape),
-            arguments[3].stride(),
+            allocator(out.device),
+            (shape, out.stride()),
+            (shape[:3], contiguous_strides(shape[:3])),
             arguments[-6:-2],
             any(captured),
             kinds_of(captured)[1],

@@ -91,11 +91,11 @@ class ModsOfConfig:
     partial: Ask | None
     always: tuple[Ask, ...]
 
-    @property
+    @cached_property
     def has_left(self) -> bool:
         return any(found[0] for band in self.bands if (found := sides(band)))
 
-    @property
+    @cached_property
     def has_right(self) -> bool:
         return any(found[1] for band in self.bands if (found := sides(band)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from anyattn.backends.hopper.backward_config import (
 )
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
-from anyattn.backends.hopper.codegen.score_analysis import is_words, work_by_pair
+from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
@@ -58,7 +59,7 @@ class BackwardSpecial:
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
-    slots of captured tensors whose gradients are summed, in the order of the launch's totals.
+    slots of captured tensors whose gradients are summed, in the order of the launch's totals. prepared: launches (``backward_launches``).
     """
 
     config: BackwardConfig
@@ -66,6 +67,12 @@ class BackwardSpecial:
     listed: int | None
     list_tile: tuple[int, int] | None
     wanted: tuple[int, ...] = ()
+    prepared: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def captures(self) -> bool:
+        """Whether ``config.exprs`` capture anything."""
+        return any(numbers or tensors for _, numbers, tensors in self.sources)
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The captured numbers and tensors of ``config.exprs``, expression by expression."""
@@ -93,6 +100,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     is_plain = is_bare or (score is None and _are_words(problem, asked))
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
     is_packed = problem.sequences is not None
+    if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
+        tiles = replace(tiles, delta="behind")  # few registers are needed, and S is multiplied earlier
     tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
         tiles = tall
@@ -117,6 +126,13 @@ def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
     return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asked)
+
+
+def _is_plain_bias(score: Expr) -> bool:
+    """Whether a score mod adds a number to which no load for each pair contributes. score: its value and its derivative."""
+    derivative, due = score.nodes[score.outputs[1]], stages(score)
+    loads = any(node.op == "load" and when == "tile" for node, when in zip(score.nodes, due, strict=True))
+    return derivative.op == "const" and derivative.attr == 1.0 and not loads
 
 
 def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:

@@ -10,17 +10,17 @@ from anyattn import hardware
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.call_cache import attention
 from anyattn.validate import flex
-from tests.support.hopper.pretended import H200, Launch
+from tests.support.hopper.pretended import H200, Launch, noting
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """(config, arguments) of every launch; the CPU is taken for a Hopper GPU."""
+    """(config, arguments) of every launch; the CPU is taken for a Hopper GPU. A kernel fails for arguments of other kinds than its own."""
     found: list[Launch] = []
     monkeypatch.setattr(hardware, "of", lambda *_: H200)
     monkeypatch.setattr(flex, "lists_of", lambda lists, mask: (flex.read_lists(lists), getattr(lists, "is_exact", False)))
     monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
-    monkeypatch.setattr(launch, "_found_or_made", lambda config, kinds: lambda *arguments: found.append((config, arguments)))
+    monkeypatch.setattr(launch, "_found_or_made", lambda config, kinds: noting(found, config, kinds))
     attention.clear()
     launch.forget()
     yield found

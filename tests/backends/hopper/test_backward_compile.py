@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.backends.hopper import backward_launches
 from anyattn.backends.hopper.backward import _of_captured, _totals, backward, ranked
 from anyattn.backends.hopper.backward_config import (
     HEAD_DIMS,
@@ -237,7 +238,7 @@ def test_gradients_of_captured_tensors_and_their_totals(monkeypatch: pytest.Monk
 
 
 def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, module = [], sys.modules["anyattn.backends.hopper.backward"]
+    launched, module = [], backward_launches
     monkeypatch.setattr(module, "launch", lambda config, arguments: launched.append((config, arguments)))
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(module, "counter_of", lambda device: torch.zeros(2, dtype=torch.int32))
@@ -327,3 +328,24 @@ def test_tiles_of_head_dimensions() -> None:
                 continue
             config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
             assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128)
+
+
+@pytest.mark.parametrize(
+    ("score", "delta"),
+    [
+        (lambda s, b, h, i, j: s + BIAS[h], "behind"),
+        (lambda s, b, h, i, j: s - BIAS[h] * (i - j), "behind"),
+        (lambda s, b, h, i, j: s + BIAS[(i - j).abs().clamp(max=1)], "before"),
+        (lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0), "before"),
+        (lambda s, b, h, i, j: s * 0.5, "before"),
+    ],
+    ids=["by head", "slopes", "by distance", "capped", "scaled"],
+)
+def test_a_bias_without_loads_for_each_pair_subtracts_delta_from_the_finished_product(score: Any, delta: str) -> None:
+    assert specialised_backward(problem(score=trace(score, "score"))).config.tiles == replace(backward_tiles_for(128, 128), delta=delta)
+
+
+def test_deterministic_sums_pass_through_shared_memory() -> None:
+    q = torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)
+    found = [specialised_backward(problem(q=q, k=q, v=q, deterministic=is_fixed)).config.tiles.dq_eighths for is_fixed in (False, True)]
+    assert found == [4, 0]

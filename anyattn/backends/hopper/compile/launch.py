@@ -34,7 +34,7 @@ class _Known(dict[tuple, Callable[..., None]]):
 _kernels: dict[AnyConfig, _Known] = {}
 _lock = threading.RLock()
 _is_compiling_only = False
-_BOOL = torch.bool
+_BOOL, _SCALARS = torch.bool, frozenset((type(None), int, float))
 _SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.cached_property would keep it
 
 
@@ -71,22 +71,26 @@ def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
 
 
 def _add_kinds(kinds: list[Any], items: tuple) -> bool:
-    """One loop without calls: this is most of what a launch costs."""
-    is_plain = True
+    """One loop that calls next to nothing: this is most of what a launch costs that is not prepared."""
+    is_plain, add = True, kinds.append
     for a in items:
-        if isinstance(a, Tensor):
+        kind = type(a)
+        if kind in _SCALARS:
+            add(kind)
+        elif kind is Tensor or isinstance(a, Tensor):
             dtype, strides = a.dtype, a.stride()
             if not strides or dtype is _BOOL:
                 is_plain = False
             rank = len(strides)
+            add(dtype)
             # of a last dimension of one entry, no stride is ever used
-            kinds += (dtype, rank if not rank or strides[-1] == 1 or a.shape[-1] == 1 else -rank)
+            add(rank if not rank or strides[-1] == 1 or a.shape[-1] == 1 else -rank)
         elif isinstance(a, tuple):
-            kinds.append(len(a))
+            add(len(a))
             if a and not _add_kinds(kinds, a):
                 is_plain = False
         else:
-            kinds.append(type(a))
+            add(kind)
     return is_plain
 
 

@@ -255,10 +255,9 @@ class MultipliesBack:
     def _told(self, fixed, dq, said, step: cutlass.Constexpr = 0):
         """A warp group's part of dQ, or of dQ^T, into shared memory, once what stood there has been read, and where it belongs; ``dq`` is
         None at the end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them
-        in order). The first chunks are added to global memory from here. step: the part of dQ, of ``dq_steps``."""
+        in order). The first chunks are added to global memory from here, when the others are on their way. step: the part of dQ, of
+        ``dq_steps``."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
-        if const_expr(dq is not None and self.config.dq_direct > 0):
-            self._added(fixed, rows_and_columns(dq), said, step)
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
             place = self._place(said)
@@ -273,6 +272,8 @@ class MultipliesBack:
                 cute.autovec_copy(chunk, in_smem[None, thread % 128, c, group])
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
+        if const_expr(dq is not None and self.config.dq_direct > 0):
+            self._added(fixed, rows_and_columns(dq), said, step)
 
     @cute.jit
     def _added(self, fixed, own, said, step: cutlass.Constexpr):

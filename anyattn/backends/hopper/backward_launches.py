@@ -1,0 +1,170 @@
+"""The three launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq; dq from its sums.
+
+The kernels for the calls of one signature are prepared once, and so are the sizes of a dense call, which its signature determines. A warm
+backward pass allocates its results and calls the kernels with its own tensors, scale and captured values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.arithmetic import LOG2E, ceil_div
+from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
+from anyattn.backends.hopper.backward_tables import KeyOrder, row_tiles
+from anyattn.backends.hopper.compile.any_config import AnyConfig
+from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial
+from anyattn.problem import Problem
+from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
+
+__all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
+
+_ROUNDS = 2  # tiles of keys for each multiprocessor among which the longest go first
+_MANY_ROUNDS = 24  # of them in all: one that is begun late adds no more than 4 %
+# out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+NO_LISTS: tuple[Tensor | None, ...] = (None,) * 5
+_NOTHING: tuple[tuple, tuple] = ((), ())
+_FLOAT = torch.float32
+_rows_configs: dict[tuple, RowsConfig] = {}
+
+
+class Tables(NamedTuple):
+    """lists: the lists and ranks of ``backward.scheduler.KeyTables``. guard: int32 (1,); if it is 1, no gradient is written, and ``order``
+    has no tiles. kinds: ``kinds_of`` all of these, () if all are None."""
+
+    lists: tuple[Tensor | None, ...] = NO_LISTS
+    order: KeyOrder = KeyOrder()
+    kinds: tuple = ()
+    guard: Tensor | None = None
+
+
+class _Sizes(NamedTuple):
+    """statistics: the layout of the rows' lse (base 2) and delta, (B, Hq, M, tile_m). sums: that of the sums of dq, (B, Hq, M, tile_m *
+    head_dim). With sequences B is 1, and M counts the row tiles of all of them. numbers: the integer arguments of the second launch."""
+
+    statistics: Layout
+    sums: Layout
+    numbers: tuple[int, int, int, int]
+
+
+class _Prepared(NamedTuple):
+    """kernels: of the three launches; the third is None if dq is not wanted. loaded: the mapping that holds the second kernel; empty once
+    kernels are forgotten. is_plain: whether captured tensors can be passed unchanged. sizes: of a dense call, else None."""
+
+    kernels: tuple[Callable[..., None], Callable[..., None], Callable[..., None] | None]
+    loaded: Mapping[tuple, Any]
+    is_plain: bool
+    sizes: _Sizes | None
+
+
+def launch_all(
+    problem: Problem,
+    special: BackwardSpecial,
+    tables: Tables,
+    results: Results,
+    gradients: Gradients,
+    empty: Allocator,
+    totals: tuple[Tensor, ...] = (),
+) -> None:
+    """Writes the gradients of a call. empty: allocates on its device. totals: zeros, for the gradients of captured tensors."""
+    q, config, scale, (lists, order, of_tables, guard) = problem.q, special.config, problem.scale, tables
+    out, lse, dout, dlse, delta = results
+    numbers, tensors = special.captured(problem) if special.captures else _NOTHING
+    wants_dq, device = q.requires_grad, q.device
+    # what the signature does not determine; it determines q, k, v and the numbers' types, and so what is allocated here
+    of_dlse, strides = None if dlse is None else kinds_of((dlse,))[0], tuple([t.stride() for t in tensors]) if tensors else None
+    key = (wants_dq, dout.dtype, lse.stride()[-1] == 1, of_dlse, delta is None, of_tables, strides)
+    prepared = special.prepared.get(key)
+    if prepared is not None and not prepared.loaded:
+        prepared = None
+    if prepared is None or prepared.sizes is None:
+        of_statistics, of_sums, places = sizes = _sizes(problem, config, order, dout.shape[3])
+    else:
+        of_statistics, of_sums, places = sizes = prepared.sizes
+    if prepared is not None and not prepared.is_plain:
+        tensors = indexable(tensors)
+    own_lse, own_delta, sums = empty(*of_statistics, _FLOAT), empty(*of_statistics, _FLOAT), empty(*of_sums, _FLOAT)
+    turns = torch.zeros(of_statistics[0][:3], dtype=torch.int32, device=device) if config.is_deterministic else None
+    dq, dk, dv = gradients
+    before = (out, dout, lse, dlse, delta, order.entries, own_lse, own_delta, sums)
+    products = (
+        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, sums, turns, *lists, *order, counter_of(device), scale, scale * LOG2E,
+        *places, numbers, tensors, totals,
+    )  # fmt: skip
+    after = (sums, dq, order.entries, guard, scale) if wants_dq else None
+    if prepared is None:
+        _launch_first(special, key, sizes if problem.sequences is None else None, before, products, after)
+        return
+    first, second, third = prepared.kernels
+    first(*before)
+    second(*products)
+    if third is not None and after is not None:
+        third(*after)
+
+
+def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, before: tuple, products: tuple, after: tuple | None) -> None:
+    """Makes the launches and prepares them for later calls, unless no kernels were loaded."""
+    config = special.config
+    made: list[tuple[AnyConfig, tuple]] = [(_rows_config(config, False, before[3] is not None), before), (config, products)]
+    if after is not None:
+        made.append((_rows_config(config, True, False), after))
+    for one in made:
+        launch(*one)
+    found = [loaded(of).get(kinds_of(arguments)[0]) for of, arguments in made]
+    if None not in found:
+        kernels: Any = (*found, None)[:3]
+        special.prepared[key] = _Prepared(kernels, loaded(config), kinds_of(products)[1], sizes)
+
+
+def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:
+    """One object for all calls: kernels are kept with it."""
+    key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries
+    return _rows_configs.get(key) or _rows_configs.setdefault(key, RowsConfig(*key))
+
+
+def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int) -> _Sizes:
+    """width: of a row of v."""
+    q, k, tiles = problem.q, problem.k, config.tiles
+    if config.has_entries:
+        shape = (1, q.shape[1], row_tiles(problem, tiles.tile_m))
+    else:
+        shape = (*q.shape[:2], ceil_div(q.shape[2], tiles.tile_m))
+    key_tiles = order.tiles(k.shape[2], tiles.tile_n)
+    spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
+    # what the thread blocks of one head read and add to again and again: Q, dO and dQ's sums
+    size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + width) + 4 * config.head_dim)
+    together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
+    processors = multiprocessors(q.device)
+    if config.lists is not None or config.has_left != config.has_right:
+        together = _heads_of_uneven_tiles(together, spread, key_tiles, processors)
+    numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
+    return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers)
+
+
+@lru_cache(maxsize=1024)
+def _dense(shape: tuple[int, ...]) -> Layout:
+    return shape, contiguous_strides(shape)
+
+
+@lru_cache(maxsize=1024)
+def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int) -> int:
+    """How many heads go side by side where tiles of keys are seen by more rows than others, which then come first: so many that none of the
+    long ones is begun alone in the end, unless there is so much else to do that it makes no difference.
+
+    together: heads whose rows the L2 cache has room for.
+
+    >>> _heads_of_uneven_tiles(3, 32, 64, 132), _heads_of_uneven_tiles(61, 1024, 4, 132)
+    (8, 64)
+    """
+    rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else _ROUNDS
+    least = max(together, ceil_div(rounds * processors, key_tiles))
+    return min(range(least, 2 * least), key=lambda n: -heads % n)  # the last group is to be as large as the others
