@@ -86,7 +86,7 @@ def why_not(folder: Path) -> str | None:
     The folders above it are checked too: a user who may write into one of them can replace ``folder``.
     """
     if not folder.is_absolute():
-        return f"{folder} is nowhere: this user has no home folder"
+        return f"{folder} is no absolute path: this user has no home folder; wanted a folder for the cache: set ANYATTN_CACHE_DIR"
     try:
         reason = _why_not_above(folder)
         if reason is not None:
@@ -106,7 +106,8 @@ def _why_not_itself(folder: Path, found: os.stat_result) -> str | None:
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
     if found.st_uid != os.geteuid():
-        return f"{folder} belongs to user {found.st_uid}, not to {os.geteuid()}, and what lies there would be run"
+        owner = f"user {found.st_uid}, not to {os.geteuid()}"
+        return f"{folder} belongs to {owner}, and anyattn would run the code in it; wanted a folder of your own: set ANYATTN_CACHE_DIR"
     if stat.S_IMODE(found.st_mode) & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         return f"{folder} has mode {mode:04o}, and others could put code there; wanted 0700: chmod 700 {folder}"

@@ -47,14 +47,14 @@ def list_kernels() -> None:
 def clear() -> None:
     """Remove all kernels, measured tiles and sources; programs that are running keep theirs.
 
-    What anyattn did not write stays where it is, and so does what its earlier versions wrote.
+    Files that anyattn did not write are left alone, and so are those of its earlier versions.
     """
     cache, console = _cache(), Console()
     count, size = cache.clear()
     console.print(f"removed {_count(count)}, {_size(size)}, from {cache.folder}", highlight=False, soft_wrap=True, markup=False)
     left = len(cache.strangers())
     if left:
-        said = f"left {left} other file{'s' * (left != 1)} alone: not marked as anyattn's, as those of its earlier versions are not"
+        said = f"left {left} other file{'s' * (left != 1)} alone: not marked as written by anyattn (its earlier versions marked nothing)"
         console.print(said, highlight=False, soft_wrap=True)
 
 

@@ -43,8 +43,8 @@ def check_mask(mask: Callable, seqlen: tuple[int, int]) -> None:
     """Refuses a mask without row ranges over long sequences, because it may have to be evaluated at every pair."""
     if seqlen[0] * seqlen[1] > _PAIRS and row_ranges(trace(mask, "mask")) is None:
         raise click.BadParameter(
-            f"{seqlen[0]} queries x {seqlen[1]} keys of a mask that is no ranges of keys per row may all have to be looked at; "
-            f"wanted at most {_PAIRS} pairs, such as --seqlen {2**16}"
+            f"{seqlen[0]} queries x {seqlen[1]} keys are too many for a mask that is not a few ranges of keys per row: it may be evaluated "
+            f"at every pair; wanted at most {_PAIRS} pairs, such as --seqlen {2**16}"
         )
 
 

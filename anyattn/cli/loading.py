@@ -88,7 +88,7 @@ def _from_library(text: str) -> Any:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, LookupError, RecursionError, MemoryError) as error:  # the last two: deeper nesting than Python parses
         detail = f" ({error.args[0]})" if isinstance(error, LookupError) else ""
-        raise click.BadParameter(f"{text!r} is no mask{detail}; {wanted}") from error
+        raise click.BadParameter(f"{text!r} is not a mask or score mod{detail}; {wanted}") from error
     except (TypeError, ValueError) as error:
         raise click.BadParameter(f"{text}: {error}") from error
 

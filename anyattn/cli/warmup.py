@@ -40,17 +40,17 @@ class _Variant:
 @click.option("--mask", "masks", multiple=True, type=click.Choice(_MASKS), help="Only this one (may be repeated).")
 @click.option("--dtype", "dtypes", multiple=True, default=_DTYPES[:1], type=click.Choice(_DTYPES), help="bfloat16 by default.")
 @click.option("--layout", "layouts", multiple=True, type=click.Choice(_LAYOUTS), help="Only this one (may be repeated).")
-@click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU, also where there is none.")
+@click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU; needs no GPU in this machine.")
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes at a time; 0, the default, is one for each core.")
 def command(
     head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], layouts: tuple[str, ...], arch: str | None, jobs: int
 ) -> int:
     """Compile the common kernels of the Hopper backend into the disk cache: full, causal and window, with and without lse; for whole
-    batches, for packed sequences (with int32 cu_seqlens; and the kernel that makes their tables), and grouped: few queries, of which 4 or 8
-    heads that share keys lie in one tile.
+    batches, for packed sequences (with int32 cu_seqlens; and the kernel that makes their tables), and grouped: few queries, with the 4 or 8
+    query heads that share a key head in one tile.
 
-    What is there already is not compiled again. The launching code is made for this machine's processor: another kind of processor
-    compiles anew.
+    Kernels that are in the cache already are not compiled again. The code that launches them is made for this machine's type of processor:
+    on another type, run this command again.
     """
     _check(arch)
     dims = [int(d) for d in head_dims or _HEAD_DIMS]
@@ -86,14 +86,14 @@ def _check(arch: str | None) -> None:
     from anyattn.backends.hopper.compile import build
 
     if not disk_cache.is_on():
-        raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that nothing would be kept")
+        raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that no kernel would be stored: leave it unset")
     reason = disk_cache.why_not(disk_cache.default_folder())
     if reason is not None:
         raise click.ClickException(reason)
     if importlib.util.find_spec("cutlass") is None or not build.has_tvm_ffi():
         raise click.ClickException("compiling needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'anyattn[cute]'")
     if arch is None and not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
-        raise click.ClickException("there is no Hopper GPU here; --arch sm_90a compiles for one all the same")
+        raise click.ClickException("there is no Hopper GPU here; pass --arch sm_90a to compile for one without it")
 
 
 def _compile(variant: _Variant) -> float:

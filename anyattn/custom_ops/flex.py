@@ -37,9 +37,9 @@ from anyattn.validate import flex
 __all__ = ["attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
 
 _FAR = (
-    "a mod of a compiled graph captures numbers {} with which its arithmetic leaves 64 bits, or raises an exception in Python, such as a "
-    "division by zero; wanted others, or numbers that the compiler does not leave open (torch.compile(dynamic=False), or a constant in the "
-    "mod)"
+    "a mod of a compiled graph captures the numbers {}, for which its arithmetic exceeds 64 bits or raises a Python exception, such as a "
+    "division by zero; wanted other numbers, or numbers that are constants of the graph (torch.compile(dynamic=False), or a constant in "
+    "the mod)"
 )
 
 

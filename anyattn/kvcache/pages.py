@@ -211,7 +211,7 @@ class PagedKVCache:
             if handle in self._sequences:
                 continue
             if 0 <= handle < self._next_handle:
-                raise ValueError(f"sequence {handle} was freed and its pages may be another's now; add_sequence() starts a new one")
+                raise ValueError(f"sequence {handle} was freed, and its pages may belong to another; add_sequence() starts a new sequence")
             raise ValueError(f"sequence {handle} is unknown to this cache; wanted a handle that its add_sequence() returned")
         if once and len(set(listed)) < len(listed):
             twice = next(handle for i, handle in enumerate(listed) if handle in listed[:i])

@@ -71,7 +71,7 @@ def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: 
     rows, columns = cos.shape
     if columns == 0:
         raise ValueError(
-            f"rotary_cos and rotary_sin have shape {(rows, columns)}, which turns no dimension; wanted (positions, rotary_dim / 2) with "
+            f"rotary_cos and rotary_sin have shape {(rows, columns)}, which rotates no dimension; wanted (positions, rotary_dim / 2) with "
             f"rotary_dim at least 2: leave both out for no rotation"
         )
     if 2 * columns > head_dim:

@@ -175,7 +175,7 @@ def ids_of_documents(cu_seqlens: Tensor) -> Tensor:
         raise ValueError(f"cu_seqlens starts with {cu_seqlens[:1].tolist()}; wanted 0, then each document's end")
     if bool((steps < 0).any()):
         bad = int((steps < 0).nonzero()[0, 0]) + 1
-        raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted entries that do not fall")
+        raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted non-decreasing entries")
     numbers = torch.arange(steps.numel(), dtype=torch.int32, device=cu_seqlens.device)
     return torch.repeat_interleave(numbers, steps.to(torch.int64))
 

@@ -141,7 +141,7 @@ def _steps(name: str, cu_seqlens: Any) -> Tensor:
     falls = (steps < 0).nonzero()
     if len(falls):
         i = int(falls[0])
-        raise ValueError(f"{name}[{i + 1}] is {int(ends[i + 1])}, less than {int(ends[i])} before it; wanted entries that do not fall")
+        raise ValueError(f"{name}[{i + 1}] is {int(ends[i + 1])}, less than {int(ends[i])} before it; wanted non-decreasing entries")
     return steps
 
 

@@ -180,7 +180,9 @@ def grid_of_lists(
             row, at = is_listed.nonzero().unbind(1)
             column = idx[part][row, at].to(torch.int64)
             if bool(((column < 0) | (column >= columns)).any()):
-                raise ValueError(f"block lists name column {int(column.min())} to {int(column.max())} of {columns}; the lists are damaged")
+                raise ValueError(
+                    f"block lists name key tiles {int(column.min())} to {int(column.max())}; wanted 0 to {columns - 1}: make them again"
+                )
             classes[part].view(-1)[row * columns + column] = value
     return classes.reshape(*lead, columns)
 
@@ -249,7 +251,7 @@ def classes_of_ragged(tiles: RaggedTiles, lists: list[tuple[Tensor, Tensor, int]
                 b, m = int(tiles.sequence_of_row[row[at[bad]]]), int(tiles.row_in_sequence[row[at[bad]]])
                 raise ValueError(
                     f"block lists name key tile {int(column[bad])} in row tile {m} of sequence {b}, which has {int(tiles.num_n[b])} key "
-                    "tiles; the lists are damaged"
+                    "tiles; wanted lists of these sequences: make them again"
                 )
             classes[h, tiles.row_begins[row[at]] + column] = value
     return classes

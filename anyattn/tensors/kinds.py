@@ -37,7 +37,7 @@ _functorch = torch._C._functorch  # type: ignore[attr-defined]
 _PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 _DENSE = "attention wants dense memory"
 _BATCHED = (
-    "a tensor of torch.vmap, which attention does not go through (nor jacrev, hessian and is_grads_batched, which use it): fold the mapped "
+    "a tensor of torch.vmap, which attention does not support (nor jacrev, hessian and is_grads_batched, which use it): fold the mapped "
     "dimension into the batch, or call once for each entry"
 )
 _FORWARD_MODE = (
@@ -174,7 +174,7 @@ def _reason_against(t: Tensor) -> str | None:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         return f"a dual tensor; {_FORWARD_MODE}"
     if t.is_neg():
-        return f"a tensor whose sign is still to be turned (a view of a conjugated one); {_DENSE}: pass .resolve_neg()"
+        return f"a view whose sign is not applied yet (of a conjugated tensor); {_DENSE}: pass .resolve_neg()"
     return None
 
 

@@ -372,7 +372,7 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
         if tensor.is_nested or tensor.layout is not torch.strided:
             refuse(name, tensor)
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32, because rounded partial results cannot be merged exactly")
     if not has_memory(out_partial) or not has_memory(lse_partial):
         refuse_mixed({"out_partial": out_partial, "lse_partial": lse_partial})
     if out_partial.device != lse_partial.device:

@@ -136,7 +136,10 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
     cos, sin = given.rotary_cos, given.rotary_sin
     if (cos is not None or sin is not None) and given.k is None:
-        raise ValueError("rotary_cos is given without k and v; wanted the new keys too: what is cached is turned already, and so must q be")
+        raise ValueError(
+            "rotary_cos is given without k and v; wanted k and v too, because cached keys must be rotated already: to append nothing, pass "
+            "a rotated q and leave out rotary_cos and rotary_sin"
+        )
     rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
     return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
@@ -306,7 +309,9 @@ def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None
         raise ValueError(f"cache_seqlens[{at}]={int(cached[at])} but the cache has room for {capacity} rows; wanted at most {capacity}")
     if leftpad is not None and bool((leftpad > cached).any()):
         at = int((leftpad > cached).nonzero()[0])
-        raise ValueError(f"cache_leftpad[{at}]={int(leftpad[at])} but cache_seqlens[{at}]={int(cached[at])}; wanted at most that")
+        raise ValueError(
+            f"cache_leftpad[{at}]={int(leftpad[at])} but cache_seqlens[{at}]={int(cached[at])}; wanted at most {int(cached[at])}"
+        )
 
 
 def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:

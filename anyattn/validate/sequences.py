@@ -89,7 +89,7 @@ def batch_of(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, k: Tensor, page_ta
     first = next(iter(found))
     for name, count in found.items():
         if count != found[first]:
-            raise ValueError(f"{name} says a batch of {count} but {first} of {found[first]}; wanted the same number of sequences")
+            raise ValueError(f"{name} means a batch of {count} but {first} one of {found[first]}; wanted the same number of sequences")
     return found[first]
 
 
@@ -118,7 +118,7 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
         raise ValueError(f"{name}[0]={listed[0]}; wanted 0, then each sequence's end")
     for i, (a, b) in enumerate(pairwise(listed)):
         if b < a:
-            raise ValueError(f"{name}[{i + 1}]={b} is less than {name}[{i}]={a}; wanted entries that do not fall")
+            raise ValueError(f"{name}[{i + 1}]={b} is less than {name}[{i}]={a}; wanted non-decreasing entries")
         if b > total:
             raise ValueError(f"{name}[{i + 1}]={b} is past the {total} rows of the packed tensor; wanted at most {total}")
     if validate and listed[-1] != total:

@@ -98,7 +98,7 @@ def test_dense_matrices_that_do_not_fit_are_refused_in_words(monkeypatch):
         (("--heads-kv", 3), "wanted a multiple of --heads-kv, such as --heads 6"),
         (("causal", "sliding_window"), "'sliding_window' is a second mask; wanted at most one: compose them, 'causal() & document(...)'"),
         (("alibi", "softcap(2.0)"), "'softcap(2.0)' is a second score mod; wanted at most one: chain them with .then"),
-        (("no_such",), "'no_such' is no mask"),
+        (("no_such",), "'no_such' is not a mask or score mod"),
         (("--json", __file__ + "/figures.json"), "no file can be written there"),
         (("--out", __file__ + "/speed.svg"), "no file can be written there"),
         (("--out", "speed.pdf"), "the name must end in .png or .svg"),

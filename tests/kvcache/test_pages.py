@@ -343,7 +343,7 @@ def test_the_dtype_has_no_default() -> None:
 _K = torch.zeros(2, 3, 2, 3)
 _WRONG_CALLS = {
     "unknown": (lambda c: c.seqlens([0, 7]), ValueError, r"sequence 7 is unknown to this cache; wanted a handle that its add_sequence\(\)"),
-    "freed": (lambda c: c.reserve([0, 2], 1), ValueError, r"sequence 2 was freed and its pages may be another's.*add_sequence\(\)"),
+    "freed": (lambda c: c.reserve([0, 2], 1), ValueError, r"sequence 2 was freed, and its pages may belong to another.*add_sequence\(\)"),
     "freed twice": (lambda c: c.free(2), ValueError, "sequence 2 was freed"),
     "free names one twice": (lambda c: c.free([0, 0]), ValueError, "handles has sequence 0 twice"),
     "twice": (lambda c: c.reserve([0, 1, 0], 1), ValueError, "handles has sequence 0 twice; wanted each once"),

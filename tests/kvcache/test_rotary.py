@@ -159,7 +159,7 @@ def test_tables_that_fit_are_accepted() -> None:
         (torch.ones(8), torch.ones(8), 8, 0, ValueError, r"rotary_cos has shape \(8,\); wanted 2 dimensions"),
         (torch.ones(8, 2), torch.ones(8, 3), 8, 0, ValueError, r"rotary_cos has shape \(8, 2\) but rotary_sin has \(8, 3\)"),
         (torch.ones(8, 2), torch.ones(9, 2), 8, 0, ValueError, r"\(8, 2\) but rotary_sin has \(9, 2\); wanted the same"),
-        (torch.ones(8, 0), torch.ones(8, 0), 8, 0, ValueError, r"shape \(8, 0\), which turns no dimension.*leave both out"),
+        (torch.ones(8, 0), torch.ones(8, 0), 8, 0, ValueError, r"shape \(8, 0\), which rotates no dimension.*leave both out"),
         (
             torch.ones(8, 5),
             torch.ones(8, 5),

@@ -175,7 +175,7 @@ def test_bad_arguments():
 
 
 def test_damaged_lists_are_noticed():
-    with pytest.raises(ValueError, match="column 7 to 7 of 3"):
+    with pytest.raises(ValueError, match="name key tiles 7 to 7; wanted 0 to 2"):
         lists_of([1], [[7, 0, 0]]).classes()
 
 
@@ -249,7 +249,7 @@ def test_compact_lists_with_a_column_that_there_is_not_are_refused():
     with pytest.raises(ValueError, match="lists a tile outside 0 to 6"):
         BlockSparseTensors(count, index, tile=16, lengths=(32, 112)).validate()
     q, k = torch.randn(1, 32, 1, 16), torch.randn(1, 112, 1, 16)
-    with pytest.raises(ValueError, match="name column 7"):
+    with pytest.raises(ValueError, match="name key tiles 7 to 7; wanted 0 to 6"):
         flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index, tile=16))
     twice = torch.tensor([[[[1, 1], [0, 1]]]], dtype=torch.int32)
     with pytest.raises(ValueError, match="mask_block_idx is not strictly increasing"):

@@ -332,7 +332,9 @@ def test_validate_padded() -> None:
 
 
 def test_damaged_lists_are_noticed() -> None:
-    with pytest.raises(ValueError, match="name key tile 7 in row tile 1 of sequence 2, which has 4 key tiles; the lists are damaged"):
+    with pytest.raises(
+        ValueError, match="name key tile 7 in row tile 1 of sequence 2, which has 4 key tiles; wanted lists of these sequences"
+    ):
         damaged("mask_block_idx", (0, 8), 7).classes()
 
 

@@ -61,12 +61,12 @@ class Tiles:
             if size < 16 or size & (size - 1):
                 wanted = padded(min(max(size, 1), 256))
                 raise ValueError(
-                    f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say"
+                    f"{name}={size} in kernel_options; wanted a power of two of at least 16 for this backend, such as {wanted}"
                 )
         if self.tile_m * self.tile_n > _REGISTERS:
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n} in kernel_options are tiles of {self.tile_m * self.tile_n} scores, and a "
-                f"multiprocessor has {_REGISTERS} registers for them; wanted smaller ones, as 128 and 128"
+                f"multiprocessor has {_REGISTERS} registers for them; wanted smaller tiles, such as 128 and 128"
             )
 
 

@@ -37,9 +37,8 @@ def register(name: str = NAME) -> None:
         raise ImportError(f"transformers {transformers.__version__} is installed; wanted 4.57 or newer: pip install 'transformers>=4.57'")
     taken = [word for word in ("flash", "sdpa", "flex_attention", "eager", "paged", "/") if word in name]
     if taken or not name:
-        raise ValueError(
-            f"name={name!r} contains {taken[:1] or 'nothing'}, which Transformers gives a meaning; wanted another, such as {NAME!r}"
-        )
+        why = f"contains {taken[0]!r}, which has a meaning in Transformers" if taken else "is empty"
+        raise ValueError(f"name={name!r} {why}; wanted another name, such as {NAME!r}")
     transformers.AttentionInterface.register(name, attention_forward)
     transformers.AttentionMaskInterface.register(name, describe_mask)
     paged.register(name)

@@ -120,7 +120,7 @@ def _described(
     if key.shape[2] != mask.seq_lengths[1] or query.shape[2] != mask.seq_lengths[0]:
         raise ValueError(
             f"a layer has {query.shape[2]} queries and {key.shape[2]} keys, its mask is for {mask.seq_lengths}; wanted a mask for this "
-            "layer's cache: this model wants attn_implementation='sdpa' or 'eager'"
+            "layer's cache: use attn_implementation='sdpa' or 'eager' for this model"
         )
     if softcap is None and bias is None and few_rows.serves(query, key, value, mask, sink):
         return few_rows.attention(query, key, value, mask, scaling, sink)

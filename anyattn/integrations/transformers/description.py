@@ -133,6 +133,6 @@ class MaskDescription(torch_flex.BlockMask):
 
     def __getitem__(self, index: Any) -> MaskDescription:
         raise TypeError(
-            f"the mask of attn_implementation='anyattn' is indexed by {index!r}; it lists no elements: this model edits its mask, which "
-            "wants attn_implementation='sdpa' or 'eager'"
+            f"the mask of attn_implementation='anyattn' is indexed by {index!r}, but has no elements; wanted a model that does not edit "
+            "its mask: use attn_implementation='sdpa' or 'eager' for this one"
         )

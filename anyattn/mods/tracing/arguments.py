@@ -91,7 +91,7 @@ def check_device(device: Any) -> None:
     except (TypeError, RuntimeError):
         is_place = isinstance(device, int) and not isinstance(device, bool)  # an accelerator's index, on a machine without accelerators
     if not is_place:
-        raise mod_error(f"{device!r} is no device on which a mod's values could be", "leave it out: a mod runs where its tensors are")
+        raise mod_error(f"device={device!r} is not a device for a mod's values", "leave device out: a mod runs where its tensors are")
 
 
 def check_memory_format(memory_format: Any) -> None:
@@ -137,5 +137,5 @@ def refuse_outside(value: Any, dtype: Any, use: str) -> None:
     node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
     if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
         raise mod_error(
-            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
+            f"{use} is given {node.attr}, which does not fit into {strong}", "use a number that fits, or convert the other side"
         )

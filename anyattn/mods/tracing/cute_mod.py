@@ -70,7 +70,7 @@ class NativeFunction(str):
         return made
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"the CuTe function {str(self)!r} belongs to its process; send the mod's source, and make the call there")
+        raise TypeError(f"the CuTe function {str(self)!r} cannot be pickled: import it in the other process, and make the call there")
 
 
 class _NoContent(Exception):

@@ -117,7 +117,7 @@ def _pow(input: Any, exponent: Any) -> Value:
     for value in (power, base):
         if is_weak(value.kind) and _literal(value) is None:
             value.python_number("a power of whole numbers", cure)
-    raise mod_error("a whole number is raised to one that is not a literal of 0 or more", cure)
+    raise mod_error("an integer is raised to a power that is not a literal integer of at least 0", cure)
 
 
 def _literal(value: Value, least: int | None = None) -> int | None:
@@ -159,7 +159,7 @@ def _to(
     elif rest and dtype_of(rest[0]) is None:
         device = rest.pop(0)
         if isinstance(device, int) and rest:
-            raise mod_error(f"x.to is given {device}, which is no device beside other arguments", "name the dtype: x.to(torch.float32)")
+            raise mod_error(f"x.to is given the number {device} as a device, and other arguments", "name the dtype: x.to(torch.float32)")
     if tensor is None and rest and not isinstance(rest[0], bool):
         dtype = rest.pop(0)
     if isinstance(tensor, Value) and is_weak(tensor.kind):
@@ -252,7 +252,7 @@ def _constant(name: str, like: Any, fill: Any, options: dict[str, Any]) -> Value
     assert builder is not None, "called without a symbolic value"
     number = Value.lift(builder, fill)
     if not is_weak(number.kind) and number.is_floating_point():
-        raise mod_error(f"{name} takes a number out of its gradient's way", "use the value itself, or x.to(dtype)")
+        raise mod_error(f"{name} cuts a value off from its gradient", "use the value itself, or x.to(dtype)")
     dtype = options_of(name, options) or like.dtype
     refuse_outside(number, dtype, name)
     return cast(number, dtype)
@@ -280,7 +280,7 @@ def _tensor(name: str) -> Callable[..., Value]:
             check_flags(copy=options.pop("copy"))
         value = _number(data)
         if name == "tensor" and not is_weak(value.kind) and value.is_floating_point():
-            raise mod_error("torch.tensor takes a value out of its gradient's way", "use the value itself, or x.clone()")
+            raise mod_error("torch.tensor cuts a value off from its gradient", "use the value itself, or x.clone()")
         wanted = options_of(name, {**options, "dtype": dtype, "device": device})
         default = torch.get_default_dtype() if name == "scalar_tensor" else value.dtype
         refuse_outside(value, wanted or default, f"torch.{name}")

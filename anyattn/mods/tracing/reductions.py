@@ -32,7 +32,7 @@ class Extremes(NamedTuple):
 
 class _NoIndices:
     def __getattr__(self, name: str) -> Any:
-        raise mod_error("the place of a row's extreme entry has no meaning inside a mod", "use its value: row.amax(-1)")
+        raise mod_error("the index of a row's greatest or least entry has no meaning inside a mod", "use the entry: row.amax(-1)")
 
 
 def _tree(values: Sequence[Any], pair: Callable[[Any, Any], Any]) -> Any:

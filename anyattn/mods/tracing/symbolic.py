@@ -269,7 +269,7 @@ class Value:
         if func is torch.Tensor.where:
             name = "where of a tensor"
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and not str(func).startswith("aten."):
-            raise mod_error(f"torch.ops.{func} is no operator of torch's own, whatever its name", _supported())
+            raise mod_error(f"torch.ops.{func} is a custom operator, and a mod may use torch's own operators only", _supported())
         if name.endswith("_") and name[:-1] in FUNCTIONS:
             raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:

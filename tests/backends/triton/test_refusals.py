@@ -51,7 +51,7 @@ HERE = [  # what the backend itself has not
     (lambda: flex(dim=8, dim_v=300), BackendError, "v's 300", "up to 256", "backend=None"),
     (lambda: flex_attention(*[t(1, 1, 16, 4).mT] * 3, backend="triton"), BackendError, "q's last dimension", "q.contiguous()"),
     (lambda: flex(rows=0), BackendError, "q has shape (1, 2, 0, 16)", "nothing to multiply", "backend=None"),
-    (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "powers of two", "wanted 128"),
+    (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "power of two", "such as 128"),
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),
     (lambda: flex(dim=256, kernel_options={"tile_m": 256, "tile_n": 256}), ValueError, "tile_m=256", "KiB", "wanted smaller"),
     (lambda: flash_attn_func(*[t(1, 1, 66000, 8)] * 3, backend="triton"), BackendError, "66000 query heads", "65535", "on parts"),

@@ -84,7 +84,7 @@ def test_a_mask_for_other_lengths_is_refused() -> None:
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match=r"4 queries and 6 keys, its mask is for \(4, 4\)"):
         attention_forward(nn.Module(), q, k, k, mask)
-    with pytest.raises(TypeError, match="this model edits its mask"):
+    with pytest.raises(TypeError, match="does not edit its mask"):
         mask[:, :, :, :3]
 
 

@@ -49,7 +49,10 @@ def in_bfloat16(score, b, h, q_idx, kv_idx):
 
 
 MODS = {
-    "an operator named like torch's": (lambda s, b, h, q, k: torch.ops.anyattn_test_names.exp(s), "no operator of torch's own"),
+    "an operator named like torch's": (
+        lambda s, b, h, q, k: torch.ops.anyattn_test_names.exp(s),
+        "is a custom operator, and a mod may use torch's own operators only",
+    ),
     "an autograd.Function": (lambda s, b, h, q, k: Square.apply(s), "torch.autograd.Function"),
     "no_grad": (without_grad, "grad mode"),
     "autocast": (in_bfloat16, "autocast"),

@@ -63,7 +63,7 @@ def reason_against(problem: Problem) -> str | None:
     count = _written_out(score.expr, tuple(slot for slot, t in enumerate(score.tensors) if t.requires_grad))
     if count <= _MOST:
         return None
-    return f"the score mod has derivatives by {count} entries of captured tensors that are no one expression; kernels write out {_MOST}"
+    return f"the score mod needs {count} separate expressions for the gradients of captured tensors; its kernels have room for {_MOST}"
 
 
 @lru_cache(maxsize=1024)
