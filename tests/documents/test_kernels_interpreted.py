@@ -1,5 +1,7 @@
-"""Documents by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by ``test_in_the_interpreter.py`` in a
-process of its own, for the interpreter has to be chosen before Triton is imported."""
+"""Document tables by the Triton kernels, in Triton's interpreter, against those of torch operations.
+
+Run by ``test_in_the_interpreter.py`` in a process of its own: the interpreter is chosen before Triton is imported.
+"""
 
 import random
 

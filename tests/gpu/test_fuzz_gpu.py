@@ -1,8 +1,8 @@
-"""Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward: the recipes of ``tests/fuzz``, at lengths around
-the tiles that a GPU gets.
+"""Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward.
 
-40 fixed calls as a rule, which compile some 200 kernels; with ANYATTN_FUZZ=n n fresh ones, whose seeds are printed and can be given back as
-ANYATTN_FUZZ_SEED. ``tests/fuzz/test_fuzz_triton.py`` makes calls through the other doors too, in Triton's interpreter.
+The recipes are those of ``tests/fuzz``, at lengths around a GPU's tile sizes: 40 fixed calls, which compile some 200 kernels, or with
+ANYATTN_FUZZ=n n fresh ones, whose seeds are printed and can be passed as ANYATTN_FUZZ_SEED. ``tests/fuzz/test_fuzz_triton.py`` makes calls
+through the other entry points too, in Triton's interpreter.
 """
 
 from __future__ import annotations

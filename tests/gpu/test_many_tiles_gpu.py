@@ -1,5 +1,8 @@
-"""More row tiles than thread blocks: a block takes several in turn, with many visits, with one and with none, and ends one while the next
-begins. The other tests' problems give most blocks one row tile."""
+"""Problems with more row tiles than thread blocks, on a GPU.
+
+A block computes several tiles in turn, with many visits, with one and with none, and ends one while the next begins. The other tests'
+problems give most blocks one row tile.
+"""
 
 from __future__ import annotations
 

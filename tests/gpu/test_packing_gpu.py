@@ -1,5 +1,7 @@
-"""Query heads that share row tiles (packed GQA), judged as everything else; and against heads apart, which give the same bits where nothing
-is guessed for a warp's rows together: each row meets its keys in the same tiles and order, whoever its neighbours in a tile are.
+"""Query heads that share row tiles (packed GQA) on a GPU: judged like all results, and compared with heads apart.
+
+Heads apart give the same bits where no row maximum is guessed for the rows of a warp together: each row meets its keys in the same tiles
+and order, independently of its neighbours in a tile.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Gradients of captured tensors to whose few entries many pairs add, on a GPU, where additions of one address wait for one another: sums
-with copies are right at the sizes that they are for, in a graph too, and take no more room than they may."""
+"""Gradients of captured tensors to whose few entries many pairs add, on a GPU: sums with private copies.
+
+Additions to one address wait for one another on a GPU. The sums are right at the sizes that they are for, in a CUDA graph too, and take no
+more memory than they may.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The order of a batch's tiles by torch operations, against a sort of Python tuples. Kernels are compared with these operations in
-``test_tile_order_interpreted.py`` and in ``test_tables.py`` of the Hopper backend; that of documents in tests/documents."""
+"""Order of a batch's tiles by torch operations, against a sort of Python tuples.
+
+Kernels are compared with these operations in ``test_tile_order_interpreted.py`` and in ``test_tables.py`` of the Hopper backend; the order
+of documents in tests/documents.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The order of a ragged batch's tiles by the Triton kernel, in Triton's interpreter, against torch operations. Run by
-``test_in_the_interpreter.py`` in a process of its own, for the interpreter has to be chosen before Triton is imported."""
+"""Order of a ragged batch's tiles by the Triton kernel, in Triton's interpreter, against torch operations.
+
+Run by ``test_in_the_interpreter.py`` in a process of its own: the interpreter is chosen before Triton is imported.
+"""
 
 import pytest
 import torch

@@ -36,7 +36,7 @@ _LONG_NAMES = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def mend_types() -> None:
-    """A block's shape and type are made once for all its values."""
+    """Makes the shape and type of blocks once for all their values."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -232,7 +232,7 @@ def mend_operations() -> None:
 
 
 def _operators(tl: Any, semantic: Any, handle: Any) -> dict[str, Callable[..., Any]]:
-    """A tensor's operators that pass by the wrappers of the language, which only hand on who calls."""
+    """A tensor's operators without the wrappers of the language, which only pass on the caller."""
     unwrapped, computed, tensor = tl.core._unwrap_if_constexpr, _computed(tl, handle), tl.tensor
 
     def arithmetic(name: str, *rest: Any) -> tuple[Any, Any]:
@@ -273,12 +273,12 @@ def _operators(tl: Any, semantic: Any, handle: Any) -> dict[str, Callable[..., A
 
 
 def mend_rewriting() -> None:
-    """A function is rewritten for the interpreter once for its text, however often its module is imported anew."""
+    """Rewrites a function for the interpreter once per source text, also if its module is imported again."""
     from triton.runtime import interpreter
 
     class Transformer(interpreter.ASTTransformer):  # type: ignore[misc]
         def visit_Assign(self, node: ast.Assign) -> Any:
-            """With the source's places for what is put in, so that nobody has to look for nodes without."""
+            """Gives inserted nodes the position of the node they replace, so that no later pass looks for nodes without one."""
             made = super().visit_Assign(node)
             call = made.value
             for new in (call, call.func, call.func.value, *call.args[1:]):
@@ -391,7 +391,7 @@ def mend_launches() -> None:
             scope.set_attr(package, name, member)
 
     def indexed(self: Any, at: Any) -> Any:
-        """A row or a column of what has one dimension; Triton's own way for all else."""
+        """A row or a column made from a tensor of one dimension; everything else takes Triton's own path."""
         data = self.handle.data
         if type(at) is tuple and len(at) == 2 and data.ndim == 1 and slice(None) in at and None in at:
             data = data[at]
@@ -404,7 +404,7 @@ def mend_launches() -> None:
         return tl.core.cast(self, dtype, fp_downcast_rounding, bitcast)
 
     def patched_language(fn: Any) -> Any:
-        """The language as a whole, whatever of it a kernel's module knows: what it calls knows more."""
+        """Patches all of the language, not only the part that a kernel's module imports: functions that it calls may use more."""
         return patch(_Everything(tl)) if tl.core.is_builtin(tl.core.load) else interpreter._LangPatchScope()
 
     def called(self: Any, *args: Any, **named: Any) -> Any:

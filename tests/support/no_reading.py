@@ -69,7 +69,7 @@ def pretend_unread(patch: pytest.MonkeyPatch, gpu: Hardware) -> None:
     """CPU tensors are taken for this GPU's, whose tables are not read.
 
     Indices of mods are settled on the CPU from sizes alone, which reads vectors of its own: it gets the captured tensors without contents,
-    so that whoever asked for theirs would fail.
+    so that code which read them would fail.
     """
     patch.setattr(hardware, "of", lambda *a: gpu)
     patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)

@@ -1,5 +1,7 @@
-"""What the Triton kernels compute, by Triton's interpreter on the CPU. Run by test_in_the_interpreter.py, for the
-interpreter has to be chosen before Triton is imported."""
+"""Block lists by the Triton kernels, in Triton's interpreter, against those of torch operations.
+
+Run by ``test_in_the_interpreter.py``: the interpreter is chosen before Triton is imported.
+"""
 
 import inspect
 import re

@@ -1,5 +1,7 @@
-"""Lists of ragged batches by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by
-``test_in_the_interpreter.py``, for the interpreter has to be chosen before Triton is imported."""
+"""Block lists of ragged batches by the Triton kernels, in Triton's interpreter, against those of torch operations.
+
+Run by ``test_in_the_interpreter.py``: the interpreter is chosen before Triton is imported.
+"""
 
 import pytest
 import torch

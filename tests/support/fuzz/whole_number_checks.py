@@ -52,7 +52,7 @@ def check_evaluation(made: Program, mod: TracedMod) -> None:
 
 
 def check_classes(made: Program, mod: TracedMod) -> None:
-    """Interval arithmetic is sound, and the classes are exact, whatever they come from."""
+    """Interval arithmetic is sound, and the classes are exact, for every source of the numbers."""
     tile = TILES[made.seed % len(TILES)]
     seen = called(made, torch.tensor([[0]]), torch.tensor([[0]]), *grid((0, 0), 48, LENGTH)[2:])
     parts = [row.split(tile[1], 1) for row in seen.split(tile[0])]

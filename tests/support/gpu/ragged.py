@@ -17,7 +17,7 @@ EQUAL = ([150, 0, 17, 300, 1, 128, 257, 640],) * 2
 
 
 class Stored(NamedTuple):
-    """A batch as a door takes it. q_at, k_at: for each sequence the index of its rows; is_packed: whether q has no batch dimension."""
+    """A batch as a call takes it. q_at, k_at: for each sequence the index of its rows; is_packed: whether q has no batch dimension."""
 
     q: Tensor
     k: Tensor
@@ -40,7 +40,7 @@ def drawn(
     dtype: torch.dtype = torch.bfloat16,
     kind: str = "normal",
 ) -> list[list[Tensor]]:
-    """For each sequence q, k, v as (S, H, D)."""
+    """q, k, v of each sequence, (S, H, D)."""
     found = []
     for b, (sq, sk) in enumerate(zip(*lengths, strict=True)):
         made = judging.qkv(1, heads, kv_heads, sq, sk, d, dv, dtype, kind, seed=b)
@@ -57,7 +57,7 @@ def numbers(lengths: list[int]) -> Tensor:
 
 
 def _row(parts: list[Tensor], rooms: list[int], tail: int = 0) -> tuple[Tensor, list[Any]]:
-    """One after the other, each in room of its own; NaN where nobody's rows are."""
+    """The parts one after the other, each at the start of its own room; NaN in the rows of no part."""
     whole = torch.full((sum(rooms) + tail, *parts[0].shape[1:]), NAN, dtype=parts[0].dtype, device=DEVICE)
     at, places = 0, []
     for part, room in zip(parts, rooms, strict=True):
@@ -110,7 +110,7 @@ def packed_q_padded_k(batch: list[list[Tensor]]) -> Stored:
 
 
 def paged(batch: list[list[Tensor]], size: int, seed: int = 1, padded_q: bool = False) -> Stored:
-    """Pages in any order in a pool that holds others too; NaN in what they do not use, and entries that are not used say anything."""
+    """Pages in random order in a pool with other pages; NaN in unused rows and pages, arbitrary numbers in unused table entries."""
     _, keys, values = _columns(batch)
     counts = [-(-len(x) // size) for x in keys]
     order = torch.randperm(sum(counts) + 5, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -164,7 +164,7 @@ def of(result: Tensor, stored: Stored, b: int, is_lse: bool = False) -> Tensor:
 
 
 def meant(options: dict[str, Any], b: int, sq: int, sk: int) -> dict[str, Any]:
-    """The oracle's arguments for sequence ``b``, by the meaning of the door's options."""
+    """The oracle's arguments for sequence ``b``, by the meaning of the call's options."""
     left, right = options.get("window_size", (-1, -1))
     cap, slopes = options.get("softcap", 0.0), options.get("alibi_slopes")
     mask_mod, score_mod = options.get("mask_mod"), options.get("score_mod")
@@ -214,7 +214,10 @@ def judge(
 def judge_gradients(
     batch: list[list[Tensor]], stored: Stored, options: dict[str, Any], label: str = "", more: dict[str, Any] | None = None, **given: Any
 ) -> None:
-    """Judges dq, dk and dv of every sequence; rows of none have gradients of 0, whatever gradient comes in there. more: as of ``judge``."""
+    """Judges dq, dk and dv of every sequence; rows of none have gradients of 0, also if the output's gradient is not 0 there.
+
+    more: as of ``judge``.
+    """
     leaves = [t.detach().requires_grad_() for t in (stored.q, stored.k, stored.v)]
     out, _ = call(stored._replace(q=leaves[0], k=leaves[1], v=leaves[2]), **options, **given)
     if not judging.RUNS:  # what it would launch is noted

@@ -1,5 +1,7 @@
-"""The kernel that merges partial results, by Triton's interpreter on the CPU. Run by test_in_the_interpreter.py, for the
-interpreter has to be chosen before Triton is imported."""
+"""Merging of partial results by the Triton kernel, in Triton's interpreter.
+
+Run by ``test_in_the_interpreter.py``: the interpreter is chosen before Triton is imported.
+"""
 
 import math
 

@@ -1,8 +1,8 @@
-"""Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads; and
-packed sequences and caches where ``tests/entry_points/test_edge_cases.py`` has whole batches.
+"""Edge cases of the Triton kernels, in Triton's interpreter: memory that must not be read, captures, threads, packed and cached rows.
 
-Those of that file that are small enough as they are run too; numbers are those of its list. ``docs/edge-cases.md`` says which test stands
-for which case. Run by ``test_in_the_interpreter.py`` in a process of its own.
+Cases of ``tests/entry_points/test_edge_cases.py`` that are small enough are run as they are, under the numbers of that file's list; the
+others have a form of their own here. ``docs/edge-cases.md`` says which test stands for which case. Run by ``test_in_the_interpreter.py`` in
+a process of its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The ways in which the forward kernel's loop may run, and scales of either sign, in Triton's interpreter. Run by
-``test_in_the_interpreter.py`` in a process of its own."""
+"""Loop variants of the Triton forward kernel, and scales of either sign, in Triton's interpreter.
+
+Run by ``test_in_the_interpreter.py`` in a process of its own.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""Gradients of captured tensors to whose entries many pairs add, by Triton's interpreter: sums with copies, which lanes and programs share
-out among them. Run by ``test_in_the_interpreter.py`` in a process of its own.
+"""Gradients of captured tensors to whose entries many pairs add, in Triton's interpreter: sums with private copies.
+
+Lanes and programs share the copies out among them. Run by ``test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations
