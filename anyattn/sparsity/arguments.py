@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "positions",
     "ragged_lengths",
     "reads_nothing",
+    "without_transforms",
 ]
 
 
@@ -96,6 +98,13 @@ def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
         return True
     kinds.refuse_hidden_captures(mod)
     return False
+
+
+def without_transforms(mod: TracedMod, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which lists are made: inside function transforms (``torch.func.grad``) an allocation has no address for a kernel, and
+    lists have no gradient. Raises as ``reads_nothing``, since a captured tensor may be of a transform."""
+    reads_nothing(mod, device)
+    return kinds.outside_transforms()
 
 
 def check_tables(side: str, cu_seqlens: Any, seqused: Any) -> None:

@@ -20,7 +20,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.pickling import Recipe, refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
-from anyattn.sparsity.arguments import device_of, length, pair, positions
+from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.list_stacks import stack_shapes
@@ -465,11 +465,12 @@ def build_block_mask(
     tile = pair("BLOCK_SIZE", block_size)
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
-    mask = block_mask_of_lists(lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks), mask_mod, sizes, tile)
+    with without_transforms(traced, where):
+        mask = block_mask_of_lists(lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks), mask_mod, sizes, tile)
     mask._told_apart = told_apart(traced, counts)
     _marked(mask, not mask._told_apart)
     if dq_kv_order is not None:
-        _add_write_order(mask, dq_kv_order)
+        _add_write_order(mask, dq_kv_order)  # by torch.vmap, which needs the transforms
     return mask
 
 

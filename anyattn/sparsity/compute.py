@@ -15,7 +15,7 @@ from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
-from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing
+from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
@@ -87,7 +87,9 @@ def _computed(
     lengths = (positions("seqlen_q", lengths[0]), positions("seqlen_k", lengths[1]))
     counts = (1 if batch[0] is None else length("batch_size", batch[0]), 1 if batch[1] is None else length("num_heads", batch[1]))
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
-    lists = lists_of_mask(traced, lengths, tile, counts, device_of(device, traced), separate_full)
+    where = device_of(device, traced)
+    with without_transforms(traced, where):
+        lists = lists_of_mask(traced, lengths, tile, counts, where, separate_full)
     fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
     return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
 

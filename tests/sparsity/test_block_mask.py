@@ -442,3 +442,24 @@ def test_lists_of_more_tiles_than_memory_are_refused_at_once():
     ):
         with pytest.raises(ValueError, match="larger tiles, or pass the function as mask_mod="):
             make()
+
+
+def test_lists_made_inside_a_function_transform_are_plain_tensors():
+    """They have no gradient, and may be kept for calls outside of it."""
+    ids = torch.arange(70) // 20
+    query = torch.randn(1, 2, 70, 16)
+    kept = []
+
+    def build():
+        return create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), 1, 1, 70, 70, "cpu", 32)
+
+    def loss(query, mask=None):
+        kept.append(build() if mask is None else mask)
+        return flex_attention(query, query, query, block_mask=kept[-1]).square().sum()
+
+    found = torch.func.grad(loss)(query)
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in kept[0].as_tuple() if isinstance(t, torch.Tensor))
+    assert_same(kept[0], build())
+    assert torch.equal(found, torch.func.grad(loss)(query, kept[0]))
+    with pytest.raises(TypeError, match="captures is a tensor of torch.func.grad.*wanted a plain tensor"):
+        torch.func.grad(lambda x: (create_block_mask(lambda b, h, q, k: q > x, 1, 1, 70, 70, "cpu"), x)[1])(torch.tensor(1.0))

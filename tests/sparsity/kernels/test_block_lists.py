@@ -20,6 +20,7 @@ from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
 from anyattn.testing.tiles import library_masks, random_mask
 from tests.support.triton.built import POINTERS, Waits, built
+from tests.support.triton.pretended_lists import as_on_a_gpu
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -229,3 +230,28 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
             options = {"wants_columns": True, "separate_full": True, "has_full_tails": False, "broadcasts": False}
             kernels.list_tiles(trace(mod, "mask"), lengths, (128, 128), (1, 1), torch.device("cpu"), **options)  # type: ignore[arg-type]
     assert found and all(len(keys) <= 2 for keys in found.values()), {name: len(keys) for name, keys in found.items()}
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.grad(torch.func.grad(f)), torch.func.functionalize])
+def test_lists_are_allocated_outside_of_function_transforms(transform: Any) -> None:
+    """Inside of them a new tensor has no address that a kernel could be given."""
+    ids = torch.arange(300) // 70
+    made: list[torch.Tensor] = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), 1, 1, 300, 300, "cpu", 32)
+        tiles = compute_block_sparsity(32, 32, 1, 1, 300, 300, lambda b, h, q, k: q - k < 40, device="cpu")
+        made.extend([mask.kv_indices, mask.full_q_num_blocks, tiles.mask_block_idx, tiles.full_block_cnt])
+        return x**3
+
+    def fill(kernel: Any, grid: Any, given: list[Any], options: Any) -> None:
+        for t in given:
+            if isinstance(t, torch.Tensor) and t is not ids:
+                t.zero_()
+
+    with as_on_a_gpu(fill) as launches:
+        for _ in range(2):
+            transform(loss)(torch.tensor(1.0))
+    assert len(made) == 8 and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, made))
+    addresses = {address for launched in launches.made for address in launched.given}
+    assert all(t.data_ptr() in addresses for t in made)
