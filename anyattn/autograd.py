@@ -42,7 +42,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
         with autocast.disabled():
             return backward(problem, plan, *results)
     chosen = plan
-    if plan.backward:  # by another backend, or by another plan, which depends on the same properties of the call
+    if plan.backward:  # another backend's plan, or another plan; both depend on the same properties of the call as ``plan``
         chosen = plan.prepared.get("backward plan") or _plan_backward(problem, plan)
     return backend_module(chosen.backend).backward(problem, chosen, *results)  # type: ignore[no-any-return]
 
@@ -54,7 +54,7 @@ def _plan_backward(problem: Problem, plan: Plan) -> Plan:
 
 @opaque
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
+    """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` if autograd records."""
     if _is_autocast():
         with autocast.disabled():
             return compute(problem, plan)
@@ -114,15 +114,15 @@ class _Attention(torch.autograd.Function):
         return None, None, *_differentiable_once(found, (*saved[: len(found)], dout, dlse))
 
 
-# What ``_Attention.apply`` calls outside of function transforms. ``tensors.kinds`` sends tensors of transforms elsewhere.
+# The function that ``_Attention.apply`` calls outside of function transforms. ``tensors.kinds`` sends calls inside them to the operators.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _gradients(
     fields: dict[str, Any], plan: Plan, needed: tuple[bool, ...], saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: what the node kept. needed: for each input."""
-    inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # more is saved
+    """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: kept by the node. needed: one bool per input."""
+    inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # saved begins with the inputs
     out, lse = saved[len(inputs) : len(inputs) + 2]
     try:
         found = backward(_with_inputs(fields, inputs), plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
@@ -134,8 +134,8 @@ def _gradients(
 
 
 def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """The gradients under ``create_graph=True``, attached to what they were computed from, so that differentiating them raises instead of
-    treating them as constants."""
+    """The gradients under ``create_graph=True``, attached to the tensors that they were computed from, so that differentiating them raises
+    instead of treating them as constants."""
     made = iter(_Gradients.apply([g for g in grads if g is not None], *origins))
     return [None if g is None else next(made) for g in grads]
 
@@ -151,7 +151,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def refuse_second_derivative(*_: Any) -> Any:
-    """Raises ``NotImplementedError``; stands where the derivative of an operator's backward pass would."""
+    """Raises ``NotImplementedError``; called in place of the derivative of a backward pass."""
     raise NotImplementedError(
         "attention has no second derivative: a gradient that was computed with create_graph=True (or by torch.func inside of torch.func, "
         "as hessian does) was differentiated again; wanted one derivative, or detach() the gradient where it is a constant"
@@ -174,7 +174,7 @@ def _without_inputs(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_inputs(fields: dict[str, Any], inputs: list[Tensor | None]) -> Problem:
-    fields = fields.copy()  # of a node that may be asked again
+    fields = fields.copy()  # a node's backward pass may run again
     fields["q"], fields["k"], fields["v"], fields["sink"], *captured = inputs  # only the sink may be None
     if captured:
         fields["score"] = TracedMod.of_fields({**vars(fields["score"]), "tensors": tuple(captured)})

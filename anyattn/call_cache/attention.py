@@ -1,4 +1,4 @@
-"""Warm calls of ``flex_attention``, ``flash_attn_func`` and ``flash_attn_varlen_func``: reuses the checks and the plan of an earlier call.
+"""Warm calls of ``flex_attention``, ``flash_attn_func`` and ``flash_attn_varlen_func``: reuse of an earlier call's checks and plan.
 
 Each function returns the problem and the plan of a call. The slow path (checks, then the planner) is a separate function; its result is
 remembered under the call's signature. A warm call skips it: its own tensors, scale and captured values replace those of the problem.
@@ -44,7 +44,7 @@ class FlexCall(NamedTuple):
     wants_lse: bool
     wants_max: bool
     deterministic: Any
-    listed: TracedMod | None = None  # the mask of a block mask that is given as lists alone
+    listed: TracedMod | None = None  # the mask of a block mask that is passed as lists only
 
 
 _FLEX = fields(

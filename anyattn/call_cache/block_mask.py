@@ -1,6 +1,7 @@
 """Warm calls of ``create_block_mask`` on a GPU: the checks, the trace and the launches of a first call are remembered.
 
-A warm call reads the captured values of its mask, allocates lists, launches the kernels, and makes the block mask of the remembered fields.
+A warm call reads the captured values of its mask, allocates lists, launches the kernels, and makes the block mask from the lists and the
+remembered fields.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class RememberedMask(NamedTuple):
         return BlockMask.of_fields(fields)
 
 
-_COLD: Any = object()  # remembered for a key whose calls are all made as a first call
+_COLD: Any = object()  # marks a key whose calls all take the slow path
 _masks: TwoGenerationCache[RememberedMask] = TwoGenerationCache()
 
 
@@ -67,7 +68,7 @@ def block_mask_call(
     Raises as ``build_block_mask``.
     """
     about = (mask_mod, batch, lengths, device, block_size, separate_full, None)
-    # inference tensors are copied, because torch does not count writes to them
+    # lists made in inference mode have to be copied, because torch does not count writes to inference tensors
     if type(mask_mod) is TracedMod or _is_inference():
         return build_block_mask(*about)
     found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
@@ -83,7 +84,8 @@ def block_mask_call(
 
 
 def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:
-    """Remembers a first call; as ``_COLD`` if no kernels made its lists, or if another far number could need lists by torch operations.
+    """Remembers a first call; as ``_COLD`` if kernels did not make its lists, or if it captures a far number: a call of the same key may
+    capture one for which only torch operations can make the lists.
 
     again: as in ``calls.remember``.
     """
@@ -96,7 +98,7 @@ def _remember(found: Signature, again: Callable[[], Signature | None], made: Blo
         return
     held, launches = ready
     (B, H), (seqlen_q, seqlen_k) = made.kv_num_blocks.shape[:2], made.seq_lengths
-    # an index is clamped where the mask hides the pairs that it would read outside for, which may depend on any number
+    # loads that would leave their tensor are clamped at pairs that the mask hides; which pairs these are may depend on any number
     if held is not user or doubt(user, B, H, seqlen_q, seqlen_k).of_numbers:
         user.source.pattern.fix(user.source.scalars)
     still = again()

@@ -5,7 +5,7 @@ the key: every property that checks and plan depend on. Numbers and tensors that
 those on which the checks or the plan depend.
 
 A call has no signature, and is not remembered, if torch's operations are intercepted (function transforms, dispatch modes, tracing), if a
-tensor has a subclass, if a mod can only be understood by tracing it, and if an argument is not of its kind.
+tensor is of a subclass, if a mod can only be understood by tracing it, or if an argument is not of its kind.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Kind:
 
     ALIGNMENT = "{x}.data_ptr() & 15"
     STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch operations read, outside autograd
-    ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # that kernels read too
-    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # that also receives gradients
+    ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # the same, and kernels read it too
+    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # the same, and it may receive a gradient
     OPERANDS = "_operands({x})"  # x: the names of three arguments, each of the kind TENSOR
     # the number of packed rows is not in the key, only whether there are several, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
@@ -179,7 +179,7 @@ def _room(cache: Tensor) -> tuple:
 
 
 def _parts_of_strides(cache: Tensor) -> tuple:
-    """The last stride, and for each other one its bytes modulo 16, which tell whether steps keep 16-byte alignment."""
+    """The last stride, and each of the others in bytes modulo 16, which determines whether steps keep 16-byte alignment."""
     *strides, last = cache.stride()
     size = cache.element_size()
     return last, *[s * size & 15 for s in strides]
@@ -213,8 +213,8 @@ tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format
 class _Operands:
     """The part of a call's key that stands for query, key and value: one object for all calls with the same properties of the three.
 
-    alignment: the part of ``Kind.TENSOR`` that ``comparison`` does not compare. comparisons: with such tensors, by the dispatch keys that
-    the thread includes and excludes, which differ in inference mode.
+    alignment: the part of ``Kind.TENSOR`` that ``comparison`` does not compare. comparisons: the ``comparison`` functions of such tensors,
+    by the dispatch keys that the thread includes and excludes, which differ in inference mode.
     """
 
     __slots__ = ("__weakref__", "alignment", "comparisons")
@@ -232,8 +232,8 @@ _latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
     """The object that stands for the properties of q, k and v.
 
-    If they are those of one of the latest two calls, one comparison in C++ finds it; reading the properties takes three times as long.
-    Raises as reading the key does, for tensors that ``comparison`` does not accept too.
+    If one of the latest two calls had the same properties, one comparison in C++ finds its object; reading the properties takes three times
+    as long. Raises as reading the key does, and also for tensors that ``comparison`` does not accept.
     """
     global _latest_operands
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
@@ -244,7 +244,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
             return latest
     properties = (tensor_key(q), tensor_key(k), tensor_key(v))
     found = _operands_by_properties.get(properties)
-    if found is None:  # the first call with these properties; perhaps there is no second one
+    if found is None:  # the first call with these properties; a comparison is made at the second one
         return _operands_by_properties.setdefault(properties, _Operands(places))
     if q is not k and k is not v and v is not q:
         of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
@@ -274,7 +274,7 @@ def _reading(mod: Any) -> Reading:
 
 
 def _traced_reading(mod: TracedMod) -> Reading:
-    """The reading of a mod that is traced already. Its values are in the order of its program, which has to be that of its pattern."""
+    """The reading of a mod that is traced already. Its values are in its program's order, which must be the order of its pattern."""
     if mod.source is None:
         raise NotCacheable
     pattern, scalars, tensors = mod.source
@@ -286,7 +286,7 @@ def _traced_reading(mod: TracedMod) -> Reading:
 
 def _mod_key(reading: Reading, is_mask: bool) -> tuple:
     """The key of a mod: for a mask all its numbers, since they decide which keys are visible; for other mods the numbers that their pattern
-    names, and whether any number is far away, which not every backend supports."""
+    fixes, and whether any integer has a magnitude of ``NEAR_NUMBER`` or more, which not every backend supports."""
     pattern, numbers, tensors = reading
     if is_mask:
         settled: tuple = tuple(numbers)
@@ -302,7 +302,7 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
 
 
 def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> tuple:
-    """The key of a block mask. listed: the mask of a block mask that is given as lists alone."""
+    """The key of a block mask. listed: the mask of a block mask that is passed as lists only."""
     kept = flex.kept_lists(block_mask)
     if kept is None:
         key = flex.lists_facts(block_mask)

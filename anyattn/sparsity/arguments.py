@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 
-MOST_TILES = 2**31  # of all batch entries and heads: lists of them are 8 GiB each
+MOST_TILES = 2**31  # over all batch entries and heads: each list of so many takes 8 GiB
 
 
 def check_many(batch: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]) -> None:
-    """Raises ``ValueError`` where lists would have more than ``MOST_TILES`` tiles, before any memory is allocated."""
+    """Raises ``ValueError`` if lists would have more than ``MOST_TILES`` tiles, before any memory is allocated."""
     rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
     if (tiles := batch[0] * batch[1] * rows * columns) > MOST_TILES:
         raise ValueError(
@@ -81,7 +81,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) -> None:
-    """Raises ``ValueError`` unless lists of tiles of ``present`` can be made into lists of tiles of ``wanted``; ``build``: the way out."""
+    """Raises ``ValueError`` unless lists for tile size ``present`` can be converted to ``wanted``. build: how to make new lists."""
     if any(new % old and old % new for new, old in zip(wanted, present, strict=True)):
         raise ValueError(
             f"the block lists were built for tiles of {present}, but tiles of {wanted} are wanted, and on one side neither size is a "
@@ -108,7 +108,7 @@ def without_transforms(mod: TracedMod, device: torch.device) -> AbstractContextM
 
 
 def check_tables(side: str, cu_seqlens: Any, seqused: Any) -> None:
-    """Raises as ``ragged_lengths``, but reads no contents."""
+    """The checks of ``ragged_lengths`` that do not read the tables' contents; raises the same errors."""
     if cu_seqlens is None and seqused is None:
         raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
     for name, table, shape in ((f"cu_seqlens_{side}", cu_seqlens, "(B + 1,)"), (f"seqused_{side}", seqused, "(B,)")):
@@ -117,7 +117,7 @@ def check_tables(side: str, cu_seqlens: Any, seqused: Any) -> None:
 
 
 def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
-    """The lengths of a ragged batch, int64 (B,): ``seqused`` where given, else the steps of ``cu_seqlens``, which may then be None.
+    """The lengths of a varlen batch, int64 (B,): ``seqused`` if given (``cu_seqlens`` may then be None), else the steps of ``cu_seqlens``.
 
     side: "q" or "k". Raises ``TypeError`` or ``ValueError`` naming the first bad entry.
     """
@@ -166,7 +166,7 @@ def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
 
 
 def device_of(device: Any, mod: TracedMod) -> torch.device:
-    """The device to build on: ``device`` if given, else where the mod's captured tensors are, else the accelerator, else the CPU."""
+    """The device to build on: ``device`` if given, else that of the mod's captured tensors, else the accelerator, else the CPU."""
     if device is None:
         if mod.tensors:
             return mod.tensors[0].device
@@ -184,7 +184,7 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
 
 @opaque
 def may_have_kernels(device: Any) -> bool:
-    """Whether kernels may make the lists on the device that an argument names; decided without reading the mask."""
+    """Whether kernels may make the lists on the device that the ``device`` argument names; decided without tracing the mask."""
     if type(device) is str:
         return device.startswith("cuda")
     if device is None:

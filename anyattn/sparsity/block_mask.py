@@ -1,4 +1,4 @@
-"""``BlockMask``: torch's class and meaning, built from the mask's structure instead of from all its pairs."""
+"""``BlockMask``: a subclass of torch's ``BlockMask``, built from the mask's structure instead of from all its pairs."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *LISTS[:4]))
 
 
 class BlockMask(torch_flex.BlockMask, OfFields):
-    """torch's ``BlockMask``: lists of partial and full tiles in both directions, the mask they were made of, its block size and lengths.
+    """torch's ``BlockMask``: lists of partial and full tiles in both directions, their mask, the block size and the sequence lengths.
 
-    It is a subclass, so torch's ``flex_attention`` takes it, and anyattn takes torch's. What it adds: slicing keeps a working ``mask_mod``
-    and true ``seq_lengths``; ``_adjust`` crops any mask correctly; ``contiguous()``; ``block_sparse()``, the lists as kernels read them.
-    Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
+    torch's ``flex_attention`` accepts this subclass, and anyattn accepts torch's class. The subclass adds: slices keep a working
+    ``mask_mod`` and true ``seq_lengths``; ``_adjust`` crops any mask correctly; ``contiguous()``; ``block_sparse()``, the lists in the form
+    that kernels read. In lists that anyattn built, entries of ``*_indices`` beyond a row's count are 0; torch leaves them undefined.
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
 
-    # set by ``_marked``; None where a compiled graph made the lists, and once a field that they are read from is assigned
+    # set by ``_marked``; None if a compiled graph made the lists; False again once a field of ``_EXACT_BY`` is assigned
     _exact: bool | None = False
 
     @classmethod
@@ -73,7 +73,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """A mask from the lists of key blocks of each row of query blocks; the other direction is derived.
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
-        mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
+        mask_mod: the mask inside partial blocks; None: all pairs are visible. seq_lengths: by default the lengths of whole blocks.
+        order: torch's ``dq_*`` arguments.
         Raises ``ValueError`` for a count below 0 or above N, and with compute_q_blocks for a block index out of range, unless on a GPU.
         """
         if kv_indices.dim() < 2:
@@ -90,7 +91,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None)]
             if full_kv_num_blocks is not None and full_kv_indices is not None:
                 classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None))
-            # each list by itself: a caller may name a block in both
+            # the two lists are transposed separately: a caller may list a block in both
             for at, grid in enumerate(classes):
                 backward[2 * at : 2 * at + 2] = lists_of_grid(grid.transpose(-1, -2), False)[:2]
         dq_order = order.pop("dq_kv_order", None)
@@ -107,16 +108,16 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
 
-    _told_apart: tuple[str, ...] = ()  # ``told_apart`` of what ``create_block_mask`` made
+    _told_apart: tuple[str, ...] = ()  # ``told_apart`` for masks that ``create_block_mask`` made
 
     @property
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
 
-        True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to.
-        A write through ``.data`` or ``.numpy()``, which torch does not count, is not noticed, and the mask's function goes on to count:
-        write to the list itself (``mask.kv_indices.copy_(new)``), or assign the field (``mask.kv_indices = new``). False where the lists
-        of one batch entry or head stand for all while ``mask_mod`` tells them apart.
+        True for masks that ``create_block_mask`` made and for their slices, crops and copies, until a field is assigned or a list is
+        written to. torch does not count a write through ``.data`` or ``.numpy()``: after one, ``is_exact`` stays True, and backends may
+        still use ``mask_mod`` in place of the lists. Write to the list itself (``mask.kv_indices.copy_(new)``), or assign the field
+        (``mask.kv_indices = new``). False if all batch entries or heads share one entry's lists although ``mask_mod`` depends on the index.
         """
         return bool(self._exact) and self._lists_are_unwritten()
 
@@ -154,7 +155,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         q_length = len(rows) * self.BLOCK_SIZE[0]
         if len(rows) and int(rows[-1]) == sizes[2] - 1:  # the last block may be short
             q_length -= sizes[2] * self.BLOCK_SIZE[0] - self.seq_lengths[0]
-        # a dimension of size 1 stands for every batch entry or head, so the mask goes on counting them itself
+        # a dimension of size 1 broadcasts over batch entries or heads, so ``mask_mod`` takes the caller's b or h as it is
         b_map, h_map = (_as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
         options: dict[str, Any] = {
             "BLOCK_SIZE": self.BLOCK_SIZE,
@@ -234,7 +235,7 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
 
 
 def are_unwritten(*lists: Tensor | None) -> bool:
-    """Whether the lists of an exact mask are unwritten since they were made; torch counts no writes to inference tensors."""
+    """Whether torch has counted no write to the lists; False for inference tensors, whose writes torch does not count."""
     for t in lists:  # noqa: SIM110 - a generator takes longer
         if t is not None and (t.is_inference() or t._version != 0):
             return False
@@ -242,7 +243,7 @@ def are_unwritten(*lists: Tensor | None) -> bool:
 
 
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
-    """Records whether the lists follow from the mask, with torch's write counters at 0: lists written to before become new tensors."""
+    """Records whether the lists follow from the mask; if so, ``_counted_anew`` replaces lists whose write counter is not 0."""
     if is_exact and not mask._lists_are_unwritten():
         for name in LISTS[:4]:
             t = getattr(mask, name)
@@ -253,7 +254,7 @@ def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
 
 
 def _counted_anew(t: Tensor) -> Tensor:
-    """The same memory as a tensor whose writes torch counts, from 0 on; that of an inference tensor has to be copied."""
+    """A tensor of the same memory with a write counter that starts at 0; for an inference tensor, which has none, a copy."""
     with torch.inference_mode(False):
         return (t.clone() if t.is_inference() else t).data
 
@@ -301,7 +302,7 @@ def _take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
 
 
 def _as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:
-    """The map from positions in the slice to positions in the whole: (start, step), a table, or None for the identity."""
+    """The map from positions in the slice to positions in the whole mask: (start, step), a table, or None for the identity."""
     if picked is None or len(picked) == 0:
         return None
     start = int(picked[0])
@@ -312,7 +313,7 @@ def _as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:
 
 
 def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: int) -> Callable:
-    """``mask_mod`` with b, h and q_idx counted from a slice's beginning; only what changes is part of the new function."""
+    """``mask_mod`` with b, h and q_idx counted from a slice's beginning; indices that the slice leaves unchanged are not remapped."""
     for place, mapping in enumerate((b_map, h_map)):
         if mapping is not None:
             mask_mod = _derived(_remapped, mask_mod, place, mapping)
@@ -324,7 +325,7 @@ def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: i
 
 
 def _derived(make: Callable[..., Callable], mask_mod: Callable, *settings: Any) -> Derived:
-    """``make(mask_mod, *settings)``, which can be pickled where ``mask_mod`` can."""
+    """``make(mask_mod, *settings)``, which can be pickled if ``mask_mod`` can."""
     return Derived(make(mask_mod, *settings), Recipe(_derived, (make, mask_mod, *settings)), name_of(mask_mod))
 
 
@@ -367,7 +368,7 @@ def block_mask_of_classes(
     """The block mask of a grid of classes, uint8 (B, H, M, N).
 
     A tail tile is listed as partial even if all its pairs inside the sequences are visible: torch counts the padding as hidden, and the
-    lists are torch's, block for block. batch: (B, H) to give the lists; they are copied for each, since torch's Triton kernels find a
+    lists equal torch's block for block. batch: the lists' (B, H); the lists are copied to this size, since torch's Triton kernels find a
     head's list by the contiguous stride.
     """
     lists = _lists_of_classes(classes, lengths, tile, separate_full, compute_q_blocks, batch)
@@ -399,9 +400,9 @@ def lists_of_mask(
     separate_full: bool,
     stacks: bool = False,
 ) -> list[Any]:
-    """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately.
+    """A block mask's lists in the order of its fields; None for full blocks if they are not listed separately.
 
-    stacks: the same as stacks (``sparsity.list_stacks``), which share no memory.
+    stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
     """
     found = device_lists(mask, lengths, tile, batch, device, **OF_KERNELS, separate_full=separate_full, stacks=stacks)
     if found is not None:
@@ -416,7 +417,7 @@ def lists_of_mask(
 
 
 def told_apart(mask: TracedMod, batch: tuple[int, int]) -> tuple[str, ...]:
-    """The arguments, B and H, of which lists of (B, H) have a single entry while the mask depends on it."""
+    """The names among "B" and "H" whose size in ``batch`` is 1 although the mask depends on that index."""
     return tuple([name for name, n, is_read in zip("BH", batch, _sees(mask.expr), strict=True) if is_read and n == 1])
 
 
@@ -428,7 +429,7 @@ def _sees(mask: Expr) -> tuple[bool, bool]:
 
 
 def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
-    """Whether lists of (B, H) describe the mask completely: not where one entry or head stands for all but the mask depends on it."""
+    """Whether lists of (B, H) describe the mask completely: False if B or H is 1 although the mask depends on that index."""
     return not told_apart(mask, batch)
 
 
@@ -475,7 +476,7 @@ def build_block_mask(
 
 
 def _register() -> None:
-    """Registers our class as a pytree node where torch registered its own."""
+    """Registers our class as a pytree node if torch registered its own."""
     if torch_flex.BlockMask in pytree.SUPPORTED_NODES and BlockMask not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             BlockMask,

@@ -22,11 +22,11 @@ class BlockSparseTensors:
     """Per tile of query rows, the key tiles to visit: partial ones (the mask is evaluated) and full ones (it is not).
 
     mask_block_cnt: int32 (B, H, M), number of partial tiles of each row of tiles; B and H may be 1, which broadcasts.
-    mask_block_idx: int32 (B, H, M, N), their columns, strictly increasing; the tail is 0. Compact lists (B, H, M, most) have room for no
-    more tiles than a row lists; then ``lengths`` must say how many there are, or the call does that takes them.
+    mask_block_idx: int32 (B, H, M, N), their columns, strictly increasing; the tail is 0. Compact lists (B, H, M, most) have room only for
+    the tiles of the longest list; the number of key tiles then comes from ``lengths``, or from the call that takes the lists.
     full_block_cnt, full_block_idx: the same for full tiles, or None: then every visited tile is in the mask list.
     tile: (tile_m, tile_n), the query rows and keys of a tile. There is no default: both sides must agree on it.
-    lengths: (seqlen_q, seqlen_k) that the lists were built for, where known.
+    lengths: (seqlen_q, seqlen_k) that the lists were built for, if known.
 
     Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists, on the CPU also for impossible counts; ``validate()``
     reads the lists' contents too.
@@ -75,7 +75,7 @@ class BlockSparseTensors:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(M, N): tiles along the query rows and along the keys; for compact lists without lengths, as many as they have room for."""
+        """(M, N): tiles along the query rows and along the keys; without lengths, N is the number of tiles that a list has room for."""
         if self.lengths is None:
             return self.mask_block_idx.shape[-2], self._room
         rows, columns = (ceil_div(n, t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -83,7 +83,7 @@ class BlockSparseTensors:
 
     @property
     def _room(self) -> int:
-        """The most tiles that a row has room for in a list."""
+        """The number of tiles that the wider of a row's two lists has room for."""
         full = 0 if self.full_block_idx is None else self.full_block_idx.shape[-1]
         return max(self.mask_block_idx.shape[-1], full)
 
@@ -117,17 +117,17 @@ class BlockSparseTensors:
         return self.mask_block_cnt if self.full_block_cnt is None else self.mask_block_cnt + self.full_block_cnt
 
     def transposed(self) -> BlockSparseTensors:
-        """Per tile of keys, the query tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows)."""
+        """Per key tile, the row tiles that visit it (the backward pass of dk and dv reads these); ``tile`` is then (keys, rows)."""
         lengths = None if self.lengths is None else self.lengths[::-1]
         return self.from_classes(self.classes().transpose(-1, -2), self.tile[::-1], lengths, self.full_block_cnt is not None)
 
     def retile(self, tile_m: int, tile_n: int) -> BlockSparseTensors:
         """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
 
-        A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
-        from: full and empty stay exact, a part of a partial tile is listed as partial and left to the mask.
+        A coarser tile is full if all its parts are full, empty if all are empty, else partial. A finer tile takes the class of the tile
+        that it is cut from: full and empty stay exact; a part of a partial tile is listed as partial, and the mask is evaluated in it.
 
-        Raises ``ValueError`` naming both tiles where neither size divides the other.
+        Raises ``ValueError`` naming both tiles if neither size divides the other.
         """
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
@@ -149,7 +149,7 @@ class BlockSparseTensors:
     def validate(self) -> BlockSparseTensors:
         """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
 
-        Reads all lists, O(tiles). Returns itself. Lists that know no lengths are taken to have room for every tile.
+        Reads all lists, O(tiles). Returns itself. Lists without lengths are assumed to have room for every tile.
         """
         _check_contents("mask", self.mask_block_cnt, self.mask_block_idx, self.grid[1])
         if self.full_block_cnt is not None and self.full_block_idx is not None:
@@ -169,7 +169,7 @@ class BlockSparseTensors:
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> BlockSparseTensors:
-        """Lists of a block mask, torch's or ours, of any block size; torch's lists may be unsorted and hold anything in their tails."""
+        """Lists of a block mask, torch's or ours, of any block size; torch's lists may be unsorted and have arbitrary tails."""
         fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         missing = (1,) * (4 - block_mask.kv_indices.ndim)  # slices of older torch drop batch and head
         reshaped: Any = (None if t is None else t.reshape(*missing, *t.shape) for t in fields)
@@ -183,8 +183,8 @@ class BlockSparseTensors:
 
     @classmethod
     def from_ordered_lists(cls, block_mask: Any) -> BlockSparseTensors | None:
-        """Lists of a block mask that are known to be ascending, with 0 in their tails, as anyattn builds them: their memory is shared where
-        kernels can read it. None where they describe other tiles than the lengths make."""
+        """Lists of a block mask that are known to be ascending with 0 in their tails, as anyattn builds them; memory that kernels can read
+        is shared, not copied. None if a list is not int32, a length is 0, or the lists do not have one entry per tile of the lengths."""
         lengths, tile = block_mask.seq_lengths, block_mask.BLOCK_SIZE
         fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         grid = tuple(map(ceil_div, lengths, tile))
@@ -194,7 +194,7 @@ class BlockSparseTensors:
         return cls(cnt, idx, full_cnt, full_idx, tuple(map(min, tile, lengths)), lengths)  # type: ignore[arg-type]
 
     def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
-        """The ``anyattn.BlockMask`` of these lists; ``mask_mod`` is what its partial tiles show (None: everything)."""
+        """The ``anyattn.BlockMask`` of these lists. mask_mod: the mask inside partial tiles; None: all pairs are visible."""
         from anyattn.sparsity.block_mask import block_mask_of_classes
 
         lengths = lengths if lengths is not None else self.lengths
@@ -214,12 +214,12 @@ class BlockSparseTensors:
 
 
 def _readable(t: Tensor | None) -> Tensor | None:
-    """The tensor, copied where it is not as kernels read lists: contiguous, from an address that is a multiple of 16 bytes."""
+    """The tensor, copied unless kernels can read it: contiguous, at an address that is a multiple of 16 bytes."""
     return t if t is None or (t.is_contiguous() and not t.data_ptr() & 15) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
-    """Joins ``parts`` neighbours; a group that the end cuts off is classified by the tiles that it has."""
+    """Joins groups of ``parts`` neighbouring tiles; a shorter last group is classified by the tiles that it has."""
     if parts == 1:
         return classes
     size = classes.shape[dim]

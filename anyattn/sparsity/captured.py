@@ -1,4 +1,4 @@
-"""The way from the functions that make block lists to what ``torch.compile`` captures of them, which lies in a higher layer."""
+"""Late binding of the operators that ``torch.compile`` captures for functions that make block lists; they are in a higher layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["entry_points", "load"]
 
-entry_points: Any = None  # the module ``anyattn.custom_ops.entry_points``, which enters itself
+entry_points: Any = None  # the module ``anyattn.custom_ops.entry_points``, which sets this when it is imported
 
 
 def load() -> None:
@@ -15,4 +15,4 @@ def load() -> None:
     importlib.import_module("anyattn.custom_ops.entry_points")
 
 
-load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces; its decorator would import Dynamo
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it while tracing; the decorator would import Dynamo

@@ -1,4 +1,4 @@
-"""``compute_block_sparsity``: from a mask to the lists of its tiles, with FlashAttention's names; below ``create_block_mask``."""
+"""``compute_block_sparsity``: conversion of a mask to tile lists, with FlashAttention's names; ``create_block_mask`` is built on it."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def compute_block_sparsity(
 ) -> BlockSparseTensors:
     """The partial and full tiles of a mask, as FlashAttention's function of this name returns them.
 
-    tile_m, tile_n: query rows and keys of a tile. batch_size, num_heads: None where the mask ignores them (the lists then broadcast).
-    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given. device: default as for
+    tile_m, tile_n: query rows and keys of a tile. batch_size, num_heads: None if the mask ignores them (the lists then broadcast).
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` if they are given. device: default as for
     ``create_block_mask``. compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None.
-    use_fast_sampling: accepted for compatibility; the classes are exact either way, and all pairs are never evaluated.
+    use_fast_sampling: accepted for compatibility; the classes are exact either way, and only tiles that stay undecided are evaluated.
 
-    A tail tile counts as full when all its pairs *inside the sequences* are visible, as in FlashAttention, whose kernels mask the tail of
+    A tail tile counts as full if all its pairs *inside the sequences* are visible, as in FlashAttention, whose kernels mask the tail of
     every tile themselves; ``create_block_mask`` counts it as partial, as torch does.
 
-    Raises ``TypeError`` or ``ValueError`` for bad sizes, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for one that
+    Raises ``TypeError`` or ``ValueError`` for bad sizes, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for a mask that
     reads a captured tensor out of range.
 
     >>> compute_block_sparsity(128, 128, 1, 1, 768, 896, lambda b, h, q, k: q + 128 >= k, device="cpu")
@@ -103,9 +103,9 @@ def lists_of_mask(
     separate_full: bool,
     stacks: bool = False,
 ) -> list[Any]:
-    """The four lists of ``compute_block_sparsity``; None for full tiles where they are not listed separately.
+    """The four lists of ``compute_block_sparsity``; None for full tiles if they are not listed separately.
 
-    stacks: the same as stacks (``sparsity.list_stacks``), which share no memory.
+    stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
     """
     options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
     found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
@@ -118,9 +118,9 @@ def lists_of_mask(
 
 
 class TileLists(NamedTuple):
-    """Per row of tiles, how many partial and full tiles there are, int32 (B', H', M), and which, ascending, int32 (B', H', M, N).
+    """Per row of tiles, the counts of partial and full tiles, int32 (B', H', M), and their columns, ascending, int32 (B', H', M, N).
 
-    B' and H' are 1 where the mask ignores b or h. Entries beyond a count are 0.
+    B' and H' are 1 if the mask ignores b or h. Entries beyond a count are 0.
     """
 
     partial_count: Tensor
@@ -138,7 +138,7 @@ def tile_lists(
     tile: tuple[int, int],
     device: torch.device | str | None = None,
 ) -> TileLists:
-    """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
+    """The lists of a traced mask for a kernel's own tiles, of any size: ``compute_block_sparsity`` without its checks.
 
     The caller has checked that the mask reads inside its captured tensors (``analysis.visible_loads``). Only pairs inside the sequences
     count: a tail tile whose pairs are all visible is full. On a CUDA device the host does not wait (see ``device_lists``).
@@ -165,12 +165,12 @@ def device_lists(
     separate_full: bool = True,
     stacks: bool = False,
 ) -> list[Tensor | None] | None:
-    """The lists made by Triton kernels without waiting for the device (``sparsity.kernels.block_lists``); None where these cannot be used.
+    """The lists made by Triton kernels without waiting for the device (``sparsity.kernels.block_lists``); None if they cannot be used.
 
-    stacks: the allocations to write them to (``sparsity.list_stacks``). For fake and meta tensors, lists without values.
+    stacks: return the allocations that hold the lists (``sparsity.list_stacks``). For fake and meta tensors, lists without values.
 
-    Usable on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
-    for a mask that reads outside a captured tensor, except by an index read from another one: that is clamped.
+    Usable on a CUDA device if Triton is installed, unless the mask captures an integer of magnitude 2 ** 40 or more. Raises ``ValueError``
+    for a mask that reads outside a captured tensor; an index that is read from another captured tensor is clamped instead.
     """
     if reads_nothing(mask, device):
         rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
@@ -188,7 +188,7 @@ def device_lists(
 def held_for_kernels(
     mask: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device
 ) -> TracedMod | None:
-    """The mask as kernels evaluate it, with loads that lie inside; None where kernels cannot be used. Raises as ``device_lists``.
+    """The mask with every load inside its tensor, as kernels evaluate it; None if kernels cannot be used. Raises as ``device_lists``.
 
     No captured tensor is read.
     """
@@ -215,8 +215,8 @@ def has_triton() -> bool:
 
 
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
-    """``tile_classes.classify`` after checking that the mask reads inside its captured tensors; B, H are 1 where the mask ignores them."""
+    """``tile_classes.classify`` after checking that the mask reads inside its captured tensors; B, H are 1 if the mask ignores them."""
     where = device_of(device, mod)
-    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+    with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
         ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])
         return classify(mod, *lengths, *tile, *batch, where)

@@ -1,4 +1,4 @@
-"""Tile lists of one shape in one allocation: counts and indices stacked by class (partial, full), and by direction where both agree."""
+"""Stacked tile lists: one allocation for all counts and one for all indices of a shape, by class (partial, full) and direction."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def stack_shapes(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shapes (counts, indices) of each stack: (stacked, B, H, lines) and (stacked, B, H, lines, most).
 
-    sizes: B and H. grid: rows and columns of tiles. classes: 2 where full tiles have lists of their own. wants_columns: whether each column
-    of tiles has its lists too; they share the rows' stack where there are as many.
+    sizes: B and H. grid: rows and columns of tiles. classes: 2 if full tiles have their own lists. wants_columns: whether each column of
+    tiles has lists too; they share the rows' stack if there are as many columns as rows.
     """
     is_joint = wants_columns and grid[0] == grid[1]
     many = (1 + is_joint) * classes
@@ -24,7 +24,7 @@ def stack_shapes(
 
 
 def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
-    """Views of stacks, counts and indices by turns, in the order of a block mask's fields; None for full tiles if classes is 1."""
+    """Views of stacks, counts and indices alternating, in the order of a block mask's fields; None for full tiles if classes is 1."""
     found: list[Tensor | None] = []
     for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
         for at in range(0, len(counts), classes):
@@ -34,7 +34,7 @@ def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | Non
 
 
 def lists_of_memory(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
-    """``lists_of_stacks`` outside of graphs: all views of a stack by one call, which takes a third of the time."""
+    """``lists_of_stacks`` outside of compiled graphs: one ``unbind`` makes all views of a stack in a third of the time."""
     found: list[Tensor | None] = []
     for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
         for count, index in zip(counts.unbind(), indices.unbind(), strict=True):

@@ -41,13 +41,13 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 
 def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
-    """What ``lists_of_grid`` returns for fake classes of ``shape``: tensors without values."""
+    """Uninitialised lists of the shapes that ``lists_of_grid`` returns for classes of ``shape``; for fake and meta tensors."""
     counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
     return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0. Does not wait for a GPU."""
+    """Per row, the number of tiles of a ``listed`` class and their columns, ascending; the tail is 0. Does not wait for a GPU."""
     columns = classes.shape[-1]
     grid = classes.reshape(classes.shape[:-1].numel(), columns)
     counts = torch.zeros(len(grid), dtype=torch.int32, device=classes.device)
@@ -66,8 +66,8 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
-    """Raises ``ValueError`` where lists on a CPU have a count above their width or below 0. Not on a GPU, where it would wait, nor inside
-    ``torch.compile``: the operator that takes the lists checks them when it runs."""
+    """Raises ``ValueError`` if lists on a CPU have a count above their width or below 0. Skipped on a GPU, where reading the counts would
+    wait, and inside ``torch.compile``: the operator that takes the lists checks them when it runs."""
     if torch.compiler.is_compiling() or cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
     least, most = (int(n) for n in cnt.aminmax())
@@ -78,7 +78,7 @@ def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
 
 
 def _sees_all(tiles: Tensor) -> bool:
-    """Whether all tiles are processed instead of the listed ones alone, whose number on a GPU is only known by waiting for it."""
+    """Whether all tiles are processed instead of only the listed ones: on a GPU, the number of listed ones is known only by waiting."""
     return tiles.is_cuda
 
 
@@ -92,7 +92,7 @@ def _moved_up(hit: Tensor) -> Tensor:
 
 
 def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None:
-    """``value`` at the listed columns of each row. torch's kernel raises for a column out of range, on a GPU by a device assertion."""
+    """Writes ``value`` at each row's listed columns. torch's scatter raises for a column out of range, on a GPU by a device assertion."""
     rows, columns = classes.shape
     goal = torch.where(is_listed, idx + (idx == columns), columns).to(torch.int64)
     wider = torch.cat((classes, classes.new_zeros(rows, 1)), 1).scatter_(1, goal, value)
@@ -103,14 +103,14 @@ _made: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], Any]]] = 
 
 
 def kept_transposed(lists: Any) -> Any:
-    """``lists.transposed()``, kept as ``_kept`` keeps it."""
+    """``lists.transposed()``, cached by ``_kept``."""
     return _kept(lists, "transposed", lists.transposed)
 
 
 def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
-    """The lists as kernels read them for sequences of these lengths, kept as ``_kept`` keeps it: with room for every tile.
+    """The lists in the form that kernels read, with room for every tile of sequences of these lengths; cached by ``_kept``.
 
-    Raises ``ValueError`` where a CPU's lists name a tile that does not exist, or one twice: its keys would count twice.
+    Raises ``ValueError`` if lists on a CPU name a tile that does not exist, or name a tile twice: its keys would count twice.
     """
 
     def ready() -> Any:
@@ -123,9 +123,9 @@ def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
 
 
 def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
-    """A result made of ``lists``, cached while they live and their tensors are not written to.
+    """A result computed from ``lists``, cached until they are deleted or one of their tensors is written to.
 
-    Only writes that torch counts are noticed. While a CUDA graph is captured nothing is cached: its results are computed at replay.
+    Only writes that torch counts are noticed. Nothing is cached while a CUDA graph is captured: its results are computed at replay.
     """
     tensors = [t for t in vars(lists).values() if isinstance(t, Tensor)]
     if any(t.is_inference() for t in tensors) or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -139,7 +139,7 @@ def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
 
 
 def joined(least: Tensor, most: Tensor) -> Tensor:
-    """The class of tiles made of others, from the least and the greatest class of those."""
+    """The classes of coarser tiles, from the least and the greatest class of their parts."""
     return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
 
 
@@ -158,9 +158,10 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def grid_of_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None, columns: int | None = None
 ) -> Tensor:
-    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' (greater) width.
+    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read. columns: N, by default the width of the wider list.
 
-    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist, or have more entries than room.
+    Does not wait for a GPU. Raises ``ValueError`` if lists on a CPU name a column that does not exist, or if a count exceeds its list's
+    width.
     """
     check_counts("the count of a row's partial blocks", mask_cnt, mask_idx)
     check_counts("the count of a row's full blocks", full_cnt, full_idx)
@@ -187,13 +188,13 @@ def grid_of_lists(
     return classes.reshape(*lead, columns)
 
 
-# ---- of many sequences, in the flat order of RaggedTiles
+# ---- varlen batches, in the flat order of RaggedTiles
 
 
 def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """``ordered`` for uint8 classes (H, total_n): int32 counts (H, total_m) and columns (H, total_n), where each row owns its own tiles.
 
-    Does not wait for a GPU, but for what the host does not know of the tiles yet."""
+    Does not wait for a GPU, except for facts about ``tiles`` that the host has not read yet."""
     heads = len(classes)
     counts = torch.zeros(heads, tiles.total_m, dtype=torch.int32, device=classes.device)
     indices = torch.zeros(classes.shape, dtype=torch.int32, device=classes.device)
@@ -214,7 +215,7 @@ def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...])
 
 
 def _moved_up_ragged(hit: Tensor, before: Tensor, begins: Tensor) -> Tensor:
-    """``_moved_up`` where row i owns the tiles from begins[i] on. before: how many hits there are before each tile, (H, tiles + 1)."""
+    """``_moved_up`` for rows of different widths: row i owns the tiles from begins[i] on. before: hits before each tile, (H, tiles + 1)."""
     heads, width = hit.shape
     at = torch.arange(width, device=hit.device)
     begin = begins[torch.searchsorted(begins, at, right=True) - 1]
@@ -224,9 +225,9 @@ def _moved_up_ragged(hit: Tensor, before: Tensor, begins: Tensor) -> Tensor:
 
 
 def classes_of_ragged(tiles: RaggedTiles, lists: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """uint8 classes (H, total_n) of flat lists: counts (H, total_m), columns (H, total_n), and the class that they list.
+    """uint8 classes (H, total_n) of flat lists. lists: counts (H, total_m), columns (H, total_n) and the class of the listed tiles.
 
-    Waits as ``ordered_ragged`` does. Raises ``ValueError`` where a CPU's lists name a tile that does not exist.
+    Waits as ``ordered_ragged`` does. Raises ``ValueError`` if lists on a CPU name a tile that does not exist.
     """
     classes = torch.zeros(lists[0][1].shape, dtype=torch.uint8, device=tiles.device)
     for window in tiles.windows(_BATCH_TILES, per_tile=max(len(classes), 1)):
@@ -237,7 +238,7 @@ def classes_of_ragged(tiles: RaggedTiles, lists: list[tuple[Tensor, Tensor, int]
         for counts, indices, value in lists:
             if _sees_all(indices):
                 known, column = classes[:, window.tiles], indices[:, window.tiles].to(torch.int64)
-                # as ``_marked`` has it
+                # -1 makes torch's scatter raise, as in ``_marked``
                 is_outside = (column < 0) | (column >= tiles.num_n[tiles.sequence_of_row[row]])
                 goal = torch.where(is_outside, -1, tiles.row_begins[row] - window.tiles.start + column)
                 goal = torch.where(position < counts[:, row], goal, known.shape[1])

@@ -1,4 +1,4 @@
-"""Block lists to torch: pytree nodes, which ``torch.export`` and ``torch.func`` take apart and put together, and which are saved."""
+"""Pytree registration of block lists: ``torch.export`` and ``torch.func`` flatten and unflatten them, and exported programs save them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["register", "unchecked"]
 
 
 def unchecked(cls: Any, names: tuple[str, ...], values: tuple) -> Any:
-    """An object of a frozen dataclass with these fields, without the checks of its making; also for Dynamo to trace."""
+    """An object of a frozen dataclass with these fields, made without the checks of ``__post_init__``; Dynamo can trace it."""
     made = object.__new__(cls)
     for name, value in zip(names, values):
         object.__setattr__(made, name, value)
@@ -19,9 +19,9 @@ def unchecked(cls: Any, names: tuple[str, ...], values: tuple) -> Any:
 
 
 def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) -> None:
-    """Registers a dataclass. tensors: its fields that are leaves. constants: those that are (pairs of) numbers or None.
+    """Registers a dataclass. tensors: the fields that are leaves. constants: the fields that are pairs of numbers or None.
 
-    What is put together again is not checked: its tensors may stand for anything, and were checked when the lists were made.
+    Unflattening checks nothing: a leaf may be any placeholder, and the tensors were checked when the lists were made.
     """
 
     def flatten(lists: Any) -> tuple[list[Any], tuple]:
@@ -43,4 +43,4 @@ def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) ->
         from_dumpable_context=lambda context: tuple(None if x is None else tuple(x) for x in context),
         flatten_with_keys_fn=flatten_with_keys,
     )
-    torch.serialization.add_safe_globals([cls])  # torch.export saves a program's example inputs, and loads tensors and known classes alone
+    torch.serialization.add_safe_globals([cls])  # torch.export saves a program's example inputs; only tensors and known classes are loaded

@@ -43,7 +43,7 @@ class VarlenBlockSparseTensors:
     "padded" (H, total_m, max_n), or "flat" (H, total_n), where each row of tiles owns num_n(b) entries.
     full_block_cnt, full_block_idx: the same for full tiles, or None: then every visited tile is in the mask list.
     cu_block_cnt: int32 (B + 1,), first row tile of each sequence. cu_block_idx: int64 (B + 1,), its first entry in the flat lists. Both end
-    with the totals; made from the lengths where left out.
+    with the totals; if left out, they are computed from the lengths.
     tile: (tile_m, tile_n). There is no default: both sides must agree on it.
     seqlens_q, seqlens_k: int64 (B,), the lengths that the lists were built for; 0 is legal.
 
@@ -91,7 +91,7 @@ class VarlenBlockSparseTensors:
 
     @cached_property
     def tiles(self) -> RaggedTiles:
-        """Where the tiles of each sequence lie."""
+        """The places of each sequence's tiles in the flat order."""
         return RaggedTiles(self.seqlens_q, self.seqlens_k, self.tile)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class VarlenBlockSparseTensors:
 
     @classmethod
     def _of_lists(cls, lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None], tiles: RaggedTiles) -> VarlenBlockSparseTensors:
-        """From lists that were made for these tiles; unchecked, since a check would wait for a GPU."""
+        """An object of lists that were made for these tiles; unchecked, since a check would wait for a GPU."""
         made = object.__new__(cls)
         of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
         vars(made).update(zip(_LISTS, lists, strict=True))
@@ -145,7 +145,7 @@ class VarlenBlockSparseTensors:
 
     @classmethod
     def from_block_sparse(cls, lists: BlockSparseTensors, batch: int | None = None, layout: str = "flat") -> VarlenBlockSparseTensors:
-        """The lists of a batch of sequences of equal lengths. batch: how many, where ``lists`` are one entry's that stand for all."""
+        """The lists of a batch of sequences of equal lengths. batch: the number of sequences, if all share the lists of one entry."""
         if not isinstance(lists, BlockSparseTensors):
             raise TypeError(f"lists is a {type(lists).__name__}; wanted BlockSparseTensors")
         if lists.lengths is None:
@@ -171,13 +171,13 @@ class VarlenBlockSparseTensors:
         return self.mask_block_cnt if self.full_block_cnt is None else self.mask_block_cnt + self.full_block_cnt
 
     def lists(self, b: int, h: int, m: int) -> tuple[Tensor, Tensor]:
-        """The partial and the full key tiles, int32, of row tile m of sequence b for head h; the full ones are empty where none are listed.
+        """The partial and the full key tiles, int32, of row tile m of sequence b for head h; an empty tensor if none is listed.
 
         Raises ``ValueError`` for b, h or m out of range.
         """
         heads = self.mask_block_cnt.shape[0]
         varlen_checks.check_place("b", b, self.tiles.batch, "sequences")
-        if heads == 1:  # one head's lists stand for all
+        if heads == 1:  # all heads share one head's lists
             length("h", h)
         else:
             varlen_checks.check_place("h", h, heads, "heads")
@@ -206,7 +206,7 @@ class VarlenBlockSparseTensors:
 
         return listed(self.mask_block_cnt, self.mask_block_idx), listed(self.full_block_cnt, self.full_block_idx)
 
-    # ---- other forms of the same
+    # ---- conversions
 
     def to_flat(self) -> VarlenBlockSparseTensors:
         """The same lists in the flat layout."""
@@ -220,7 +220,7 @@ class VarlenBlockSparseTensors:
         return self._with_indices(made)
 
     def to_padded(self) -> VarlenBlockSparseTensors:
-        """The same lists in the padded layout, which takes total_m * max_n entries: many more where lengths differ much."""
+        """The same lists in the padded layout, which takes total_m * max_n entries: many more than flat if lengths differ much."""
         if self.layout == "padded":
             return self
         made = {name: t.new_zeros(len(t), self.tiles.total_m, self.tiles.max_n) for name, t in self._index_lists().items()}
@@ -231,7 +231,7 @@ class VarlenBlockSparseTensors:
         return self._with_indices(made)
 
     def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
-        """The lists of one head for so many, a copy for each."""
+        """The lists with ``heads`` heads: those of a single head are copied for each."""
         if len(self.mask_block_cnt) == heads:
             return self
         lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in _LISTS]
@@ -245,7 +245,7 @@ class VarlenBlockSparseTensors:
         return self._of_classes(classes, tiles, separate, self.layout)
 
     def transposed(self) -> VarlenBlockSparseTensors:
-        """Per tile of keys, the row tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows).
+        """Per key tile, the row tiles that visit it (the backward pass of dk and dv reads these); ``tile`` is then (keys, rows).
 
         Does not wait for a GPU."""
         return self._made_of(self.tiles.turn(self.classes()), self.tiles.turned())
@@ -253,10 +253,10 @@ class VarlenBlockSparseTensors:
     def retile(self, tile_m: int, tile_n: int) -> VarlenBlockSparseTensors:
         """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
 
-        A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
-        from: full and empty stay exact, a part of a partial tile is listed as partial and left to the mask.
+        A coarser tile is full if all its parts are full, empty if all are empty, else partial. A finer tile takes the class of the tile
+        that it is cut from: full and empty stay exact; a part of a partial tile is listed as partial, and the mask is evaluated in it.
 
-        Raises ``ValueError`` naming both tiles where neither size divides the other.
+        Raises ``ValueError`` naming both tiles if neither size divides the other.
         """
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
@@ -315,18 +315,18 @@ def compute_varlen_block_sparsity(
 ) -> VarlenBlockSparseTensors:
     """The partial and full tiles of a mask over a varlen batch, in time and memory proportional to rows and tiles, never to all pairs.
 
-    tile_m, tile_n: query rows and keys of a tile. num_heads: None where the mask ignores heads: one head's lists then stand for all.
-    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given; b is the sequence, q_idx and
-    kv_idx count inside it, and the mask never sees one outside.
-    cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None beside a seqused.
-    seqused_q, seqused_k: int32 or int64 (B,), the rows and keys in use of each sequence, where fewer than it has room for.
-    device: default where the mask's captured tensors are, else where the lengths are.
+    tile_m, tile_n: query rows and keys of a tile. num_heads: None if the mask ignores heads: all heads then share one head's lists.
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` if they are given; b is the sequence, q_idx and
+    kv_idx count inside it, and the mask is never evaluated at an index outside it.
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None if seqused is given.
+    seqused_q, seqused_k: int32 or int64 (B,), the rows and keys in use of each sequence, if fewer than it has room for.
+    device: by default that of the mask's captured tensors, else that of the lengths.
     compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
 
-    A tail tile is full when all its pairs *inside the sequence* are visible.
+    A tail tile is full if all its pairs *inside the sequence* are visible.
 
-    Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
-    one that would read a captured tensor out of its range.
+    Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for a
+    mask that would read a captured tensor out of range.
 
     >>> ends = torch.tensor([0, 100, 400])
     >>> lists = compute_varlen_block_sparsity(128, 128, None, lambda b, h, q, k: q >= k, cu_seqlens_q=ends, cu_seqlens_k=ends)
@@ -353,14 +353,14 @@ def _computed(
     separate_full: bool,
     layout: str,
 ) -> VarlenBlockSparseTensors:
-    """``compute_varlen_block_sparsity`` outside compiled code: its arguments are checked here. tables: as ``varlen_lists_of_mask``'s."""
+    """``compute_varlen_block_sparsity`` outside compiled code: its arguments are checked here. tables: as in ``varlen_lists_of_mask``."""
     tile = (length("tile_m", tile[0], 1), length("tile_n", tile[1], 1))
     varlen_checks.check_layout(layout)
     for name, table in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), tables, strict=True):
         refuse_hidden(name, table)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     refuse_hidden_captures(traced)
-    with outside_transforms():  # they would wrap the lengths, which the host reads
+    with outside_transforms():  # transforms would wrap the lengths, which the host reads
         return varlen_lists_of_mask(traced, tile, num_heads, tables, device, separate_full, layout)
 
 
@@ -381,7 +381,7 @@ def varlen_lists_of_mask(
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     where = device_of(seqlens[0].device if device is None and not mask.tensors else device, mask)
     seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
-    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+    with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
         ((mask,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [mask])
         classes = classify_ragged(mask, seqlens_q, seqlens_k, *tile, heads)
     return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, separate_full, layout)._of_heads(heads)

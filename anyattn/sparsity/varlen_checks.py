@@ -51,7 +51,7 @@ def check_lengths(seqlens_q: Any, seqlens_k: Any) -> None:
 
 
 def check_table(name: str, given: Any, wanted: Tensor) -> None:
-    """cu_block_cnt and cu_block_idx follow from the lengths and the tile."""
+    """Raises unless cu_block_cnt or cu_block_idx equals ``wanted``, the table that follows from the lengths and the tile."""
     _check_tensor(name, given, wanted.dtype, (1,), "(B + 1,)")
     _check_device(name, given, "seqlens_q", wanted)
     if given.shape != wanted.shape:
@@ -72,7 +72,7 @@ def check_classes(classes: Any, tiles: RaggedTiles) -> None:
 
 
 def check_shapes(name: str, cnt: Any, idx: Any, tiles: RaggedTiles) -> None:
-    """Type, dtype, rank, device, and the totals that the lengths make."""
+    """Checks type, dtype, rank, device, and that the sizes are the totals of the lengths; on a CPU also the counts."""
     counts, indices = f"{name}_block_cnt", f"{name}_block_idx"
     _check_tensor(counts, cnt, torch.int32, (2,), "(H, total_m), with H = 1 to broadcast")
     _check_tensor(indices, idx, torch.int32, (2, 3), "(H, total_n) or (H, total_m, max_n), with H = 1 to broadcast")
@@ -107,7 +107,7 @@ def check_counts(name: str, cnt: Tensor, tiles: RaggedTiles) -> None:
 
 
 def check_contents(name: str, cnt: Tensor, idx: Tensor, tiles: RaggedTiles) -> None:
-    """Counts and lists of one kind; see ``VarlenBlockSparseTensors.validate``."""
+    """Checks the counts and lists of one class; see ``VarlenBlockSparseTensors.validate``."""
     check_counts(name, cnt, tiles)
     width = tiles.num_n[tiles.sequence_of_row]  # (total_m,)
     row, position = _entries(idx, tiles)
@@ -148,7 +148,7 @@ def check_disjoint(both: Tensor, tiles: RaggedTiles) -> None:
 
 
 def _complain(bad: Tensor, tiles: RaggedTiles, row: Tensor | None, message: Any) -> None:
-    """Raises for the first place of ``bad``, (H, entries), whose entries belong to row tiles ``row`` (None: entry i to row tile i)."""
+    """Raises ``ValueError`` at the first true entry of ``bad``, (H, entries). row: each entry's row tile (None: entry i is row tile i)."""
     if bool(bad.any()):
         h, at = bad.nonzero()[0].tolist()
         r = at if row is None else int(row[at])

@@ -21,15 +21,15 @@ __all__ = ["RaggedLists", "ragged_lists"]
 
 
 class RaggedLists(NamedTuple):
-    """Per row of tiles of each sequence, how many partial and full tiles of keys there are, int32 (H, rows), and which, ascending, int32.
+    """Per row of tiles of each sequence, the counts of partial and full key tiles, int32 (H, rows), and their indices, ascending, int32.
 
     Sequence b has ceil(seqlens_q[b] / tile_m) rows of tiles, from row first_row[b] on, and each of them owns ceil(seqlens_k[b] / tile_n)
     indices, from index first_entry[b] on: the flat layout of ``VarlenBlockSparseTensors``, with unused rows and indices after
-    those of the last sequence, or after each one's. (From lists in the padded layout, indices are (H, rows, columns) and first_entry
-    is not used.) Entries beyond a count are 0. H is 1 where the mask ignores h.
+    those of the last sequence, or after those of each sequence. (From lists in the padded layout, indices are (H, rows, columns) and
+    first_entry is not used.) Entries beyond a count are 0. H is 1 if the mask ignores h.
 
-    first_row, first_entry: (B,) integers. seqlens_q, seqlens_k: int64 (B,), the batch's lengths clamped to what its sizes allow: reads by
-    them stay inside the lists whatever a GPU's tables hold. None where the caller passed the lists: then the batch's own lengths are used.
+    first_row, first_entry: (B,) integers. seqlens_q, seqlens_k: int64 (B,), the batch's lengths clamped to its upper bounds, so that reads
+    stay inside the lists for any contents of a GPU's tables. None if the caller passed the lists: then the batch's own lengths are used.
     """
 
     mask_block_cnt: Tensor
@@ -43,12 +43,12 @@ class RaggedLists(NamedTuple):
 
     @classmethod
     def of(cls, lists: VarlenBlockSparseTensors) -> RaggedLists:
-        """Block lists that a caller brought."""
+        """The form of block lists that a caller passed."""
         tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
         return cls(*tensors, lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
 
     def entries(self, s: Sequences, by_key: bool = False) -> Tensor:
-        """``varlen_tables.entries_table``, by which a kernel finds its way through the lists. by_key: their rows are of keys."""
+        """``varlen_tables.entries_table`` with the places of each sequence's lists. by_key: the lists' rows are key tiles."""
         lengths = None if self.seqlens_q is None or self.seqlens_k is None else (self.seqlens_q, self.seqlens_k)
         if lengths is not None and by_key:
             lengths = lengths[::-1]
@@ -60,8 +60,8 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
 
     heads: query heads. The caller has checked that the mask reads inside its captured tensors (``load_bounds.check_loads_ragged``). Only
     pairs inside a sequence count: a tail tile whose pairs are all visible is full. On a CUDA device with Triton the host does not wait, and
-    the lists take ``bound_k / tile[1]`` indices for every possible row of tiles; elsewhere, where the mask captures a whole number of
-    2 ** 40 or more, and where that is 2 ** 31 indices or more, lengths are read on the host.
+    the lists take ``bound_k / tile[1]`` indices for every possible row of tiles. The host reads the lengths on other devices, if the mask
+    captures an integer of magnitude 2 ** 40 or more, and if the lists would take 2 ** 31 indices or more.
 
     >>> from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
     >>> from anyattn.mods.tracing.trace import trace
@@ -75,13 +75,13 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
     if runs_kernels(device) and (found := _on_device(mask, sequences, tile, heads)) is not None:
         return found
     lengths = (sequences.seqlens_q, sequences.seqlens_k)
-    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+    with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
         classes = classify_ragged(mask, *lengths, *tile, heads, sequences.q_first)
     return RaggedLists.of(VarlenBlockSparseTensors.from_classes(classes, tile, *lengths))
 
 
 def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
-    """The lists made by Triton kernels without waiting for the device; None where these cannot be used."""
+    """The lists made by Triton kernels without waiting for the device; None if they cannot be used."""
     from anyattn.sparsity.kernels import varlen_lists as kernels
     from anyattn.sparsity.kernels.arguments import SequenceTables
     from anyattn.sparsity.kernels.block_lists import can_list
@@ -106,6 +106,6 @@ def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:
     sides = ((s.tables.cu_seqlens_q, sizes.rows_q, s.bound_q, tile[0]), (s.tables.cu_seqlens_k, sizes.rows_k, s.bound_k, tile[1]))
     for ends, room, bound, size in sides:
         each = sizes.batch * ceil_div(bound, size)
-        # packed sequences share their rows, and each may begin a tile of its own
+        # packed sequences share ``room`` rows, and each may add one partly filled tile
         found.append(each if ends is None else min(each, room // size + sizes.batch))
     return found[0], found[1]

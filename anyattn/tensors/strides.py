@@ -1,7 +1,7 @@
 """Strides of results: dense, in the stride order of an input.
 
-With it ``out.transpose(1, 2).view(B, S, H * D)`` copies nothing if the query is a transposed (B, S, H, D). Backends allocate with these
-functions and the operators' fake kernels describe results with them, so that the two agree.
+With these strides ``out.transpose(1, 2).view(B, S, H * D)`` copies nothing if the query is a transposed (B, S, H, D). Backends allocate
+results with these functions, and the operators' fake kernels describe results with them, so that the two agree.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ __all__ = ["Allocator", "Layout", "allocator", "contiguous_strides", "dense_layo
 def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
     """Strides without gaps for a tensor of ``like``'s shape, its dimensions nested as ``like``'s are, the last one always innermost.
 
-    last: size of the last dimension, ``like``'s own if None. A dimension of one entry, or an expanded one (stride 0), has no position in
-    the
-    order: it gets the place that it has in a contiguous tensor.
+    last: size of the last dimension, ``like``'s own if None. The strides of a dimension of one entry, or of an expanded one (stride 0), do
+    not determine its position in the order: it gets the position that it has in a contiguous tensor.
 
     >>> dense_strides(torch.empty(2, 5, 3, 4).transpose(1, 2), 8)
     (120, 8, 24, 1)

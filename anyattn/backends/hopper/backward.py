@@ -1,4 +1,4 @@
-"""The Hopper backward pass: a problem, its plan, results and their gradients in, the gradients of the inputs out."""
+"""Hopper backward pass on the host: the gradients of a problem's inputs, from its plan, its results and their gradients."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["backward"]
 
 _NO_TABLES = Tables()
 _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-_Lists = tuple[tuple[Tensor | None, ...], tuple]  # and their kinds
+_Lists = tuple[tuple[Tensor | None, ...], tuple]  # lists, and their kinds (``kinds_of``)
 _of_lists: WeakKeyDictionary[Any, dict[tuple, _Lists]] = WeakKeyDictionary()
 
 
 class _Shared:
     """The state shared by the backward passes of one plan that compute gradients of the same captured tensors.
 
-    empty: allocates on the device. dense: of the latest call without sequences, the strides of q, k, v, out and dout (of readable out and
-    dout), and the layouts of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change strides, and
-    dout may have any strides.
+    empty: allocates on the device. dense: for the latest call without sequences, the strides of q, k, v, out and dout (the latter two after
+    ``_readable``), and the layouts of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change
+    strides, and dout may have any strides.
     """
 
     __slots__ = ("dense", "empty", "ways")
@@ -49,8 +49,8 @@ class _Shared:
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
-    # of the inputs whose gradients the forward pass promised a backward pass may want some
+    """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
+    # a backward pass may want the gradients of only some of the inputs that require them
     wanted = () if problem.score is None else problem.wanted_slots
     key = ("hopper backward", wanted) if wanted else "hopper backward"
     shared: _Shared | None = plan.prepared.get(key)
@@ -97,7 +97,7 @@ def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradie
 
 
 def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) -> Tables:
-    """The tables of a call that is not run by documents. Also sets the rows of the gradients that belong to no sequence to 0."""
+    """The tables of a call that does not run as document sequences. Also clears rows of the gradients that belong to no sequence."""
     if problem.sequences is None:
         if special.listed is None:
             return _NO_TABLES
@@ -112,7 +112,7 @@ def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) ->
 
 
 def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
-    """Zeros for the gradients of captured tensors: float32, or the tensor's own dtype where nothing is summed."""
+    """Zeros for the gradients of captured tensors: float32, or a tensor's own 16-bit dtype if its entries are stored, not summed."""
     found = []
     for i, slot in enumerate(special.wanted):
         assert problem.score is not None
@@ -138,7 +138,7 @@ def _of_captured(problem: Problem, special: BackwardSpecial, totals: tuple[Tenso
 
 
 def _readable(t: Tensor) -> Tensor:
-    """``t`` as the copy engine reads it: strides and address multiples of 16 bytes, the last stride 1."""
+    """``t``, copied unless TMA can read it: the address and all strides multiples of 16 bytes, except the last stride, which is 1."""
     if t.data_ptr() % 16 == 0 and _are_readable(t.shape, t.stride(), t.element_size()):
         return t
     return t.clone(memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ def _are_readable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
-    """The lists and ranks of ``backward.scheduler.KeyTables``, and their kinds. Of block lists they are kept with these."""
+    """The lists and ranks of ``backward.scheduler.KeyTables``, and their kinds; cached with block lists, if the call has some."""
     blocks, config = problem.blocks, special.config
     assert special.listed is not None
     if blocks is None:
@@ -179,7 +179,7 @@ def _tensors(lists: Any, is_ranked: bool) -> _Lists:
 def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:
     """The lists and ranks of ``backward.scheduler.KeyTables`` for deterministic sums.
 
-    classes: uint8 (B, H, N, M), of the tiles of each tile of keys, whose class says whether it is partial.
+    classes: uint8 (B, H, N, M), the classes of the row tiles of each key tile.
 
     >>> counts, rows, _, _, ranks = ranked(torch.tensor([[[[1, 0, 2], [1, 2, 2]]]], dtype=torch.uint8))
     >>> counts.tolist(), rows.tolist(), ranks.tolist()
@@ -195,7 +195,7 @@ def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:
-    """(B, Hq, Sq) zeros, where a sink wants it."""
+    """Memory for each row's delta, (B, Hq, Sq) zeros, if the sink needs a gradient, else None."""
     sink, q = problem.sink, problem.q
     return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
 

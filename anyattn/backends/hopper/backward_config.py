@@ -25,15 +25,15 @@ __all__ = [
 SHARED_MEMORY = 227 * 1024
 HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only (``padded_for_backward``)
 TILE_N = 128  # keys per tile, 64 for each consumer warp group
-TALL = 80  # query rows of a tall tile, no multiple of 64
+TALL = 80  # query rows of a tall tile, not a multiple of 64
 SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ
 ACCUMULATORS = 128  # registers per thread for dK and dV together
-REGISTERS = (240, 24)  # of a consumer thread, and of a thread that loads or adds
+REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp group that loads and adds
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
-# registers of a consumer thread for matrices where warp groups share keys; where each has its own, without and with mods and predicates
+# registers of a consumer thread for matrices: if warp groups share keys; if each has its own, without and with mods and predicates
 _HOLDING_SHARED, _HOLDING, _HOLDING_BESIDE_MODS = 208, 208, 184
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
-_DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: shared memory's bandwidth is what limits these kernels
+_DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
 
 
@@ -43,9 +43,9 @@ class BackwardTiles:
     flight.
 
     ds_stages: tiles of dS; if keys are shared, of P. dq_steps: the number of parts in which a warp group's dQ passes through shared memory.
-    dq_eighths: of eight parts of dQ, those that are added to global memory from registers and never pass through shared memory.
-    holds_k, holds_v: the first columns of K and of V that a warp group keeps in registers as first operand of the products S and dP; the
-    other columns are read from shared memory by each product.
+    dq_eighths: the number of eighths of dQ that are added to global memory from registers and never pass through shared memory.
+    holds_k, holds_v: the number of first columns of K and of V that a warp group keeps in registers as first operand of the products S and
+    dP; each product reads the other columns from shared memory.
     delta: when a row's delta is subtracted from dP. "behind": from the finished product. "before": the accumulators of dP begin at -delta,
     which is loaded before S is multiplied; this takes the fewest registers. "between": loaded between the two products, which then do not
     overlap, but no register holds -delta while S is multiplied.
@@ -82,12 +82,12 @@ class BackwardTiles:
 
     @property
     def warp_groups(self) -> int:
-        """Consumer warp groups, which multiply; one more loads and adds."""
+        """The number of consumer warp groups, which multiply; one more warp group loads and adds."""
         return 2
 
     @property
     def shares_keys(self) -> bool:
-        """Whether each warp group has all keys of a tile: half the rows of its scores, half the columns of its gradients."""
+        """Whether each warp group works on all keys of a tile: on half the rows of the scores, and half the columns of the gradients."""
         return self.tile_n == SHARED_TILE_N
 
     @property
@@ -112,8 +112,7 @@ def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig(ModsOfConfig):
-    """The config of one kernel for dK, dV and the sums of dQ. Run-time values (lengths, strides, scales,
-    captured values) are no part of it.
+    """The config of one kernel for dK, dV and the sums of dQ, without run-time values (lengths, strides, scales, captured values).
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
@@ -122,7 +121,7 @@ class BackwardConfig(ModsOfConfig):
     list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: the predicate inside listed partial tiles.
     is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
     has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
-    one the order of the key tiles.
+    table the order of the key tiles.
     """
 
     head_dim: int
@@ -202,7 +201,7 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def dq_direct(self) -> int:
-        """The first of these chunks, which are added to global memory from registers; shared memory passes on the others."""
+        """The number of first chunks that are added to global memory from registers; the others pass through shared memory."""
         return self.dq_chunks * self.tiles.dq_eighths // 8
 
     @property
@@ -232,7 +231,7 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def scratch(self) -> int:
-        """Bytes in which the warps sum diagonals, 0 if no gradient of a captured tensor is summed so."""
+        """Bytes of shared memory in which the warps sum diagonals; 0 without a captured sum of kind "diagonal"."""
         has_diagonals = any(s.kind == "diagonal" for s in self.sums)
         return 4 * 4 * self.tiles.warp_groups * scratch_of_warp(self.tiles.tile_m) * has_diagonals
 
@@ -279,9 +278,9 @@ def backward_tiles_for(
 ) -> BackwardTiles:
     """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
-    is_plain: no score mod is evaluated, and no predicate but words of bits: others need the registers that rows 64 to 127 would take.
+    is_plain: no score mod is evaluated, and no predicate except words of bits: others need the registers that rows 64 to 127 would take.
     is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers. is_deterministic: all of dQ
-    passes through shared memory, whose copies are added in a fixed order.
+    passes through shared memory, because only additions from there have a fixed order.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
@@ -296,7 +295,7 @@ def backward_tiles_for(
 
 
 def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int) -> BackwardTiles:
-    """For heads so wide that the warp groups share keys."""
+    """The tiles for heads so wide that the warp groups share keys."""
     steps = [{"do_stages": stages, "dq_steps": steps} for stages, steps in ((2, 1), (2, 2), (1, 2))]
     wide = [BackwardTiles(64, SHARED_TILE_N, delta="before", **fields) for fields in steps]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
@@ -306,7 +305,7 @@ def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int) -> BackwardTi
 
 
 def _holding(tiles: BackwardTiles, head_dim: int, head_dim_v: int, room: int) -> BackwardTiles:
-    """With as many columns of V, then of K, as ``room`` registers of a thread hold: four columns take one."""
+    """``tiles`` with as many held columns of V, then of K, as fit ``room`` registers of a thread: four columns take one register."""
 
     def columns(width: int, registers: int) -> int:
         most = max(registers, 0) * 4

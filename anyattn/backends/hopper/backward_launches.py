@@ -26,8 +26,8 @@ from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
 
 __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 
-_ROUNDS = 2  # tiles of keys for each multiprocessor among which the longest go first
-_MANY_ROUNDS = 24  # of them in all: one that is begun late adds no more than 4 %
+_ROUNDS = 2  # key tiles per multiprocessor in a group of heads, whose longest tiles go first
+_MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -80,7 +80,7 @@ def launch_all(
     out, lse, dout, dlse, delta = results
     numbers, tensors = special.captured(problem) if special.captures else _NOTHING
     wants_dq, device = q.requires_grad, q.device
-    # what the signature does not determine; it determines q, k, v and the numbers' types, and so what is allocated here
+    # the key has what the signature leaves open; the signature determines q, k, v, the numbers' types and the tensors allocated here
     of_dlse, strides = None if dlse is None else kinds_of((dlse,))[0], tuple([t.stride() for t in tensors]) if tensors else None
     key = (wants_dq, dout.dtype, lse.stride()[-1] == 1, of_dlse, delta is None, of_tables, strides)
     prepared = special.prepared.get(key)
@@ -112,7 +112,7 @@ def launch_all(
 
 
 def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, before: tuple, products: tuple, after: tuple | None) -> None:
-    """Makes the launches and prepares them for later calls, unless no kernels were loaded."""
+    """Runs the launches and, if their kernels are loaded, prepares them for later calls."""
     config = special.config
     made: list[tuple[AnyConfig, tuple]] = [(_rows_config(config, False, before[3] is not None), before), (config, products)]
     if after is not None:
@@ -126,13 +126,13 @@ def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, be
 
 
 def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:
-    """One object for all calls: kernels are kept with it."""
+    """The ``RowsConfig``, one object for all calls, because kernels are stored on config objects."""
     key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries
     return _rows_configs.get(key) or _rows_configs.setdefault(key, RowsConfig(*key))
 
 
 def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int) -> _Sizes:
-    """width: of a row of v."""
+    """The sizes of a call. width: the head dimension of v."""
     q, k, tiles = problem.q, problem.k, config.tiles
     if config.has_entries:
         shape = (1, q.shape[1], row_tiles(problem, tiles.tile_m))
@@ -140,7 +140,7 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
         shape = (*q.shape[:2], ceil_div(q.shape[2], tiles.tile_m))
     key_tiles = order.tiles(k.shape[2], tiles.tile_n)
     spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
-    # what the thread blocks of one head read and add to again and again: Q, dO and dQ's sums
+    # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ
     size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + width) + 4 * config.head_dim)
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
@@ -157,14 +157,14 @@ def _dense(shape: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int) -> int:
-    """How many heads go side by side where tiles of keys are seen by more rows than others, which then come first: so many that none of the
-    long ones is begun alone in the end, unless there is so much else to do that it makes no difference.
+    """The number of heads that go side by side if some key tiles are seen by more rows than others: these long tiles come first, and there
+    are enough heads that none of them starts last and runs alone. With many tiles in all, fewer heads suffice (``_MANY_ROUNDS``).
 
-    together: heads whose rows the L2 cache has room for.
+    together: heads whose rows fit the L2 cache.
 
     >>> _heads_of_uneven_tiles(3, 32, 64, 132), _heads_of_uneven_tiles(61, 1024, 4, 132)
     (8, 64)
     """
     rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else _ROUNDS
     least = max(together, ceil_div(rounds * processors, key_tiles))
-    return min(range(least, 2 * least), key=lambda n: -heads % n)  # the last group is to be as large as the others
+    return min(range(least, 2 * least), key=lambda n: -heads % n)  # prefers a last group of the same size as the others

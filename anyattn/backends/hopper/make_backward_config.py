@@ -50,14 +50,14 @@ _TALL_COST = (
     0.955,
     0.965,
 )  # time per pair in a tall tile relative to another one, without a mask and under a causal one (docs/measured.md)
-_ROWS = 64  # a list's rows are joined to a multiple of this
+_ROWS = 64  # a list's tiles are joined until their rows are a multiple of this
 
 
 @dataclass(frozen=True)
 class BackwardSpecial:
     """State that calls of the same signature share.
 
-    sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
+    sources: for each of ``config.exprs`` the predicate that it comes from (-1: the score mod), and its counts of numbers and tensors.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
     slots of captured tensors whose gradients are summed, in the order of the launch's totals. prepared: launches (``backward_launches``).
     """
@@ -101,7 +101,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
     is_packed = problem.sequences is not None
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
-        tiles = replace(tiles, delta="behind")  # few registers are needed, and S is multiplied earlier
+        tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
         tiles = tall
@@ -120,8 +120,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
 
 
 def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
-    """Whether predicates are words of bits in tiles of 128 rows, of which the lists' tiles consist: then they take no more registers than
-    no predicate, and 128-row tiles visit no rows that 64-row tiles would skip."""
+    """Whether all predicates are words of bits in tiles of 128 rows, and the lists' tiles consist of such tiles: then the predicates take
+    no additional registers, and 128-row tiles visit no rows that 64-row tiles would skip."""
     blocks = problem.blocks
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
@@ -129,7 +129,7 @@ def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
 
 
 def _is_plain_bias(score: Expr) -> bool:
-    """Whether a score mod adds a number to which no load for each pair contributes. score: its value and its derivative."""
+    """Whether a score mod only adds a number that depends on no load per pair. score: the mod's value and its derivative."""
     derivative, due = score.nodes[score.outputs[1]], stages(score)
     loads = any(node.op == "load" and when == "tile" for node, when in zip(score.nodes, due, strict=True))
     return derivative.op == "const" and derivative.attr == 1.0 and not loads
@@ -144,8 +144,8 @@ def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
 
 
 class BackwardWays(NamedTuple):
-    """How calls of the same signature are launched. special: the call as it is. form: that of its mask, and within: its documents as
-    sequences, if they can be run so; used if the ids turn out to be documents (``documents.dispatch``)."""
+    """How calls of the same signature are launched. special: for the call as it is. form, within: the form of its mask, and the special for
+    its documents as sequences; None if they cannot run so. They are used if the ids turn out to be documents (``documents.dispatch``)."""
 
     special: BackwardSpecial
     form: DocumentForm | None = None

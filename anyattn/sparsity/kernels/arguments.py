@@ -1,7 +1,7 @@
-"""The groups of arguments of the kernels that make and read tile lists: one NamedTuple each, without triton, which the host reads too.
+"""Argument groups of the kernels that make and read tile lists: NamedTuples for kernels and the host, so without an import of triton.
 
-In a kernel every field is a pointer, a scalar or a block of the compiler's. Kernels make them by keyword: Triton's disk cache knows a
-kernel's text, not the order of a class's fields.
+In a kernel every field is a Triton pointer, scalar or block. Kernels make them by keyword: the key of Triton's disk cache covers a kernel's
+text, not the order of a class's fields.
 """
 
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ __all__ = ["Lists", "SequenceTables", "TileSizes", "VarlenTileSizes"]
 
 
 class Lists(NamedTuple):
-    """Tile lists: pointers to int32. count: how many tiles each line (a row of tiles, or a column) lists. index: which they are, ascending.
-    partial: tiles that the mask cuts through. full: tiles that it fills."""
+    """Tile lists: pointers to int32. count: the number of tiles that each line (a row or a column of tiles) lists. index: their places
+    along the line, ascending. partial: tiles with visible and hidden pairs. full: tiles with visible pairs only."""
 
     partial_count: Any
     partial_index: Any
@@ -20,8 +20,8 @@ class Lists(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Sizes of one pair of lengths, int32. rows, columns: how many tiles lie along queries and keys. column_hulls_at: where the columns'
-    hulls begin behind the rows', in elements."""
+    """Sizes of one pair of lengths, int32. rows, columns: the numbers of tiles along queries and keys. column_hulls_at: the offset of the
+    columns' hulls, which follow the rows', in elements."""
 
     seqlen_q: Any
     seqlen_k: Any
@@ -32,8 +32,8 @@ class TileSizes(NamedTuple):
 
 
 class VarlenTileSizes(NamedTuple):
-    """Sizes of a ragged batch, int32. batch: sequences. most_rows, most_columns: all tiles along queries and keys, at most. width: of a
-    row of tiles among flat indices. column_hulls_at: as in ``TileSizes``."""
+    """Sizes of a varlen batch, int32. batch: sequences. most_rows, most_columns: upper bounds of all tiles along queries and keys. width:
+    the number of flat indices that a row of tiles has room for. column_hulls_at: as in ``TileSizes``."""
 
     batch: Any
     most_rows: Any
@@ -43,10 +43,10 @@ class VarlenTileSizes(NamedTuple):
 
 
 class SequenceTables(NamedTuple):
-    """The rows of the table of a ragged batch's sequences: int64 (batch,) each, one behind the other in memory.
+    """The rows of the table of a varlen batch's sequences: int64 (batch,) each, one after another in memory.
 
-    row_ends, column_ends: the ends of each sequence's row tiles and key tiles when all are counted through. seqlens_q, seqlens_k: lengths.
-    q_first: position of the first query. first_row, first_entry: where the sequence's lists begin, among counts and among indices.
+    row_ends, column_ends: running totals of the sequences' row tiles and key tiles. seqlens_q, seqlens_k: lengths. q_first: position of the
+    first query. first_row, first_entry: the beginning of the sequence's lists, among counts and among indices.
     """
 
     row_ends: Any

@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 _FEW, _MOST_CHUNK = 64, 1024  # tiles of a row classified at once
-# Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
+# Limits of the single kernel: the positions of all tiles that it classifies at once, and the number of leaves evaluated at them.
 _MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
 
 class Mask(NamedTuple):
-    """A mask's kernels, and what its lists depend on."""
+    """A mask's kernels, the captured values that they read, and whether its lists depend on b and h."""
 
     kernels: Any
     scalar_slots: tuple[int, ...]
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
     column_leaves: int
     sees_b: bool
     sees_h: bool
-    options: dict[str, Any]  # what the kernels are compiled with
+    options: dict[str, Any]  # compile options of the kernels
 
 
 @lru_cache(maxsize=1024)
@@ -63,28 +63,28 @@ def mask_of(expr: Expr) -> Mask:
     source, deps = mask_source(expr), dependence(expr)
     scalars, ranks = slots_of(expr)
     kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", *MODULES)
-    # a fused multiply-add rounds once and could flip a comparison that torch rounds twice
+    # a fused multiply-add rounds once where torch rounds twice, which could flip a comparison
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
     sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
     return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
 
 
-MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # what the texts of kernels name
+MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # modules that the kernels' source names
 OF_HULLS, OF_TILES = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N")  # constants of the kernels
 _OF_LISTS = (*OF_TILES, "SEPARATE_FULL", "HAS_FULL_TAILS")
 _LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
 def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The captured numbers that are read, ascending, and the captured tensors with their ranks."""
+    """The slots of the captured numbers that are read, ascending, and of the captured tensors, with their ranks."""
     scalars: set[Any] = {node.attr for node in expr.nodes if node.op == "scalar"}
     ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
     return tuple(sorted(scalars)), {slot: ranks[slot] for slot in sorted(ranks)}
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
-    """The kernels to launch. Every captured value is an argument of its own: Triton recompiles for numbers inside tuples."""
+    """The source of the kernels to launch. Every captured value is a separate argument: Triton recompiles for numbers inside tuples."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
@@ -124,7 +124,7 @@ def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
 
 
 class Launch(NamedTuple):
-    """One kernel, its grid, and its options: the constants and how it is compiled. takes_lists: its arguments begin with the lists."""
+    """One kernel, its grid, and its options: constants and compile options. takes_lists: its arguments begin with the lists."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -135,8 +135,8 @@ class Launch(NamedTuple):
 class Launches(NamedTuple):
     """The launches that make the lists of a mask for two lengths, without addresses and captured values.
 
-    shapes: of the allocations (``sparsity.list_stacks``). classes: 2 where full tiles have lists of their own. hulls: int64 entries of
-    scratch memory. sizes: ``TileSizes``. launches: in their order; none where there are no tiles.
+    shapes: of the allocations (``sparsity.list_stacks``). classes: 2 if full tiles have their own lists. hulls: int64 entries of
+    scratch memory. sizes: ``TileSizes``. launches: in launch order; empty if there are no tiles.
     """
 
     mask: Mask
@@ -164,7 +164,7 @@ def launches_of(
     entries, heads = batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
-    # one allocation for lists of one shape: each takes about a tenth of a first call's time
+    # one allocation for lists of one shape: an allocation takes about a tenth of a first call's time
     classes = 2 if separate_full else 1
     shapes = tuple([shape for pair in stack_shapes((entries, heads), (rows, columns), classes, wants_columns) for shape in pair])
     row_hulls, column_hulls = (2 * n * entries * heads for n in (mask.row_leaves * rows, mask.column_leaves * columns))
@@ -172,7 +172,7 @@ def launches_of(
     made = Launches(mask, shapes, classes, 0, sizes, ())
     if min(entries, heads, rows, columns) == 0:
         return made
-    # (an axis for each: beyond the first none is longer than 65,535)
+    # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
     chunk, is_at_once = way_of(mask, tile, max(rows, columns))
     values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), classes == 2, has_full_tails)
     options = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
@@ -199,9 +199,9 @@ def list_tiles(
 ) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
-    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: the allocations that hold them instead, see
-    ``sparsity.list_stacks``. options: all of these. wants_columns. separate_full: False lists full tiles as partial ones and leaves their
-    own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
+    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: return the allocations that hold the lists instead
+    (``sparsity.list_stacks``). options, all required: wants_columns. separate_full: False lists full tiles as partial ones and leaves their
+    own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 if the mask ignores b or h.
     """
     made = launches_of(mod.expr, lengths, tile, batch, **options)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in made.shapes]
@@ -228,8 +228,8 @@ def _launch(made: Launches, mod: TracedMod, found: list[Tensor | None]) -> None:
 
 
 def in_front(lists: Sequence[Any]) -> list[Any]:
-    """The eight lists that a kernel takes, or their addresses. Where there are no lists of columns, those of the rows are passed again, and
-    for a list that is None the first list."""
+    """The eight lists that a kernel takes, or their addresses. If the columns have no lists, the rows' are passed twice; the first list
+    stands in for a list that is None."""
     return [lists[0] if t is None else t for t in (*lists[:4], *lists[-4:])]
 
 
@@ -239,13 +239,13 @@ def strides_of_captured(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def compiled_for(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    """The properties of arguments that Triton compiles for, besides a launch's options: dtypes, no numbers and no alignment."""
+    """The properties of arguments that Triton compiles for, besides a launch's options: dtypes, but no values and no alignment."""
     return tuple([t.dtype for t in tensors])
 
 
 def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:
-    """How many tiles of a row are classified at once, of at most ``longest``, and whether the same kernel evaluates the leaves."""
-    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
+    """The number of a row's tiles (at most ``longest``) that are classified at once, and whether the same kernel evaluates the leaves."""
+    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # only two sizes: each size needs a compilation
     leaves = mask.row_leaves + mask.column_leaves
     return chunk, 0 < leaves <= _MOST_LEAVES and chunk * power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS
 

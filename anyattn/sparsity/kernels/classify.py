@@ -1,8 +1,8 @@
 """Triton kernels that classify tiles as empty, partial or full and write their lists, without any read on the host.
 
-A program classifies one row of tiles, or one column: interval bounds of the mask over each tile decide most, eight sample pairs show
-most of the others to be partial, and the rest is evaluated pair by pair. Then it writes the row's lists. The time of a usual mask is
-proportional to the number of tiles, in the worst case to the number of pairs.
+A program classifies one row of tiles, or one column: interval bounds of the mask decide most tiles, eight sample pairs show most of the
+others to be partial, and the rest is evaluated pair by pair. Then it writes the row's lists. Time is proportional to the number of tiles
+for a usual mask, and to the number of pairs in the worst case.
 """
 
 import triton
@@ -16,7 +16,7 @@ _EMPTY: tl.constexpr = tl.constexpr(0)
 _PARTIAL: tl.constexpr = tl.constexpr(1)
 _FULL: tl.constexpr = tl.constexpr(2)
 _DOUBT: tl.constexpr = tl.constexpr(3)
-# rows of the table of a ragged batch's sequences
+# row numbers of ``SequenceTables``
 _ROW_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("row_ends"))
 _COLUMN_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("column_ends"))
 _SEQLENS_Q: tl.constexpr = tl.constexpr(SequenceTables._fields.index("seqlens_q"))
@@ -31,7 +31,7 @@ def store_hulls(
     hulls, scalars, tensors, sizes,
     STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, heads, batch).
+    """Stores the least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, heads, batch).
 
     sizes: ``TileSizes``. hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch *
     heads][columns].
@@ -56,11 +56,11 @@ def list_tiles(
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
-    """The lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch).
+    """Writes the lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch).
 
     sizes: ``TileSizes``. row_lists: ``Lists`` with counts [batch * heads][rows], indices [batch * heads][rows][columns]. column_lists: the
-    same along the other side. hulls: what ``store_hulls`` left.
-    HAS_FULL_TAILS: a tile that a sequence's end cuts is full if all its pairs inside are visible, else it is partial then.
+    same with rows and columns exchanged. hulls: as ``store_hulls`` writes them.
+    HAS_FULL_TAILS: a tail tile with all its pairs inside the sequences visible is full; without this option it is partial.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh, count = b * sizes.heads + h, tl.num_programs(2) * sizes.heads
@@ -75,7 +75,7 @@ def list_tiles(
     counts_at = bh * lines + line
     list_at = counts_at.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    first = line * 0  # loops over a range fail in Triton's interpreter with NumPy 2.4
+    first = line * 0  # while loops, because loops over a range fail in Triton's interpreter with NumPy 2.4
     while first < length:
         lane = tl.arange(0, CHUNK)
         is_tile = first + lane < length
@@ -136,7 +136,7 @@ def _ended(count, index, size, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
-    """Classes undecided tiles as partial where samples show a visible and a hidden pair: four corners, then aperiodic positions."""
+    """Classifies undecided tiles as partial if samples show a visible and a hidden pair: four corners, then aperiodic positions."""
     some, every = found < 0, found >= 0
     for sample in range(0, 8):
         along_q = tl.where(sample < 4, (sample >> 1) * 65536, (sample * 49473) & 65535).to(tl.int64)
@@ -165,7 +165,7 @@ def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: 
     return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))
 
 
-# ---- varlen: a program has one row of tiles of one sequence, which it looks up
+# ---- varlen: a program handles one row of tiles of one sequence, found by a binary search in the tables
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def store_places(
     places, seqlens_q, seqlens_k, q_first, batch, most_rows, width, bound_q, bound_k,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes where the tiles of each sequence are; one program. places: int64 [7][batch], ``SequenceTables``.
+    """Writes the tables of each sequence's tiles; one program. places: int64 [7][batch], ``SequenceTables``.
 
     Lengths are clamped to 0 .. bound_q and bound_k, and no sequence's rows of tiles end after ``most_rows``.
     """
@@ -202,7 +202,7 @@ def store_places(
 
 @triton.jit
 def _located(ends, batch, number):
-    """(entry, place in it, whether there is one) of a tile that is ``number`` of all, one entry's behind another's."""
+    """(entry, tile number within it, whether it exists) of tile ``number``, counted over all entries in order."""
     low, high = number * 0, number * 0 + batch
     while low < high:
         middle = (low + high) // 2
@@ -217,7 +217,7 @@ def _located(ends, batch, number):
 
 @triton.jit
 def _number(places, batch, row: tl.constexpr, entry):
-    """A sequence's entry in one of the rows of the table ``places``."""
+    """A sequence's value in one row of the table ``places``."""
     return tl.load(places + row * batch + entry).to(tl.int32)
 
 
@@ -254,11 +254,11 @@ def list_ragged_tiles(
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``list_tiles`` for one row of tiles of one sequence, whose own tiles alone it lists. Grid: (most_rows, heads).
+    """``list_tiles`` for one row of tiles of one sequence; lists only tiles of this sequence. Grid: (most_rows, heads).
 
-    sizes: ``VarlenTileSizes``. lists: ``Lists`` with counts [heads][most_rows], indices [heads][most_rows * width], where a sequence's
-    rows of tiles begin at ``width`` times its first and take as many as it has tiles of keys. A tile that a sequence's end cuts is full
-    if all its pairs inside are visible. Rows of tiles that no sequence has list nothing.
+    sizes: ``VarlenTileSizes``. lists: ``Lists`` with counts [heads][most_rows], indices [heads][most_rows * width]: a sequence's indices
+    begin at ``width`` times its first row of tiles, and each of its rows takes as many as the sequence has key tiles. A tail tile is full
+    if all its pairs inside the sequence are visible. Rows of tiles that belong to no sequence list nothing.
     """
     number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch = sizes.batch
@@ -270,7 +270,7 @@ def list_ragged_tiles(
     )
     q_end += start
     length = tl.where(exists, (seqlen_k + TILE_N - 1) // TILE_N, 0)
-    columns_at = h * sizes.most_columns + _number(places, batch, _COLUMN_ENDS, b) - length  # its first tile of keys, among all
+    columns_at = h * sizes.most_columns + _number(places, batch, _COLUMN_ENDS, b) - length  # the sequence's first key tile among all
     counts_at = h * sizes.most_rows + number
     list_at = (counts_at - m).to(tl.int64) * sizes.width + m.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)

@@ -1,9 +1,8 @@
 """Interval arithmetic on masks as generated Triton source: whether a tile is certainly or possibly visible, without evaluating its pairs.
 
-The same as ``mods.analysis.intervals`` computes with torch, for kernels. Two things differ. A part of the mask that depends on one position
-only and has no useful bounds (a captured tensor, a remainder, a float) is a *leaf*: it is evaluated at all positions of every tile, and its
-least and greatest values are stored beforehand. And where operand sizes show that nothing overflows, a bound is int64 arithmetic without
-overflow checks.
+Kernels do here what ``mods.analysis.intervals`` does with torch, with two differences. A part of the mask that depends on one position only
+and has no useful bounds (a captured tensor, a remainder, a float) is a *leaf*: it is evaluated at all positions of every tile, and its
+least and greatest values are stored beforehand. And if operand sizes exclude overflow, a bound is int64 arithmetic without overflow checks.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from anyattn.triton_tools.emit import emit, function
 
 __all__ = ["MOST_INDEX_BITS", "MOST_SCALAR_BITS", "MaskSource", "mask_source"]
 
-MOST_SCALAR_BITS = 40  # captured whole numbers are less than 2 ** this: the caller checks
+MOST_SCALAR_BITS = 40  # captured integers are of magnitude less than 2 ** 40: the caller checks
 _WILD_BITS = 61
-_WILD = 2**_WILD_BITS  # as a bound: unknown. Two of them still add up in int64
+_WILD = 2**_WILD_BITS  # a bound of this magnitude means unknown; the sum of two still fits int64
 _COMPARE = {"lt": ("<", False), "le": ("<=", False), "gt": ("<", True), "ge": ("<=", True)}  # operator, and whether to swap the operands
 _EASY = frozenset(("add", "sub", "neg", "abs", "min", "max", "eq", "ne", "and", "or", "xor", "not", "where", "cast", *_COMPARE))
 
@@ -30,8 +29,8 @@ _EASY = frozenset(("add", "sub", "neg", "abs", "min", "max", "eq", "ne", "and", 
 class MaskSource(NamedTuple):
     """Functions of one mask in Triton: ``value``, ``verdict``, ``verdict_at_once``, ``store_row_hulls`` and ``store_column_hulls``.
 
-    row_leaves, column_leaves: how many pairs of bounds the last two store for each tile. ``verdict`` loads those; ``verdict_at_once``, with
-    the same arguments, finds them itself, which for a few tiles takes less time than a kernel before.
+    row_leaves, column_leaves: the number of pairs of bounds that the last two store for each tile. ``verdict`` loads them;
+    ``verdict_at_once``, with the same arguments, computes them itself, which for few tiles takes less time than a separate kernel.
     """
 
     text: str
@@ -40,9 +39,9 @@ class MaskSource(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Variables of the bounds, both inclusive (of a bool: certainly true, possibly true); their size is at most 2 ** bits.
+    """The variables that hold two inclusive bounds (of a bool: certainly true, possibly true), of magnitude at most 2 ** bits.
 
-    bits of 61: a bound at +-2 ** 61 is no bound.
+    If bits is 61, a bound of +-2 ** 61 means unknown.
     """
 
     lo: str
@@ -87,7 +86,7 @@ def _store_hulls(name: str, index: str, expr: Expr, leaves: list[int]) -> str:
 
 
 class _Writer:
-    """Writes the bounds of nodes, arguments first, each once."""
+    """Writes the bounds of nodes, arguments first, each node once."""
 
     def __init__(self, expr: Expr, at_once: bool) -> None:
         self.expr, self.nodes, self.deps, self.at_once = expr, expr.nodes, dependence(expr), at_once
@@ -111,7 +110,7 @@ class _Writer:
         return head + "\n".join(f"    {line}" for line in [*self.lines, f"return {lo}, {hi}"]) + "\n"
 
     def _needed(self) -> list[int]:
-        """The nodes whose bounds the output's follow from, arguments first."""
+        """The nodes whose bounds the output's bounds depend on, arguments first."""
         needed, stack = set(), [self.expr.outputs[0]]
         while stack:
             at = stack.pop()
@@ -141,7 +140,7 @@ class _Writer:
         return rule(at, *(self.known[a] for a in node.args))
 
     def _looks_hard(self, at: int) -> bool:
-        """Whether this node, which depends on one position, has no useful bounds: then it becomes a leaf, whose values are evaluated."""
+        """Whether this node has no useful bounds. If it depends on one position only, it becomes a leaf, whose values are evaluated."""
         node = self.nodes[at]
         if self._is_free(at) or node.op == "index":
             return False
@@ -169,7 +168,7 @@ class _Writer:
         return self._named(at, f"tl.full((), {-_WILD}, tl.int64)", f"tl.full((), {_WILD}, tl.int64)", _WILD_BITS)
 
     def _point(self, at: int) -> _Span:
-        """A value that depends on neither position: it is its own bounds."""
+        """A value that depends on neither position: it is both its lower and its upper bound."""
         found = emit(_part(self.expr, at), prefix=f"p{at}_")
         kind = category(self.nodes[at].dtype)
         if kind == "float":
@@ -202,7 +201,7 @@ class _Writer:
         self.lines += [*found.all(), f"seen{at} = {found.outputs[0]}.to(tl.int64)"]
 
     def _bounded(self, at: int, lo: str, hi: str) -> _Span:
-        """Bounds of an evaluated leaf: as large as its dtype allows, and unknown where they are too large to add."""
+        """Bounds of an evaluated value, of the magnitude that ``extents`` gives it; unknown if they are too large to add."""
         bits = self._point_bits(at)
         if bits < _WILD_BITS:
             return self._named(at, lo, hi, bits)
@@ -219,7 +218,7 @@ class _Writer:
 
     # -- results
     def _fit(self, at: int, lo: str, hi: str, bits: int, *args: _Span) -> _Span:
-        """The span of an integer result: one that leaves its dtype's range wraps around in torch, so nothing is known of it."""
+        """The span of an integer result: if it may leave its dtype's range, it may wrap around in torch, so its bounds are unknown."""
         dtype = self.nodes[at].dtype
         if is_weak(dtype) or dtype is torch.int64:
             wild = [a for a in args if a.bits >= _WILD_BITS]
@@ -279,7 +278,7 @@ class _Writer:
         return self._fit(at, lo, hi, b.bits, a, b)
 
     def _load(self, at: int, *places: _Span) -> _Span:
-        """A load indexed by both positions: known where the whole tile reads one entry, as block-wise masks do."""
+        """A load indexed by both positions: known if the whole tile reads one entry, as in block-wise masks."""
         dtype, slot = self.nodes[at].dtype, f"tensors[{self.nodes[at].attr}]"
         offset = [f"device_math.inside({p.lo}, {slot}[{2 + 2 * i}]) * {slot}[{1 + 2 * i}]" for i, p in enumerate(places)]
         self.lines += [f"one{at} = {' & '.join(f'({p.lo} == {p.hi})' for p in places)}"]
@@ -353,7 +352,7 @@ class _Writer:
         return self._bits(at, f"{a.hi} == 0", f"{a.lo} == 0")
 
     def _bits(self, at: int, lo: str, hi: str) -> _Span:
-        """Of bools; what bits of integers become has no bounds here."""
+        """The bounds of a logical operation on bools; a bitwise operation on integers is unknown."""
         return self._named(at, lo, hi) if category(self.nodes[at].dtype) == "bool" else self._unknown(at)
 
 

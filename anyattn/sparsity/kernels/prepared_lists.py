@@ -1,6 +1,6 @@
 """Prepared launches of the kernels that make block lists: a warm call substitutes addresses and captured numbers.
 
-The sizes of the lists, the kernels and their compiled forms, which ``block_lists.list_tiles`` looks up at each call, are kept here.
+A ``PreparedLists`` holds the list sizes, the kernels and their compiled forms, which ``block_lists.list_tiles`` looks up at each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PreparedLists(NamedTuple):
     """Launches for masks of one program whose captured tensors have the same shapes, strides and dtypes.
 
     memory: shapes and strides of the allocations. sends: for each launch the handle's ``send``, the grid, and whether it takes the lists.
-    sizes: those of the kernels. strides: those of the captured tensors, and their sizes.
+    sizes: the kernels' ``TileSizes``. strides: strides and sizes of the captured tensors.
     """
 
     made: Launches
@@ -56,9 +56,9 @@ class PreparedLists(NamedTuple):
 def prepared(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, **options: bool
 ) -> PreparedLists | None:
-    """The launches of ``list_tiles`` for these arguments; None unless each of them was made before and takes addresses.
+    """The launches of ``list_tiles`` for these arguments; None unless each was launched before and its handle takes addresses.
 
-    device: with its index.
+    device: with an index.
     """
     made = launches_of(mod.expr, lengths, tile, batch, **options)
     tensors = [mod.tensors[slot] for slot in made.mask.tensor_slots]

@@ -21,13 +21,13 @@ from anyattn.triton_tools.launch import current_device, launch
 
 __all__ = ["Capacity", "Listed", "list_ragged"]
 
-_OF_PLACES = ("TILE_M", "TILE_N", "CHUNK")  # constants of its kernel
-_PLACES_CHUNK = 1024  # sequences at once
+_OF_PLACES = ("TILE_M", "TILE_N", "CHUNK")  # constants of the kernel ``store_places``
+_PLACES_CHUNK = 1024  # sequences that ``store_places`` handles at once
 
 
 class Capacity(NamedTuple):
-    """Upper bounds of a batch that the host knows. rows, columns: its row tiles and key tiles; bound_q, bound_k: a sequence's queries and
-    keys."""
+    """Upper bounds of a batch that the host knows. rows, columns: on all row tiles and key tiles. bound_q, bound_k: on a sequence's queries
+    and keys."""
 
     rows: int
     columns: int
@@ -36,14 +36,14 @@ class Capacity(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """places: int64 (7, B), ``SequenceTables``. lists: ``Lists``, int32, counts (H, rows) and indices (H, rows * width)."""
+    """The result of ``list_ragged``. places: int64 (7, B), ``SequenceTables``. lists: int32 counts (H, rows), indices (H, rows * width)."""
 
     places: Tensor
     lists: Lists
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one mask over ragged batches."""
+    """The kernels of one mask over varlen batches."""
 
     list_tiles: Any
     list_tiles_at_once: Any
@@ -57,7 +57,7 @@ def _kernels(expr: Expr) -> _Kernels:
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
-    """The kernels to launch, as in ``block_lists``: every captured value is an argument of its own."""
+    """The source of the kernels to launch, as in ``block_lists``: every captured value is a separate argument."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     strides = [name for names in tensors.values() for name in names]
@@ -80,10 +80,10 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
 
 
 def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Capacity, tile: tuple[int, int], heads: int) -> Listed:
-    """Which tiles of each row of tiles of each sequence the mask cuts through, and which it fills.
+    """The partial and full tiles of each row of tiles of each sequence.
 
     lengths: int64 (B,) each, queries, keys and the position of the first query; B is at least 1. most: at least one row and one column.
-    heads: 1 where the mask ignores h. The caller has checked ``block_lists.can_list``, and that there are less than 2 ** 31 indices.
+    heads: 1 if the mask ignores h. The caller has checked ``block_lists.can_list``, and that there are less than 2 ** 31 indices.
     """
     batch, device = len(lengths[0]), lengths[0].device
     width = ceil_div(most.bound_k, tile[1])

@@ -364,7 +364,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dV is called gone before it is read": ("window", ((ADDER, "wait_group(1, read=True)", "wait_group(2, read=True)"),)),
     "dQ is written while dK leaves": ("window", ((ADDER, "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.sync_warp()\n        for", "        for"),)),
     "dK is written while dQ leaves": ("window", ((EPILOGUE, "        cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)\n", ""),)),
-    "dV is written while another group reads dS": ("window", ((EPILOGUE, "        # all of dQ has left, and dQ of the last row tile is multiplied\n        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),)),
+    "dV is written while another group reads dS": ("window", ((EPILOGUE, "        # then all of dQ has been read out of its buffer, and no product dQ reads dS any more\n        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),)),
     "dK and dV leave before they are fenced": ("window", ((EPILOGUE, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier_arrive', "        cute.arch.barrier_arrive"),)),
     "dK and dV are those of the first keys": ("window", ((EPILOGUE, "facts.n_block, where[1])", "facts.n_block * 0, where[1])"),)),
     "dK leaves when one group has written it": ("window", ((ADDER, "group == groups - 1 and", "group == 0 and"),)),

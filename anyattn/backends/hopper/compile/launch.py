@@ -1,7 +1,7 @@
-"""Launching of compiled kernels, which are identified by config and kinds of arguments, compiled once and kept on disk.
+"""Launches of compiled kernels, which are identified by config and kinds of arguments, compiled once and cached on disk.
 
-Lengths, strides, scales, window bounds and captured values are run-time, and so no part of the name. A kernel takes torch's tensors as
-they are through tvm-ffi and runs on torch's current stream; without tvm-ffi each tensor is wrapped for every launch.
+Lengths, strides, scales, window bounds and captured values are run-time values and not part of the key. Through tvm-ffi a kernel takes
+torch's tensors as they are and runs on torch's current stream; without tvm-ffi each tensor is wrapped at every launch.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.ca
 def launch(config: AnyConfig, arguments: tuple) -> None:
     """Runs the kernel for ``config`` on the current stream of the tensors' device.
 
-    arguments: what ``HopperForward.__call__`` takes, in order, without the stream: CUDA tensors, None, floats (float32 in the kernel),
-    ints (int32), and tuples of these. 16-bit tensors of three and more dimensions that stand outside the tuples have addresses and
-    strides that are multiples of 16 bytes, the last 1; others are free. Raises ValueError or RuntimeError (tvm-ffi's) where a tensor
-    is not so, and what compiling raises, the first time.
+    arguments: those of the kernel class's ``__call__`` (such as ``HopperForward``'s), in order, without the stream: CUDA tensors, None,
+    floats (float32 in the kernel), ints (int32), and tuples of these. For 16-bit tensors of three and more dimensions that are not inside a
+    tuple, the address and all strides must be multiples of 16 bytes, except the last stride, which must be 1; other tensors may have any.
+    Raises ValueError or RuntimeError (of tvm-ffi) if a tensor is not so; the first launch also raises the compiler's errors.
     """
     if launch_log.noted is not None:
         launch_log.noted.append(f"hopper {build.name_of(config)}")
@@ -57,9 +57,9 @@ def launch(config: AnyConfig, arguments: tuple) -> None:
 
 
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
-    """What a kernel is specialised for in its arguments, flat; and whether they can be passed as they are.
+    """The properties of its arguments that a kernel is specialised for, flat; and whether the arguments can be passed as they are.
 
-    A tensor is its dtype and its rank, the latter negative where the last stride is not 1; a number or None is its type; a tuple is its
+    A tensor gives its dtype and its rank, which is negative if the last stride is not 1; a number or None gives its type; a tuple gives its
     length, and then its items.
 
     >>> kinds_of((torch.zeros(2, 3).T, None, 1.0, (2,)))
@@ -71,7 +71,8 @@ def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
 
 
 def _add_kinds(kinds: list[Any], items: tuple) -> bool:
-    """One loop that calls next to nothing: this is most of what a launch costs that is not prepared."""
+    """Appends the kinds of ``items``; returns whether they can be passed as they are. The loop makes few calls, because it takes most of
+    the host time of a launch that is not prepared."""
     is_plain, add = True, kinds.append
     for a in items:
         kind = type(a)
@@ -83,7 +84,7 @@ def _add_kinds(kinds: list[Any], items: tuple) -> bool:
                 is_plain = False
             rank = len(strides)
             add(dtype)
-            # of a last dimension of one entry, no stride is ever used
+            # the stride of a last dimension of one entry is never used
             add(rank if not rank or strides[-1] == 1 or a.shape[-1] == 1 else -rank)
         elif isinstance(a, tuple):
             add(len(a))
@@ -139,7 +140,7 @@ def is_compiling() -> bool:
 def _found_or_made(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
     try:
         return build.load(warm(config, kinds))
-    except OSError as error:  # where no folder for temporary files may hold code, say; an object file is written to memory
+    except OSError as error:  # for example, no folder for temporary files may hold code; an object file is loaded to memory instead
         warnings.warn(f"anyattn compiles a kernel again that cannot be loaded from disk: {error}", RuntimeWarning, stacklevel=4)
         return build.load(build.make(config, kinds, may_link=False))
 
@@ -152,7 +153,7 @@ def warm(config: AnyConfig, kinds: tuple) -> disk_cache.Payload:
     except NoContentError:
         cache = None
     if cache is None:
-        return build.make(config, kinds, may_link=False)  # the compiler is at hand, and loads it without a linker
+        return build.make(config, kinds, may_link=False)  # an object file: the compiler, which is installed here, loads it without a linker
     return cache.get_or_make(key, lambda: build.make(config, kinds), build.is_loadable)
 
 

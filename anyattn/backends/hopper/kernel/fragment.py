@@ -38,8 +38,8 @@ def narrowed(x: Any, dtype: Any) -> Any:
 
 
 def narrowed_to(out: Any, x: Any, dtype: Any) -> None:
-    """Narrows ``x`` into ``out``, pair by pair and at this point of the code: otherwise the compiler postpones it to where branches join,
-    and keeps all values in 32 bits until then."""
+    """Narrows ``x`` into ``out``, pair by pair and at this point of the code: otherwise the compiler postpones the conversion to the point
+    where branches join, and keeps all values in 32 bits until then."""
     ordered, pairs = _ordered(x), cute.recast_tensor(out, Int32)
     for i in range(cute.size(pairs)):
         pairs[i] = _pair(ordered[2 * i], ordered[2 * i + 1], dtype)
@@ -66,8 +66,8 @@ def again(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 @dsl_user_op
 def negative(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """-x, computed where it is written: a wgmma accumulator that begins with it is then not set between two products under way, which
-    would make ptxas wait for the first one."""
+    """-x, computed at this point of the code: the compiler cannot set a wgmma accumulator that begins at -x between two products in flight,
+    which would make ptxas wait for the first one."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     text, dialect = "neg.f32 $0, $1;", llvm.AsmDialect.AD_ATT
     found = llvm.inline_asm(T.f32(), operands, text, "=f,f", has_side_effects=True, is_align_stack=False, asm_dialect=dialect)

@@ -1,4 +1,4 @@
-"""Adding role: one warp that sends what the warp groups made: their parts of dQ, added to global memory, and finished dK and dV."""
+"""Backward adding role: one warp that adds the warp groups' parts of dQ to global memory and stores finished dK and dV, by TMA."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from anyattn.backends.hopper.kernel.bulk_copy import add_floats
 
 __all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds"]
 
-KEYS_LEFT = 1  # the named barrier at which dV of the tile of keys before has been read out of the place of dS
-FILLED = 6  # the first of those at which a warp group's part of dQ, or of dK and dV, is complete in shared memory
-FREE = 8  # and of those at which it has been read out of the place of dQ
-ADD_THREADS = 160  # a warp group and the adding warp
-LEFT_THREADS = 288  # two warp groups and the adding warp
-NOTED = 6  # numbers that a warp group's first thread writes beside its part
-END, KEYS = -1, -2  # in place of a row tile: nothing comes any more; dK and dV of a tile of keys
+KEYS_LEFT = 1  # named barrier: dV of the previous key tile has been read out of the buffer of dS
+FILLED = 6  # first of the named barriers, one per warp group: its part of dQ, or of dK and dV, is complete in shared memory
+FREE = 8  # first of the named barriers, one per warp group: its part has been read out of the buffer of dQ
+ADD_THREADS = 160  # threads of a warp group and the adding warp
+LEFT_THREADS = 288  # threads of two warp groups and the adding warp
+NOTED = 6  # numbers that a warp group's first thread posts with its part
+END, KEYS = -1, -2  # posted in place of a row tile: the work is finished; the part is dK and dV of a key tile
 
 
 class Adds:
@@ -28,8 +28,9 @@ class Adds:
 
     @cute.jit
     def add(self, dq, board, sums, turns, keys, leaving):
-        """board: for each warp group (row tile, head, entry, turn), or (``KEYS``, head, entry or row of storage, whether they leave from
-        here, tile of keys, first row in storage). keys: (copy atom, tensor) of dK and dV. leaving: these in shared memory."""
+        """Adds and stores until ``END`` is posted. board: for each warp group (row tile, head, entry, turn), or (``KEYS``, kv head, entry
+        or row of storage, whether this warp stores them, key tile, first row in storage). keys: (copy atom, tensor) of dK and dV. leaving:
+        dK and dV in shared memory."""
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
         direct = DQ_CHUNK * self.config.dq_direct  # the first numbers of a step, which the warp groups add from registers
@@ -60,10 +61,10 @@ class Adds:
                         cute.arch.sync_warp()
                         cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
                 if const_expr(group == groups - 1 and self.config.frees_keys):
-                    if m == KEYS:  # of all groups: each one has come here with the same
+                    if m == KEYS:  # each group has posted the same key tile
                         self._keys_sent(board, keys, leaving)
             if const_expr(turns is not None):
-                if m >= 0:  # likewise
+                if m >= 0:  # each group has posted the same row tile
                     if cute.arch.lane_idx() == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
@@ -79,7 +80,7 @@ class Adds:
 
     @cute.jit
     def _keys_sent(self, board, keys, leaving):
-        """dV first: its place is wanted first."""
+        """Stores dV, then dK: the buffer that dV is in is needed first."""
         self.sent_keys(board, keys[1], leaving[1], self.config.head_dim_v)
         cute.arch.cp_async_bulk_commit_group()
         self.sent_keys(board, keys[0], leaving[0], self.config.head_dim)
@@ -94,7 +95,7 @@ class Adds:
 
     @cute.jit
     def _await(self, turns, place, turn, ahead, passed):
-        """Until the tiles of keys before this one have added to the row tile at ``place``. passed: how many had, of row tile ``ahead``."""
+        """Waits until ``turn`` key tiles have added to the row tile at ``place``. passed: the count of row tile ``ahead``."""
         known = Int32(0)
         if (place[0] == ahead[0]) & (place[1] == ahead[1]) & (place[2] == ahead[2]):
             known = passed
@@ -102,17 +103,17 @@ class Adds:
             known = self._passed(turns, place)
 
     def _passed(self, turns: Any, place: Any) -> Any:
-        """How many tiles of keys have added to a row tile. Nothing that they wrote is read by what follows, an addition that is sent when
-        the count is known; a load that acquires would cost 5 to 10 %."""
+        """The number of key tiles that have added to a row tile. The load is relaxed, because this thread reads nothing that they wrote: it
+        only issues an addition after the count is known. An acquiring load would cost 5 to 10 %."""
         m, head, entry = place
         return cute.arch.load(turns[entry, head, None].iterator + m, Int32, sem="relaxed", scope="gpu")
 
     @cute.jit
     def _pass_on(self, turns, place):
-        """Once the sums of all warp groups are written, not only read out of shared memory.
+        """Increments a row tile's count once the sums of all warp groups are written to global memory, not only read from shared memory.
 
-        The addition releases: the copies' completion is known to this thread, and a count that others saw before the sums would let them
-        add too early. Without it a backward pass would take 2 to 6 % less.
+        The increment releases: the copies' completion is known to this thread only, and a count that others saw before the sums would let
+        them add too early. Without the release a backward pass would take 2 to 6 % less.
         """
         m, head, entry = place
         cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -27,8 +27,8 @@ __all__ = ["HopperBackward"]
 class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys, Packed):
     """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32.
 
-    A thread block takes tiles of keys in turn and goes through the row tiles that see them. Source: FlashAttention-3 (Shah et al.,
-    arXiv:2407.08608): S and dP transposed, so that P and dS are operands from registers; dQ added to global memory.
+    A thread block processes one key tile after another, each with all row tiles that see it. Source: FlashAttention-3 (Shah et al.,
+    arXiv:2407.08608): S and dP are computed transposed, so that P and dS are operands from registers; dQ is added to global memory.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -73,14 +73,15 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
     ):
         """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1.
 
-        lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
-        what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
-        ``backward.rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
-        With ``entries`` B is what storage has, and lse to turns are (1, Hq, row tiles of all entries, ...), each entry's from
-        ``backward.packed.first_tile`` on. partial_count to entries: see ``backward.scheduler.KeyTables``. counter: two zeros, int32, left
-        as zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see ``backward.scheduler.KeySizes``. workers:
-        thread blocks. scalars, tensors: captured values, those of each of ``config.exprs`` in turn. totals: zeros, to which the gradients
-        of captured tensors are added, contiguous, with a last dimension for copies where they have some (``CapturedSum``).
+        lse: (B, Hq, M, tile_m) float32, in base 2, infinite for rows that see no key and rows that do not exist. delta: the same shape,
+        subtracted from each row's dP. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
+        ``backward.rows``. turns: (B, Hq, M) int32 zeros, if the config is deterministic.
+        With ``entries`` B is the number of rows of storage, and lse, delta, dq_sums and turns are (1, Hq, row tiles of all entries, ...),
+        each entry's from ``backward.packed.first_tile`` on. partial_count to entries: see ``backward.scheduler.KeyTables``. counter: two
+        zeros, int32, reset to zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see
+        ``backward.scheduler.KeySizes``. workers: the number of thread blocks. scalars, tensors: captured values, expression by expression
+        of ``config.exprs``. totals: zeros, to which the gradients of captured tensors are added, contiguous, with a last dimension for
+        copies if they have some (``CapturedSum``).
         """
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
@@ -93,7 +94,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         do_atom, dout = cpasync.make_tiled_tma_atom(read, dout, one[1], (tile_m, dv_))
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
-        # each warp group sends its own keys of dK and dV
+        # dK and dV are stored in parts of 64 keys, those of one warp group
         plain = (dk, dv) if const_expr(self.config.has_entries) else ()
         part_k, part_v = (cute.slice_(self._tile(64, n, 1, is_k), (None, None, 0)) for n, is_k in ((d, True), (dv_, False)))
         dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
@@ -113,7 +114,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         )  # fmt: skip
 
     def _layouts(self) -> tuple[Any, ...]:
-        """Of Q, dO, K, V and of dS, whose rows are keys, in shared memory: all as they are stored, with a last mode for the stage."""
+        """The layouts in shared memory of Q, dO, K, V and of dS, whose rows are keys: all row-major, with a last mode for the stage."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         shapes = ((tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages))
@@ -121,15 +122,15 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         return *(self._tile(*shape) for shape in shapes), *of_keys, self._tile(tile_n, tile_m, tiles.exchanged)
 
     def _tile(self, rows: int, columns: int, stages: int, is_halved: bool = False) -> Any:
-        """A tile in shared memory. Its columns are an operand (MN-major), and so are half of them where warp groups share keys or the tile
-        ``is_halved``: an operand begins where the swizzle's pattern does, or inside of one that holds all of it."""
+        """The layout of a tile in shared memory. All its columns are an MN-major operand, or half of them if warp groups share keys or the
+        tile ``is_halved``: an operand begins where a swizzle pattern begins, or inside a pattern that contains all of the operand."""
         widths = {64: 64, 80: 16, 128: 64, 256: 64, 192: 32, 96: 16 if is_halved else 32}
         kinds = warpgroup.SmemLayoutAtomKind
         kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[widths[columns]]
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, columns, stages), order=(0, 1, 2))
 
     def leaving(self, storage: Any, smem: Any) -> tuple[Any, Any]:
-        """Where dK and dV of a finished tile of keys leave from: the places of K and V, or those of dQ and dS (``frees_keys``)."""
+        """The shared memory from which finished dK and dV are stored: the buffers of K and V, or those of dQ and dS (``frees_keys``)."""
         if not self.config.frees_keys:
             return smem[2][None, None, 0], smem[3][None, None, 0]
         n, d, dv = self.config.tiles.tile_n, self.config.head_dim, self.config.head_dim_v
@@ -140,8 +141,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         )
 
     def _products(self) -> tuple[Any, ...]:
-        """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K or dQ^T = K^T dS^T. Where a row tile has 128 rows, each
-        warp group makes 64 rows of dQ; else half its columns."""
+        """The tiled MMAs: S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K or dQ^T = K^T dS^T. If a row tile has 128
+        rows, each warp group computes 64 rows of dQ, else half the columns of dQ."""
         tiles, d, dv, dtype = self.config.tiles, self.config.head_dim, self.config.head_dim_v, self.dtype
         along, across, groups = OperandMajorMode.K, OperandMajorMode.MN, tiles.warp_groups
         in_registers = warpgroup.OperandSource.RMEM
@@ -156,7 +157,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         return scores, to_v, to_k, to_q
 
     def scores_from_registers(self) -> Any:
-        """S^T and dP^T for the columns of K and V that are held in registers."""
+        """The tiled MMA of S^T and dP^T for the columns of K and V that are held in registers."""
         along, groups, source = OperandMajorMode.K, self.config.tiles.warp_groups, warpgroup.OperandSource.RMEM
         shape = (64, self.config.tiles.tile_m)
         return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, (groups, 1, 1), shape, source)
@@ -167,7 +168,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
 
         @cute.struct
         class Storage:
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * tiles.q_stages]  # full and empty, for each stage
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * tiles.q_stages]  # a full and an empty barrier for each stage
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * tiles.do_stages]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
@@ -197,7 +198,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
         agent = pipeline.Agent.Thread
-        statistics = 4 * tiles.tile_m  # bytes, which ride with Q and with dO
+        statistics = 4 * tiles.tile_m  # bytes of lse or delta, which arrive at the barrier of Q or of dO
         pipes = (
             self._pipe(storage.q_barriers.data_ptr(), tiles.q_stages, self.bytes[0] + statistics),
             self._pipe(storage.do_barriers.data_ptr(), tiles.do_stages, self.bytes[1] + statistics),
@@ -221,7 +222,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
             storage.place.get_tensor(cute.make_layout((NOTED, tiles.warp_groups))),
         )
-        # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
+        # in chunks of 4 numbers per thread of a warp group: free of bank conflicts, and contiguous in global memory for each group
         dq = storage.dq.get_tensor(cute.make_layout((4, 128, self.config.dq_chunks, tiles.warp_groups)))
         diagonals = storage.diagonals.get_tensor(cute.make_layout(self.config.scratch // 4)) if const_expr(self.config.scratch) else None
         leaving = self.leaving(storage, smem)
@@ -244,11 +245,11 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, (dq, sums[2]), pipes, board, keys, scales, captured)
 
     def _facts(self) -> int:
-        """Numbers of a tile of keys on the board."""
+        """The count of numbers that the producer posts on the board for a key tile."""
         return KEY_FACTS + PLACE_FACTS * self.config.has_entries
 
     def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
-        """One thread fills a stage; one of each multiplying warp gives it back."""
+        """A TMA pipeline: one thread fills a stage; one thread of each consumer warp releases it."""
         agent = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,

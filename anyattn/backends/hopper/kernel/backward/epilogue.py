@@ -1,4 +1,4 @@
-"""Backward epilogue of a tile of keys: dK, scaled, and dV through shared memory to global memory."""
+"""Backward epilogue of a key tile: stores of dK, scaled, and of dV through shared memory to global memory."""
 
 from typing import Any
 
@@ -11,29 +11,30 @@ from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, FILLED, F
 
 __all__ = ["READ", "STORED", "StoresKeys"]
 
-READ = 10  # the named barrier at which all warp groups have read K and dS for the last time
-STORED = 11  # the first of those at which each warp group meets before its copies leave
+READ = 10  # named barrier: all warp groups have read K and dS for the last time
+STORED = 11  # first of the named barriers, one per warp group (wide heads: one for both): dK and dV are complete in shared memory
 
 
 class StoresKeys:
-    """What ``HopperBackward`` does with a finished tile of keys."""
+    """The epilogue of ``HopperBackward`` for a finished key tile."""
 
     config: Any
 
     def keys_left(self) -> None:
-        """Waits until dV of the tile of keys before has left the place of dS."""
+        """Waits until dV of the previous key tile has been read out of the buffer of dS."""
         if self.config.frees_keys:
             cute.arch.barrier(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
 
     def release_keys(self, pipes: Any, key_state: Any) -> None:
-        """Gives the places of K and V back to the producer."""
+        """Releases the stages of K and V to the producer."""
         pipes[2].consumer_release(key_state)
         pipes[3].consumer_release(key_state)
 
     @cute.jit
     def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
-        """keys: (copy atom, tensor) of dK and dV, and with entries dK and dV as they are. about: the warp group, the thread, and what the
-        adding warp is told (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the stage of K and V to give back.
+        """Stores dK and dV. keys: (copy atom, tensor) of dK and dV, and with entries the plain tensors dK and dV. about: the warp group,
+        the thread, and the board of the adding warp (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the state of
+        the stage of K and V to release.
         """
         pipes, key_state = held
         sums[0].store(sums[0].load() * scale)
@@ -47,10 +48,10 @@ class StoresKeys:
 
     @cute.jit
     def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):
-        """Each warp group sends its 64 keys; the copy engine leaves out those past the tensor's last one."""
+        """Each warp group stores its 64 keys; TMA leaves out keys past the tensor's last one."""
         _, to_v, to_k, _ = mmas
         group, thread, _ = about
-        # dQ of the last row tile may still be multiplied from another group's keys of K
+        # another warp group's product dQ of the last row tile may still read these keys of K
         cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
         self._into(sums[0], to_k, leaving[0], thread)
         self._into(sums[1], to_v, leaving[1], thread)
@@ -64,12 +65,12 @@ class StoresKeys:
 
     @cute.jit
     def _keys_told(self, sums, mmas, leaving, keys, about, facts, place):
-        """Into the places of dQ and dS, from which the adding warp sends them."""
+        """Writes dK and dV to the buffers of dQ and dS, from which the adding warp stores them."""
         _, to_v, to_k, _ = mmas
         dk, dv = sums
         group, thread, told = about
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
-        # all of dQ has left, and dQ of the last row tile is multiplied
+        # then all of dQ has been read out of its buffer, and no product dQ reads dS any more
         cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
         is_whole = Int32(1)
         if const_expr(self.config.has_entries):
@@ -93,7 +94,7 @@ class StoresKeys:
 
     @cute.jit
     def sent_keys(self, told, copy, source, head_dim: cutlass.Constexpr):
-        """Each warp group's 64 keys of dK or dV, unless it has stored them itself."""
+        """Stores each warp group's 64 keys of dK or dV, unless the group has stored them itself."""
         for group in cutlass.range_constexpr(self.config.tiles.warp_groups):
             _, kv_head, row, is_whole, n_block, start = (told[i, group] for i in range(6))
             if is_whole != 0:
@@ -107,7 +108,7 @@ class StoresKeys:
         cute.copy(copy, mine.retile(narrow), mine.partition_D(target))
 
     def _sent(self, copy: Any, source: Any, head_dim: int, group: Any, kv_head: Any, n_block: Any, place: Any) -> None:
-        """The ``group``-th 64 keys of the tile."""
+        """Stores the ``group``-th 64 keys of the tile."""
         atom, tensor = copy
         groups = self.config.tiles.tile_n // 64
         goal = cute.local_tile(self.rows_at(tensor, kv_head, place), (64, head_dim), (n_block * groups + group, 0))

@@ -18,12 +18,12 @@ from anyattn.backends.hopper.kernel.mma import Multiplies
 
 __all__ = ["MultipliesBack"]
 
-_EXCHANGED = 4  # the named barrier at which all warp groups have written their keys' part of dS
-_EMPTIED = 5  # where dS has one stage: all of them have read it
+_EXCHANGED = 4  # named barrier: all warp groups have written their keys' part of dS
+_EMPTIED = 5  # named barrier if dS has one stage: all warp groups have read dS
 
 
 class MultipliesBack:
-    """The multiplying role of ``HopperBackward``."""
+    """The MMA role of ``HopperBackward``."""
 
     config: Any
 
@@ -34,9 +34,9 @@ class MultipliesBack:
 
     @cute.jit
     def multiply(self, thread, mmas, in_smem, leaving, statistics, of_dq, pipes, board, keys, scales, captured):
-        """Tile after tile of keys, as the board says. in_smem: Q, dO, K, V and dS. leaving: dK and dV in shared memory. statistics: lse and
-        delta in shared memory. of_dq: its part in shared memory, its sums in global memory. keys: (copy atom, tensor) of dK and dV. scales:
-        the softmax scale, and that times log2(e)."""
+        """Processes the key tiles that the producer posts on the board. in_smem: Q, dO, K, V and dS. leaving: dK and dV in shared memory.
+        statistics: lse and delta in shared memory. of_dq: the part of dQ in shared memory, the sums of dQ in global memory. keys: (copy
+        atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         to_scores, to_v, to_k, to_q = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -59,8 +59,8 @@ class MultipliesBack:
         self._key_tiles(fixed, (dk, dv_acc), in_smem, leaving, keys, scales, captured)
 
     def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
-        """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory; K and V as (columns held in registers, all columns). slices: a warp
-        group's parts of the products."""
+        """The operands of S^T, dP^T, dV, dK and dQ that are in shared memory; K and V as (columns held in registers, all columns). slices:
+        a warp group's slices of the tiled MMAs."""
         tiles, (of_scores, of_v, of_k, of_q) = self.config.tiles, slices
         q, dout, k, v, ds = in_smem
         ds_t, k_t = _transposed(ds), _transposed(k)
@@ -80,7 +80,7 @@ class MultipliesBack:
 
     @cute.jit
     def _key_tiles(self, fixed, sums, in_smem, leaving, keys, scales, captured):
-        """One after the other."""
+        """The loop over key tiles."""
         mmas, _, _, _, pipes, board, group, thread, _, _ = fixed
         consumer = pipeline.PipelineUserType.Consumer
         tiles = self.config.tiles
@@ -118,12 +118,12 @@ class MultipliesBack:
         self._told(fixed, None, None)
 
     def _held(self, columns: int) -> Any:
-        """Registers for so many columns of K or V, None for none."""
+        """Registers for ``columns`` columns of K or V; None if columns is 0."""
         mma = self.scores_from_registers()
         return mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_n, columns))) if columns else None
 
     def hold(self, fixed: Any, in_smem: Any) -> None:
-        """Reads the held columns of a new tile of K and V from shared memory, where K stays an operand of dQ."""
+        """Reads the held columns of a new tile of K and V from shared memory to registers; dQ reads all of K from shared memory."""
         tiles, operands, thread = self.config.tiles, fixed[1], fixed[7]
         for at, source, columns in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
             if columns:
@@ -135,7 +135,7 @@ class MultipliesBack:
 
     @cute.jit
     def _scores(self, mma, acc, first, second, columns: cutlass.Constexpr, from_zero: cutlass.Constexpr):
-        """S^T or dP^T by one product. first: its operand as (held, in shared memory); ``columns`` are held."""
+        """Issues the product S^T or dP^T. first: its first operand as (held, in shared memory); ``columns`` columns are held."""
         held, whole = first
         whole = whole[None, None, None, 0]
         warpgroup.fence()
@@ -148,7 +148,7 @@ class MultipliesBack:
 
     @cute.jit
     def _both_begun(self, fixed, scores, dp, states):
-        """The products S^T and dP^T, under way; see ``BackwardTiles.delta``."""
+        """Issues the products S^T and dP^T; ``BackwardTiles.delta`` says when delta is loaded."""
         q_state, do_state = states[0], states[1]
         mmas, operands, positions, pipes, statistics = fixed[0], fixed[1], fixed[3], fixed[4], fixed[8]
         k, q, v, dout = operands[:4]
@@ -165,19 +165,19 @@ class MultipliesBack:
         self._scores(mmas[0], dp, v, dout[None, None, None, do_state.index], tiles.holds_v, tiles.delta == "behind")
 
     def delta_behind(self, statistics: Any, do_state: Any, positions: Any) -> Any:
-        """delta of a thread's rows where it is subtracted from the finished dP, else None."""
+        """delta of a thread's rows if it is subtracted from the finished dP, else None."""
         if self.config.tiles.delta != "behind":
             return None
         return self.of_rows(statistics[1][None, do_state.index], positions)
 
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
-        """What the board says of the visit and of the keys at work. said: the board and where it stands."""
+        """The current visit and the current key tile, read from the board. said: the board and the pipeline states that index it."""
         board, q_state, work_state = said
         count = len(Visit._fields) - (not self.config.has_ranks)  # the last one is the turn
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, said: Any) -> tuple[Any, ...]:
-        """(row tile, head, entry, turn) for the adding warp; said is None at the end."""
+        """(row tile, head, entry, turn) for the adding warp; (``END``, ...) if said is None."""
         if said is None:
             return Int32(END), Int32(0), Int32(0), Int32(0)
         visit, facts = self.said_of(said)
@@ -190,8 +190,8 @@ class MultipliesBack:
 
     @cute.jit
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
-        """What one row tile adds to dK and dV, and its part of dQ on its way. What the board says of it and of its keys is read where it is
-        used rather than kept in registers. is_last: no row tile of these keys follows."""
+        """Adds one row tile to dK and dV, and hands its part of dQ to the adding warp. The visit and the key tile are read from the board
+        where they are used instead of being kept in registers. is_last: no row tile of these keys follows."""
         q_state, do_state, work_state, key_state = states
         mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
         _, _, _, _, dout_t, q_t, ds_in_smem, k_t = operands
@@ -236,7 +236,7 @@ class MultipliesBack:
         self._product(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
-        if const_expr(self.config.frees_keys):  # dQ was their last product; the next ones come while dK is finished and stored
+        if const_expr(self.config.frees_keys):  # dQ was the last product with K; the next keys are loaded while dK is finished and stored
             if is_last:
                 self.release_keys(pipes, key_state)
         self._told(fixed, dq, said)
@@ -245,7 +245,7 @@ class MultipliesBack:
 
     @cute.jit
     def _stored(self, places, ds, stage):
-        """A warp group's keys of dS into shared memory, where all warp groups read them: dQ sums over all keys."""
+        """Writes a warp group's keys of dS to shared memory, where all warp groups read them: dQ sums over all keys."""
         store, target = places[0], places[1][None, None, stage]
         narrow = cute.make_rmem_tensor_like(ds, self.dtype)
         narrow.store(ds.load().to(self.dtype))
@@ -253,10 +253,10 @@ class MultipliesBack:
 
     @cute.jit
     def _told(self, fixed, dq, said, step: cutlass.Constexpr = 0):
-        """A warp group's part of dQ, or of dQ^T, into shared memory, once what stood there has been read, and where it belongs; ``dq`` is
-        None at the end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them
-        in order). The first chunks are added to global memory from here, when the others are on their way. step: the part of dQ, of
-        ``dq_steps``."""
+        """Writes a warp group's part of dQ, or of dQ^T, to shared memory once the previous part has been read out, and posts its row tile;
+        ``dq`` is None at the end. A chunk is 4 numbers that are neighbours in registers: two columns of two rows, 8 apart
+        (``backward.rows`` puts them in order). The first chunks are added to global memory from registers, after the others are handed to
+        the adding warp. step: the number of this part of dQ, of ``dq_steps``."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
@@ -277,10 +277,10 @@ class MultipliesBack:
 
     @cute.jit
     def _added(self, fixed, own, said, step: cutlass.Constexpr):
-        """The first chunks of one step of dQ, added from registers."""
+        """Adds the first chunks of one step of dQ to global memory from registers."""
         group, sums, config = fixed[6], fixed[9][3], self.config
         m, head, entry, _ = self._place(said)
-        lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # in the warp group
+        lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # thread in the warp group
         before = (group * config.tiles.dq_steps + step) * config.dq_chunks * DQ_CHUNK
         first = sums[entry, head, m, None].iterator + (before + 4 * lane)
         for c in cutlass.range_constexpr(config.dq_direct):

@@ -1,7 +1,7 @@
-"""Sequences of different lengths in the backward kernel: where their rows are, and what lies past their ends.
+"""Varlen sequences in the backward kernel: the places of their rows, and the treatment of rows past a sequence's end.
 
-Rows of other sequences, or of none, follow a sequence's last row. The copy engine brings them with a tile, so that they are replaced by
-zeros in shared memory; and a tile of dK or dV that a sequence's end cuts is written row by row.
+A sequence's last row is followed by rows of other sequences or of none. TMA loads them with the last tile, so they are overwritten with
+zeros in shared memory; and a tile of dK or dV that reaches past a sequence's end is written row by row.
 """
 
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ from anyattn.sequences.seqlen_info import aligned_offset
 
 __all__ = ["PLACE_FACTS", "Packed", "Place", "first_tile"]
 
-PLACE_FACTS = 4  # numbers of a tile of keys on the board behind those of ``KeyFacts``
-_CLEANED = 13  # the first of the named barriers at which each warp group meets after wiping
+PLACE_FACTS = 4  # numbers of a key tile on the board after its ``KeyFacts``
+_CLEANED = 13  # first of the named barriers, one per warp group: its threads have written all zeros
 _AT_ONCE = 8  # entries of a row that one instruction wipes: 16 bytes, which the swizzled layout keeps together
 
 
 class Place(NamedTuple):
-    """Where a batch entry's rows are, as the producer posts it behind ``KeyFacts``: Int32 each.
+    """The place of a batch entry's rows, as the producer posts it after ``KeyFacts``: Int32 each.
 
     row, start: its keys are ``k[row, :, start:]``. first: its first row tile among those of all entries (``first_tile``).
     """
@@ -33,15 +33,15 @@ class Place(NamedTuple):
 
 
 def first_tile(row: Any, start: Any, entry: Any, tile_m: Any, tiles: Any) -> Any:
-    """Where an entry's row tiles begin in a buffer that gives every entry whole tiles: no two entries share one.
+    """The first row tile of an entry in a buffer in which no two entries share a tile.
 
-    row, start: where its queries are. tiles: row tiles of one row of storage. ``batch`` tiles more than those of all storage are enough.
+    row, start: the place of its queries. tiles: row tiles of one row of storage. The buffer needs ``batch`` more tiles than all storage.
     """
     return row * tiles + aligned_offset(start, entry, tile_m) // tile_m
 
 
 class Packed:
-    """What ``HopperBackward`` does where the config has entries; without them it is what the storage's shape says."""
+    """The methods of ``HopperBackward`` for configs with entries; without entries they follow the storage's shape."""
 
     config: Any
     dtype: Any
@@ -49,15 +49,15 @@ class Packed:
 
     @cute.jit
     def counted_keys(self, tables, sizes):
-        """The sizes with as many tiles of keys as there are, which the order's last row holds."""
+        """``sizes`` with the actual number of key tiles, which the last row of ``order`` contains."""
         if const_expr(tables.order is not None):
             return type(sizes)(tables.order[tables.order.shape[0] - 1, 0], *sizes[1:])
         return sizes
 
     @cute.jit
     def placed(self, entry, lengths, tables):
-        """((queries, keys), ``Place``, (q_row, q_start)) of an entry, whose queries are ``q[q_row, :, q_start:]``; its number in place of
-        both where storage says it all."""
+        """((queries, keys), ``Place``, (q_row, q_start)) of an entry, whose queries are ``q[q_row, :, q_start:]``; without entries, its
+        number in place of the last two."""
         if const_expr(not self.config.has_entries):
             return lengths, entry, entry
         k_row, k_start, seqlen_k, q_row, q_start, seqlen_q = (tables.entries[entry, i] for i in range(6))
@@ -66,11 +66,11 @@ class Packed:
         return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
 
     def posted(self, place: Any) -> tuple[Any, ...]:
-        """What goes on the board behind ``KeyFacts``."""
+        """The numbers that the producer posts after ``KeyFacts``."""
         return tuple(place) if self.config.has_entries else ()
 
     def place_told(self, board: Any, state: Any, facts: Any) -> Any:
-        """The same from the board."""
+        """The ``Place`` that the producer has posted; without entries, the entry's number."""
         if not self.config.has_entries:
             return facts.entry
         return Place(*(board[len(facts) + i, state.index] for i in range(len(Place._fields))))
@@ -87,7 +87,7 @@ class Packed:
 
     @cute.jit
     def keys_wiped(self, in_smem, facts, group, thread):
-        """Zeros in K and V past the last key. They hold what came with the tile, NaN perhaps, and 0 x NaN is NaN."""
+        """Writes zeros to K and V past the last key. The tile was loaded with rows that may contain NaN, and 0 x NaN is NaN."""
         room = facts.seqlen_k - facts.n_block * self.config.tiles.tile_n
         if room < self.config.tiles.tile_n:
             self._wiped(in_smem[2][None, None, 0], room, self.config.tiles.tile_n, self.config.head_dim, thread)
@@ -96,7 +96,7 @@ class Packed:
 
     @cute.jit
     def rows_wiped(self, in_smem, pipes, states, said, group, thread):
-        """The same in Q and dO past the last row. said: see ``MultipliesBack.said_of``."""
+        """Writes zeros to Q and dO past the last row. said: see ``MultipliesBack.said_of``."""
         q_state, do_state = states
         tile_m = self.config.tiles.tile_m
         pipes[0].consumer_wait(q_state)
@@ -110,7 +110,7 @@ class Packed:
 
     @cute.jit
     def _wiped(self, tile, room, rows: cutlass.Constexpr, head_dim: cutlass.Constexpr, thread):
-        """Each warp group wipes all rows, so that none has to wait for another."""
+        """Writes zeros to the rows from ``room`` on. Each warp group writes all of them, so that none has to wait for another."""
         nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
         nothing.fill(0.0)
         lanes = head_dim // _AT_ONCE  # pieces of a row
@@ -128,7 +128,7 @@ class Packed:
 
     @cute.jit
     def keys_stored(self, acc, mma, head_dim: cutlass.Constexpr, target, facts, place, thread):
-        """Rows of dK or dV up to the last key. head_dim: as padded."""
+        """Stores the rows of dK or dV up to the last key. head_dim: padded."""
         tile_n = self.config.tiles.tile_n
         rows = rows_and_columns(acc)
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_n, head_dim))))

@@ -1,4 +1,4 @@
-"""Backward producer role: one warp that schedules tiles of keys and loads K and V, then row tile after row tile of Q and dO, by TMA."""
+"""Backward producer role: one warp that schedules key tiles and loads, by TMA, each tile of K and V and the row tiles of Q and dO."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["LoadsRows"]
 
 
 class LoadsRows:
-    """The loading role of ``HopperBackward``."""
+    """The producer role of ``HopperBackward``."""
 
     config: Any
 
@@ -22,7 +22,7 @@ class LoadsRows:
 
     @cute.jit
     def load(self, copies, in_smem, statistics, statistics_in_smem, pipes, board, tables, counter, lengths, sizes, captured):
-        """copies: (atom, tensor) of q, dout, k, v. statistics: lse and delta. board: (tiles of keys, visits, places) in shared memory."""
+        """copies: (atom, tensor) of q, dout, k, v. statistics: lse and delta. board: (key tiles, visits, places) in shared memory."""
         producer = pipeline.PipelineUserType.Producer
         tiles = self.config.tiles
         q_state, do_state, key_state, work_state = (
@@ -54,32 +54,32 @@ class LoadsRows:
                     self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
                     q_state.advance()
                     do_state.advance()
-                    if waits_for_keys != 0:  # the first rows go first: their stages are free before the places of K and V are
+                    if waits_for_keys != 0:  # the first row tile is loaded before K and V: its stages are free earlier than theirs
                         self._k_and_v(copies, in_smem, pipes, key_state, place)
                         waits_for_keys = Int32(0)
             if waits_for_keys != 0:  # no row tile sees the keys
                 self._k_and_v(copies, in_smem, pipes, key_state, place)
             key_state.advance()
-            # drawn as late as can be: a tile drawn early waits for this one while other blocks run out of work
+            # drawn as late as possible: a key tile that is drawn early waits for this one while other blocks run out of work
             work = cute.arch.shuffle_sync(self._next_drawn(counter, total, workers), 0)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
         self._left(counter, workers + 1 if const_expr(self.config.is_deterministic) else total, workers)
-        # a block that ends while its copies are still being read would hand their memory to another
+        # if the block ended while its copies are still read, their shared memory would go to another block
         for pipe, state in zip(pipes, (q_state, do_state, key_state, key_state, work_state), strict=True):
             pipe.producer_tail(state.clone())
 
     @cute.jit
     def _first_drawn(self, counter):
-        """A block's first tile of keys. Deterministic sums make tiles wait for those before them: all are drawn then, so that none belongs
-        to a block which is not at work yet, because others hold its multiprocessor."""
+        """A block's first key tile. With deterministic sums key tiles wait for earlier ones, so the first tiles are drawn from the counter
+        too: no tile then belongs to a block that has not started because other blocks occupy its multiprocessor."""
         if const_expr(self.config.is_deterministic):
             return cute.arch.shuffle_sync(self._next_drawn(counter, Int32(1), Int32(0)), 0)
         return cute.arch.block_idx()[0]
 
     @cute.jit
     def _next_drawn(self, counter, total, workers):
-        """The next one."""
+        """A block's next key tile."""
         return self._drawn(counter, total, Int32(0) if const_expr(self.config.is_deterministic) else workers)
 
     @cute.jit
@@ -89,7 +89,7 @@ class LoadsRows:
 
     @cute.jit
     def _keys(self, copy, in_smem, head_dim: cutlass.Constexpr, pipe, state, place):
-        """A tile of K or V; keys past the last are zeros."""
+        """Loads a tile of K or V; keys past the tensor's last one are zeros."""
         atom, tensor = copy
         n_block, head, where = place
         source = cute.local_tile(self.rows_at(tensor, head, where), (self.config.tiles.tile_n, head_dim), (n_block, 0))
@@ -99,7 +99,7 @@ class LoadsRows:
 
     @cute.jit
     def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board):
-        """A row tile of Q or dO with its statistic; which visit it is goes on the board before the stage is called full."""
+        """Loads a row tile of Q or dO with its statistic; the visit is posted on the board before the stage's full barrier is signalled."""
         atom, tensor = copy
         (where, (entry, slot)), visit, state = place
         head = visit.head

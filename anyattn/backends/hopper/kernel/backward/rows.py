@@ -1,4 +1,4 @@
-"""Row kernels around the backward kernel: before it each row's statistics and zeros in the sums of dQ, behind it dQ from its sums."""
+"""Row kernels around the backward kernel: before it, row statistics and zeros in the sums of dQ; after it, dQ from its sums."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ class _Rows:
         self.dtype = BFloat16 if config.is_bf16 else Float16
 
     def tile(self, heads: Any, tiles: Any) -> tuple[Any, Any, Any]:
-        """(row tile, head, entry) of this block. The last comes first: what the L2 cache holds of the sums is what the backward kernel
-        added to last, and the sums that it adds to first are to be there. With deterministic sums, whose rows go the other way, that holds
-        of heads and entries alone."""
+        """(row tile, head, entry) of this block, in descending order: after the backward kernel the L2 cache holds the sums that it added
+        to last, and before it the cache should hold the sums that it adds to first. Deterministic sums go through rows in the opposite
+        direction, so for them this holds of heads and entries only."""
         blocks, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
         block = blocks - 1 - block
@@ -34,11 +34,12 @@ class _Rows:
 
     @cute.jit
     def located(self, slot, entries, length):
-        """(row of storage, its first row of the tile, rows of the sequence from there on) of row tile ``slot`` of all entries; the last is
-        0 or less where it is none. entries: see ``backward.scheduler.KeyTables``. length: rows of one row of storage."""
+        """(row of storage, the tile's first position in it, rows of the sequence from there on) of row tile ``slot`` of all entries; the
+        last is 0 or less if no sequence has this tile. entries: see ``backward.scheduler.KeyTables``. length: positions in a row of
+        storage."""
         tile_m = self.config.tile_m
         tiles = ceil_div(length, tile_m)
-        low, high = Int32(0), entries.shape[0] - 1  # the last entry whose tiles begin here or before
+        low, high = Int32(0), entries.shape[0] - 1  # bounds of the last entry whose tiles begin at ``slot`` or before
         while low < high:
             middle = (low + high + 1) // 2
             if first_tile(entries[middle, 3], entries[middle, 4], middle, tile_m, tiles) <= slot:
@@ -73,8 +74,8 @@ class RowsBefore(_Rows):
         sums: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32; natural_delta: likewise, delta for who wants it so.
-        entries, lse, delta, sums: see ``HopperBackward``."""
+        """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32. natural_delta: the same shape; if given, delta is also stored
+        here, for the gradient of a sink. entries, lse, delta, sums: see ``HopperBackward``."""
         blocks = lse.shape[0] * lse.shape[1] * lse.shape[2]
         self.kernel((out, dout, natural_lse, dlse), entries, natural_delta, (lse, delta, sums)).launch(
             grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream
@@ -108,7 +109,7 @@ class RowsBefore(_Rows):
         column = thread % lanes * _WIDE
         loads = tile_m // at_once
         of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads), self.dtype) for _ in range(2))
-        for i in cutlass.range_constexpr(loads):  # all before the first is used
+        for i in cutlass.range_constexpr(loads):  # all are loaded before the first is used
             row = first + i * at_once + thread // lanes
             if (row - first < rest) & (column < out.shape[3]):
                 for source, target in ((out, of_out), (dout, of_dout)):
@@ -120,7 +121,7 @@ class RowsBefore(_Rows):
             if (place < rest) & (column < out.shape[3]):
                 for j in cutlass.range_constexpr(_WIDE):
                     x = Float32(of_out[j, i])
-                    # a row that sees nothing has zeros, and its gradient may be anything
+                    # a row that sees no key has an output of zeros, and its dO may contain inf or NaN
                     total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j, i]), "float")
             for j in cutlass.range_constexpr(lanes.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
@@ -138,7 +139,7 @@ class RowsBefore(_Rows):
 
 
 class RowsAfter(_Rows):
-    """The kernel for one ``RowsConfig`` that runs behind the backward kernel: a block for each row tile."""
+    """The kernel for one ``RowsConfig`` that runs after the backward kernel: a block for each row tile."""
 
     @cute.jit
     def __call__(
@@ -150,7 +151,7 @@ class RowsAfter(_Rows):
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``. guard: int32 (1,), with 1 in it nothing is
+        """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``. guard: int32 (1,); if it is 1, nothing is
         written."""
         blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
         self.kernel(sums, dq, entries, guard, scale).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
@@ -185,10 +186,10 @@ class RowsAfter(_Rows):
         thread, _, _ = cute.arch.thread_idx()
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         own = self.sums_of(sums, entry, head, m)
-        pieces = tile_m * head_dim // 16  # of 16 numbers that follow one another in the sums, and of a row
+        pieces = tile_m * head_dim // 16  # a piece: 16 numbers that are contiguous in the sums, 8 columns of two rows
         loads = cute.ceil_div(pieces, _THREADS)
         found = cute.make_rmem_tensor((16, loads), Float32)
-        for i in cutlass.range_constexpr(loads):  # all before the first is used
+        for i in cutlass.range_constexpr(loads):  # all are loaded before the first is used
             row, column, first = self.place_of(i * _THREADS + thread)
             if (row < rest) & (column < dq.shape[3]):
                 cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found[None, i])
@@ -205,10 +206,10 @@ class RowsAfter(_Rows):
                         )
 
     def place_of(self, piece: Any) -> tuple[Any, Any, Any]:
-        """(row of the tile, column, first number in the sums) of a piece: 4 threads' chunks of 8 columns of this row and of the one 8 below
-        (``MultipliesBack._told``)."""
+        """(row of the tile, column, first number in the sums) of a piece: the chunks of 4 threads, 8 columns of this row and of the row 8
+        below (``MultipliesBack._told``)."""
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
-        chunks = tile_m * head_dim // 1024  # of a warp group's thread: 2 warp groups, 128 threads, 4 numbers
+        chunks = tile_m * head_dim // 1024  # chunks per thread: 2 warp groups, 128 threads, 4 numbers in a chunk
         # neighbouring threads write to one row
         chunk, quad, group = piece % chunks, piece // chunks % 32, piece // chunks // 32
         row = quad // 8 * 16 + quad % 8
@@ -221,14 +222,14 @@ class RowsAfter(_Rows):
 
     @cute.jit
     def _by_columns(self, sums, dq, scale, slot, where):
-        """The same where the sums are those of dQ^T."""
+        """``_by_rows`` for sums of dQ^T."""
         (m, head, entry), (storage, before, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         own, rest = self.sums_of(sums, entry, head, m), cutlass.min(rest, tile_m)
         loads = cute.ceil_div(tile_m * head_dim // 32, _THREADS)
         found = cute.make_rmem_tensor((4, 8, loads), Float32)
-        for i in cutlass.range_constexpr(loads):  # all before the first is used
+        for i in cutlass.range_constexpr(loads):  # all are loaded before the first is used
             row, column, first = self.place_of_pair(i * _THREADS + thread)
             if (row < rest) & (column < dq.shape[3]):
                 for j in cutlass.range_constexpr(8):
@@ -247,7 +248,7 @@ class RowsAfter(_Rows):
     def place_of_pair(self, pair: Any) -> tuple[Any, Any, Any]:
         """(row of the tile, column, first number in the sums) of 16 columns of this row and of the next: chunks of every fourth thread."""
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
-        chunks, warps = tile_m // 8, head_dim // 16  # of a warp group's thread; of both warp groups, 16 columns each
-        # neighbouring threads read what lies side by side
+        chunks, warps = tile_m // 8, head_dim // 16  # chunks per thread; warps of both warp groups, 16 columns each
+        # neighbouring threads read neighbouring chunks
         lane, warp, chunk = pair % 4, pair // 4 % warps, pair // 4 // warps
         return 8 * chunk + 2 * lane, 16 * warp, (((warp // 4) * chunks + chunk) * 128 + warp % 4 * 32 + lane) * 4

@@ -1,11 +1,11 @@
-"""Backward tile scheduler: the next tile of keys and the row tiles that see it, which the producer warp writes to shared memory.
+"""Backward tile scheduler: the next key tile and the row tiles that see it, which the producer warp writes to shared memory.
 
-A visit is a row tile of one of the query heads that share the keys; heads come one after the other, each one's rows from the first to the
-last. A visit is masked or bare: rows of a bare one see all keys of the tile, as far as bands and lists say.
+A visit is a row tile of one of the query heads that share the keys; the heads are visited one after another, each from its first row tile
+to its last. A visit is masked or bare: by bands and lists, all rows of a bare visit see all keys of the tile.
 
-Deterministic sums are added by ascending tiles of keys, and a head's tiles are taken in that order, so that none waits for one that is not
-at work yet. Rows then go from the last to the first: tiles that begin together at the last rows follow one another by one visit, and of
-causal rows and windows no tile waits where its rows begin, as it would if it went the other way.
+Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
+tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
+distance of one visit, and with causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +20,15 @@ from anyattn.backends.hopper.kernel.tile_scheduler import Visits
 
 __all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
 
-KEY_FACTS = 8  # numbers of one tile of keys on the board
-VISIT_FACTS = 7  # and of one visit
+KEY_FACTS = 8  # numbers of one key tile on the board
+VISIT_FACTS = 7  # numbers of one visit on the board
 
 
 class KeyFacts(NamedTuple):
-    """One tile of keys, as the producer posts it: Int32 each.
+    """One key tile, as the producer posts it: Int32 each.
 
-    more: 0 says that there are no more tiles. n_block: the tile. kv_head, entry: whose keys they are. total: visits, those of all heads.
-    seqlen_q, seqlen_k: rows in use.
+    more: 0 after the last tile. n_block: the tile's number. kv_head, entry: the head and the batch entry of the keys. total: the number of
+    visits by all heads. seqlen_q, seqlen_k: rows in use.
     """
 
     more: Any
@@ -41,11 +41,11 @@ class KeyFacts(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One row tile that sees keys of the tile at work, as the producer posts it beside its Q: Int32 each.
+    """One row tile that sees keys of the current key tile, as the producer posts it with the stage of its Q: Int32 each.
 
     m_block, head: the row tile. is_masked: some row does not see all keys of the tile. asks: the partial predicate is evaluated.
-    left, right: row i sees keys ``i + left <= j < i + right``, as far as the config has these bounds. turn: how many tiles of keys add to
-    the row tile before this one, None where no lists say it.
+    left, right: row i sees keys ``i + left <= j < i + right``, for those of the bounds that the config has. turn: the number of key tiles
+    that add to the row tile before this one; None unless lists have ranks.
     """
 
     m_block: Any
@@ -58,14 +58,14 @@ class Visit(NamedTuple):
 
 
 class KeyTables(NamedTuple):
-    """Tensors that say what to visit, None where the config has none; int32.
+    """int32 tensors that determine the visits; None if the config has none.
 
-    partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each tile of keys, in the tiles of the
-    lists (``BackwardConfig.list_cut``); B and H may be 1; over sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M): how many tiles
-    of keys before this one a row tile sees, where results are to be deterministic; then all row tiles are in the partial list, the last
-    one first, each as twice its number, plus 1 where it is partial. order: (rows + 1, 3), n_block, 0 and entry of each tile
-    of keys; the last row's first number says how many of them there are, and where storage says the rest it stands alone. entries: (B, 9),
-    k_row, k_start, seqlen_k, q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first tile of keys, its first index.
+    partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each key tile, in the tiles of the
+    lists (``BackwardConfig.list_cut``); B and H may be 1; for sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M), for
+    deterministic results: the number of earlier key tiles that list a row tile; all row tiles are then in the partial list, in descending
+    order, each as twice its number, plus 1 if it is partial. order: (rows + 1, 3), n_block, 0 and entry of each key tile; the first number
+    of the last row is the number of key tiles; without entries, order has only this last row. entries: (B, 9), k_row, k_start, seqlen_k,
+    q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first key tile, its first index.
     """
 
     partial_count: Any
@@ -78,8 +78,9 @@ class KeyTables(NamedTuple):
 
 
 class KeySizes(NamedTuple):
-    """Run-time sizes. rows: tiles of keys of an entry, each shared by ``spread`` kv heads of all entries, of which ``section`` go side by
-    side. heads: an entry's kv heads. ratio: query heads for each of them."""
+    """Run-time sizes. rows: the key tiles of an entry or, with ``entries``, of all entries. spread: the kv heads that have each of these
+    tiles: those of all entries or, with ``entries``, of one; ``section`` of them are processed side by side. heads: an entry's kv heads.
+    ratio: query heads for each kv head."""
 
     rows: Any
     spread: Any
@@ -89,7 +90,7 @@ class KeySizes(NamedTuple):
 
 
 class VisitsRows:
-    """The deciding part of ``HopperBackward``'s loading role."""
+    """The scheduling part of ``HopperBackward``'s producer role."""
 
     config: Any
     band_sides: Any
@@ -99,7 +100,7 @@ class VisitsRows:
 
     @cute.jit
     def key_tile(self, work, tables, sizes):
-        """(n_block, kv head, entry) of piece of work ``work``. Of causal rows the first keys are seen by most: they go first."""
+        """(n_block, kv head, entry) of work item ``work``. Under a causal mask most rows see the first key tiles, so these go first."""
         rows, spread, section, heads, _ = sizes
         before = work // (section * rows) * section
         at_once = cutlass.min(section, spread - before)
@@ -114,7 +115,7 @@ class VisitsRows:
 
     @cute.jit
     def plan_of(self, n_block, head, entry, lengths, tables, captured):
-        """(visits of a query head, what ``visit_of`` needs of them)."""
+        """(number of visits of a query head, plan from which ``visit_of`` makes them)."""
         seqlen_q, seqlen_k = lengths
         left, right = Int32(0), Int32(0)
         if const_expr(self.config.lists is None):
@@ -189,7 +190,8 @@ class VisitsRows:
 
     @cute.jit
     def ranked_rows(self, n_block, head, entry, seqlen_q, tables):
-        """The same of lists with ranks: the plan has row tiles of the first list's tile that lie past the last row, to be left out."""
+        """``listed_rows`` for lists with ranks. The plan begins with the number of the first list tile's row tiles that are past the last
+        row: they are left out."""
         cut, tile_m = self.config.list_cut[0], self.config.tiles.tile_m
         size, entries = self.list_of(tables.partial_count, tables.partial_index, n_block, head, entry, seqlen_q, tables)
         missing = Int32(0)
@@ -202,7 +204,7 @@ class VisitsRows:
 
     @cute.jit
     def list_of(self, count, index, n_block, head, entry, seqlen_q, tables):
-        """(length, list) of the row tiles, in the lists' tiles, that a tile of keys is visited by."""
+        """(length, list) of the row tiles that see a key tile, in the lists' tiles."""
         cut_m, cut_n = self.config.list_cut
         line = n_block // cut_n
         if const_expr(self.config.lists == "dense"):
@@ -216,7 +218,7 @@ class VisitsRows:
 
     @cute.jit
     def rows_listed(self, size, entries, seqlen_q):
-        """Row tiles in a list's tiles, without those of its last tile that lie past the last row."""
+        """The number of row tiles in a list's tiles, without those of the last list tile that are past the last row."""
         cut, tile_m = self.config.list_cut[0], self.config.tiles.tile_m
         rows = size * cut
         if const_expr(cut > 1):
@@ -232,7 +234,7 @@ class VisitsRows:
         partials, partial_list, full_list, ranks = plan
         m, asks = Int32(0), Int32(1)
         if const_expr(ranks is not None):
-            i += partials  # the rows to be left out come first
+            i += partials  # the row tiles that are left out come first
             m, asks = partial_list[i // cut] // 2 * cut + cut - 1 - i % cut, partial_list[i // cut] % 2
         elif i < partials:
             m = partial_list[i // cut] * cut + i % cut
@@ -242,13 +244,13 @@ class VisitsRows:
         return m, asks
 
     def listed_turn(self, m: Any, n_block: Any, plan: Any) -> Any:
-        """How many tiles of keys before this one have the row tile in their lists."""
+        """The number of earlier key tiles that have the row tile in their lists."""
         cut_m, cut_n = self.config.list_cut
         return None if plan[3] is None else plan[3][m // cut_m] * cut_n + n_block % cut_n
 
     @cute.jit
     def turn_of(self, n_block, visit):
-        """How many tiles of keys add to a row tile before this one: those from the first that its rows see on, or those that lists name."""
+        """The number of key tiles that add to a row tile before this one: from the first that its rows see, or as the lists' ranks say."""
         turn = n_block if const_expr(self.config.lists is None) else visit.turn
         if const_expr(self.config.has_left):
             turn = n_block - cutlass.max(visit.m_block * self.config.tiles.tile_m + visit.left, 0) // self.config.tiles.tile_n

@@ -19,21 +19,21 @@ from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Scores", "Seen"]
 
-_NOTHING = -0.0  # of a pair that is hidden: one selection, where of +0.0 the compiler makes a shift and an AND
+_NOTHING = -0.0  # the value of hidden pairs: it takes one select instruction, +0.0 a shift and an AND
 
 
 class Scores:
-    """What ``HopperBackward`` does to the scores of one tile."""
+    """The pointwise operations of ``HopperBackward`` on the scores of one tile."""
 
     config: Any
     asked: Any
     said_of: Any
 
-    pairs_are_words = False  # words of keys, along which a thread has many rows, would take more registers
+    pairs_are_words = False  # a thread has many rows for each key: words of per-pair bits would take more registers
     _narrow, _see_words, _see_if_wide, _ask_rest = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._ask_rest
 
     def of_rows(self, statistic: Any, positions: Any) -> Any:
-        """The numbers of a thread's query rows, read in pairs: a thread's columns lie in pairs, 8 apart."""
+        """The statistic of a thread's query rows, read in pairs: a thread's columns are pairs of neighbours, 8 apart."""
         columns = cute.size(positions, mode=[1])
         found = cute.make_rmem_tensor(columns, Float32)
         first = positions[0, 0][1] // 2
@@ -43,21 +43,21 @@ class Scores:
         return found
 
     def probabilities(self, scores: Any, lse: Any, scale_log2: Any) -> None:
-        """Turns raw products into exp2 of the scaled ones less the log-sum-exp, in place."""
+        """Replaces raw products by exp2(product * scale_log2 - lse), in place."""
         s = rows_and_columns(scores)
         for c in range(cute.size(s, mode=[1])):
             for r in range(cute.size(s, mode=[0])):
                 s[r, c] = cute.math.exp2(cute.math.fma(s[r, c], scale_log2, -lse[c]), fastmath=True)
 
     def begin_dp(self, dp: Any, delta: Any) -> None:
-        """Sets the accumulators of dP to -delta, which its product then adds to."""
+        """Sets the accumulators of dP to -delta, to which the product then adds."""
         dp, between = rows_and_columns(dp), self.config.tiles.delta == "between"
         for c in range(cute.size(dp, mode=[1])):
             for r in range(cute.size(dp, mode=[0])):
                 dp[r, c] = -delta[c] if between else negative(delta[c])
 
     def score_gradients(self, p: Any, dp: Any, delta: Any) -> None:
-        """Turns dP into the scores' gradients, P times (dP - delta), in place. delta: None if it is subtracted already."""
+        """Replaces dP by the scores' gradients, P * (dP - delta), in place. delta: None if it is subtracted already."""
         p, dp = rows_and_columns(p), rows_and_columns(dp)
         for c in range(cute.size(p, mode=[1])):
             for r in range(cute.size(p, mode=[0])):
@@ -76,13 +76,13 @@ class Scores:
         late: tuple = (),
         seen: Any = None,
     ) -> None:
-        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient. delta: see
-        ``score_gradients``. late: for each of the mod's further outputs what takes the products with it, by key and query row. seen: None,
-        or which pairs are (``Seen``)."""
+        """``probabilities`` and ``score_gradients`` with a score mod: its value gives the probability, and its derivative is a factor of
+        the gradient. delta: see ``score_gradients``. late: for each further output of the mod, a fragment for P * (dP - delta) times this
+        output, by key and query row. seen: None, or the visible pairs (``Seen``)."""
         s, grad = rows_and_columns(scores), rows_and_columns(dp)
         visit, facts = self.said_of(said)
 
-        def read(r: int, c: int) -> Any:  # of the emitter's rows, which are query rows, and columns, which are keys
+        def read(r: int, c: int) -> Any:  # the emitter's rows are query rows, and its columns are keys
             return s[c, r] * scale
 
         def store(r: int, c: int, value: Any, derivative: Any, *factors: Any) -> None:
@@ -93,7 +93,7 @@ class Scores:
             for f, factor in zip(late, factors, strict=True):
                 f[c, r] = select(p == 0.0, Float32(0.0), ds * Float32(factor), "float")
             if not (isinstance(derivative, (int, float)) and derivative == 1.0):
-                # where the probability is 0 the derivative may be anything
+                # if the probability is 0, the derivative may be inf or NaN
                 ds = select(p == 0.0, Float32(0.0), ds * Float32(derivative), "float")
             s[c, r], grad[c, r] = p, ds
 
@@ -109,18 +109,18 @@ class Scores:
         return {"b": facts.entry, "h": visit.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     def _offsets(self, positions: Any) -> tuple[list[int], list[int]]:
-        """How far each of a thread's query rows lies from its first, and each of its keys."""
+        """The distances of a thread's query rows from its first row, and of its keys from its first key."""
         columns, keys = cute.size(positions, mode=[1]), cute.size(positions, mode=[0])
         return [c // 2 * 8 + c % 2 for c in range(columns)], [8 * r for r in range(keys)]
 
     def _first(self, positions: Any, visit: Any, facts: Any) -> tuple[Any, Any]:
-        """A thread's first query row and key, as their sequences count them."""
+        """A thread's first query row and first key, as positions in their sequences."""
         tiles = self.config.tiles
         return positions[0, 0][1] + visit.m_block * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
 
     @cute.jit
     def hidden(self, fragments, positions, said, captured):
-        """Zeros in ``fragments`` where a row does not see a key; bits in words (``Seen``). said: see ``MultipliesBack.said_of``."""
+        """Writes zeros to ``fragments`` at hidden pairs; in words (``Seen``), clears their bits. said: see ``MultipliesBack.said_of``."""
         visit, _ = self.said_of(said)
         if const_expr(self.config.always):
             self._hide(fragments, positions, said, captured)
@@ -133,7 +133,7 @@ class Scores:
 
     @cute.jit
     def _hide(self, fragments, positions, said, captured):
-        """What is hidden of each key's rows: by their edges and bands, by what holds always, by what decides in this tile."""
+        """Hides pairs by the sequences' ends and the bands, by the predicates of ``always``, and in a partial tile by ``partial``."""
         visit, facts = self.said_of(said)
         fragments = tuple(Seen(f) if f.element_type is Int32 else rows_and_columns(f) for f in fragments)
         line, places = self._line(positions, visit), self._places(positions, visit, facts)
@@ -157,14 +157,14 @@ class Scores:
                     f[r, c] = select(holds_at(words, c), f[r, c], Float32(_NOTHING), "float")
 
     def _line(self, positions: Any, visit: Any) -> Line:
-        """The query rows of a tile, of which a thread has many for each key."""
+        """The query rows of a tile as a ``Line``: a thread has many of them for each key."""
         tile_m = self.config.tiles.tile_m
         return Line("q_idx", visit.m_block * tile_m, positions[0, 0][1], cute.size(positions, mode=[1]), tile_m)
 
     def _edges(self, seen: Any, line: Line, positions: Any, visit: Any, facts: Any) -> None:
-        """Which rows and keys exist, and which keys are in a row's band, in place of what stands in ``seen``."""
+        """Overwrites ``seen`` with the pairs whose row and key exist and whose key is in the row's band."""
         ends = alike(True, line)
-        if self.config.score is not None or self.config.has_entries:  # else rows past the last are zeros, of infinite log-sum-exp
+        if self.config.score is not None or self.config.has_entries:  # else rows past the last are zeros with an infinite log-sum-exp
             ends = below(facts.seqlen_q - line.origin, line)
         _, key = self._first(positions, visit, facts)
         for r, step in enumerate(self._offsets(positions)[1]):
@@ -178,19 +178,19 @@ class Scores:
                 seen[r * line.words + i] = word
 
     def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, Any, tuple, Any]]:
-        """(place, ask, what of it is words, what is asked of each pair) of the partial predicate, or of those that hold always."""
+        """(place, ask, its part as words of bits, its per-pair part) of the partial predicate, or of the predicates of ``always``."""
         chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial]
         return [(at, ask, *parts_of(ask.expr, ask.by_row, line.along, line.extent)) for at, ask in chosen]
 
     def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
-        """Takes from ``seen`` what predicates hide, as far as they are words."""
+        """Clears the pairs in ``seen`` that the predicates' words of bits hide."""
         for at, ask, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
             if rest is not None and not ask.by_row:
                 self._see_if_wide(seen, rest, at, line, places, captured)
 
     def _ask(self, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
-        """Hides what predicates hide and no word says."""
+        """Hides the pairs that the per-pair parts of predicates hide."""
         for at, ask, _, rest in self._parts(is_partial, line):
             if rest is not None and ask.by_row:
                 self._hide_by_row(fragments, at, ask, places, captured)
@@ -198,7 +198,7 @@ class Scores:
                 self._ask_rest(fragments, rest, at, line, places, captured)
 
     def _hide_by_row(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
-        """A predicate with row ranges: lo, hi, lo, hi, ... of the keys that each row sees."""
+        """Hides pairs by a predicate with row ranges: lo, hi, lo, hi, ... of the keys that each row sees."""
         numbers, tensors = self.captured(captured, at)
         for c, q in enumerate(places["q_idx"]):
             limits = emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [q])[0]
@@ -220,7 +220,7 @@ class Scores:
 
 
 class Seen:
-    """Which of a thread's pairs are seen, a bit each in words, as a fragment of ones and zeros."""
+    """A thread's visible pairs, one bit each in words; used like a fragment of ones and zeros."""
 
     def __init__(self, words: Any):
         self.words = words

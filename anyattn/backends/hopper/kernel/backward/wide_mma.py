@@ -13,16 +13,16 @@ from anyattn.backends.hopper.kernel.fragment import columns_of
 
 __all__ = ["MultipliesWide"]
 
-_P_WRITTEN = 4  # the named barriers at which both warp groups have written their rows of P
-_DS_WRITTEN = 5  # and of dS
+_P_WRITTEN = 4  # named barrier: both warp groups have written their rows of P
+_DS_WRITTEN = 5  # named barrier: both warp groups have written their rows of dS
 
 
 class MultipliesWide(MultipliesBack):
-    """The multiplying role of ``HopperWideBackward``.
+    """The MMA role of ``HopperWideBackward``.
 
-    P and dS go through shared memory, where both warp groups read them whole. They meet twice in a row tile: when P is written, and when dS
-    is. A group that comes to the first of these has waited for all its products of the row tile before, so that dS, written behind it,
-    needs one stage; P is written before it and has two.
+    P and dS go through shared memory, where both warp groups read all of them. Two barriers per row tile synchronise the groups: one after
+    P is written, one after dS is written. A group that arrives at the first barrier has finished all its products of the previous row tile,
+    so dS, which is written after this barrier, needs one stage; P is written before the barrier and has two.
     """
 
     config: Any
@@ -78,18 +78,18 @@ class MultipliesWide(MultipliesBack):
 
     @cute.jit
     def _exchanged(self, places, rows, stage, barrier: cutlass.Constexpr):
-        """A warp group's rows of P or dS into shared memory, where both groups multiply with them."""
+        """Writes a warp group's rows of P or dS to shared memory, as operands of both groups."""
         self._stored(places, rows, stage)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
 
     @cute.jit
     def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):
-        """Each warp group has half the columns of dK and of dV. The first one sends dK, the second dV."""
+        """Each warp group has half the columns of dK and of dV. The first group stores dK to global memory, the second dV."""
         _, to_v, to_k, _ = mmas
         group, thread, _ = about
         threads = 128 * self.config.tiles.warp_groups
-        # dQ of the last row tile may still be multiplied from K by another group
+        # another warp group's product dQ of the last row tile may still read K
         cute.arch.barrier(barrier_id=READ, number_of_threads=threads)
         self._into(sums[0], to_k, leaving[0], thread)
         self._into(sums[1], to_v, leaving[1], thread)

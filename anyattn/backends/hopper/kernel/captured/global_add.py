@@ -1,4 +1,4 @@
-"""Additions and stores of single values in global memory, skipped if the value is 0."""
+"""Additions and stores of float32 values in global memory; ``add_to`` and ``store_to`` skip a value of 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NOT_ZERO = "setp.neu.f32 p, $1, 0f00000000;"  # true for NaN, too
 
 @dsl_user_op
 def add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Adds a float32 to the one at address ``target``, unless it is 0; no thread waits for the result."""
+    """Adds ``value`` to the float32 at address ``target``, unless ``value`` is 0; no thread waits for the result."""
     _run(f"{{ .reg .pred p; {_NOT_ZERO} @p red.relaxed.gpu.global.add.f32 [$0], $1; }}", target, value, loc, ip)
 
 
 @dsl_user_op
 def always_add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """``add_to`` without the test, for values that are rarely 0: skipping one takes a branch."""
+    """``add_to`` without the test, which takes a branch; for values that are rarely 0."""
     _run("red.relaxed.gpu.global.add.f32 [$0], $1;", target, value, loc, ip)
 
 
@@ -48,8 +48,8 @@ def store_to(target: Any, value: Any, dtype: Any, offset: int = 0, *, loc: Any =
 
 @dsl_user_op
 def moved(address: Any, step: Any, at: Any, end: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The address ``step`` bytes on if ``at`` is below ``end``, else the same. Assembly hides the addition from the compiler, which would
-    keep the addresses of all rows in registers."""
+    """``address`` plus ``step`` bytes if ``at`` is less than ``end``, else ``address``. Assembly hides the addition from the compiler,
+    which would otherwise keep the addresses of all rows in registers."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int64(step), Int32(at), Int32(end))]
     dialect = llvm.AsmDialect.AD_ATT
     text = "{ .reg .pred p; setp.lt.s32 p, $3, $4; mov.b64 $0, $1; @p add.s64 $0, $0, $2; }"
