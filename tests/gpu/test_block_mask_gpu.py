@@ -124,7 +124,7 @@ def test_warm_calls(separate: bool, no_waits: Callable, monkeypatch: pytest.Monk
 
     def of_scratch_memory(n: int, device: str) -> Callable:
         i, j, m = (t if device == "cpu" else there[t.data_ptr()] for t in (x, y, z))
-        return lambda b, h, q, k: (i[q] == i[k]) | (j[q] == j[k]) & (m[q] == m[k]) | (q == k + n)
+        return lambda b, h, q, k: (i[q] == i[k]) | (j[q] == j[k]) & (m[q] == m[k]) | (q - k == n)
 
     captured: dict[Any, tuple] = {window: (5, 300, 301), documents: tuple(tables), of_scratch_memory: (0, 1, 2)}
     for make, values in captured.items():

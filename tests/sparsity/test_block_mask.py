@@ -461,5 +461,5 @@ def test_lists_made_inside_a_function_transform_are_plain_tensors():
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in kept[0].as_tuple() if isinstance(t, torch.Tensor))
     assert_same(kept[0], build())
     assert torch.equal(found, torch.func.grad(loss)(query, kept[0]))
-    with pytest.raises(TypeError, match="captures is a tensor of torch.func.grad.*wanted a plain tensor"):
+    with pytest.raises(TypeError, match=r"captures is a tensor of torch\.func\.grad.*wanted a plain tensor"):
         torch.func.grad(lambda x: (create_block_mask(lambda b, h, q, k: q > x, 1, 1, 70, 70, "cpu"), x)[1])(torch.tensor(1.0))
