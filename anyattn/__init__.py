@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from anyattn.explanation import explain
     from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from anyattn.flex import flex_attention
-    from anyattn.integrations.torch_flex import replace_flex_attention, replaced
+    from anyattn.integrations.replaced_calls import replaced
+    from anyattn.integrations.torch_flex import replace_flex_attention
     from anyattn.kvcache.pages import PagedKVCache
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
@@ -49,7 +50,7 @@ _HOME = {
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
     "replace_flex_attention": "anyattn.integrations.torch_flex",
-    "replaced": "anyattn.integrations.torch_flex",
+    "replaced": "anyattn.integrations.replaced_calls",
 }
 _MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
 

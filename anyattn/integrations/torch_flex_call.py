@@ -10,13 +10,14 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from anyattn import flex
 from anyattn.custom_ops import entry_point
-from anyattn.integrations.torch_flex import count_passed_on, count_taken, torchs_own
+from anyattn.integrations.replaced_calls import count_passed_on, count_taken
+from anyattn.integrations.torchs_function import torchs_function
 
 __all__ = ["flex_attention"]
 
 _OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
 _PLAIN = (Tensor, torch.nn.Parameter)
-_torchs, _anyattns = torchs_own(), flex.flex_attention  # not through modules: Dynamo guards each module on the path to a function
+_torchs, _anyattns = torchs_function().own, flex.flex_attention  # not through modules: Dynamo guards each module on the path to a function
 
 
 @entry_point

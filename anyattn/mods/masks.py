@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.pickling import remade_by_call
+from anyattn.mods.tracing.pure_names import add_pure_names
 
 __all__ = [
     "block_diagonal",
@@ -31,6 +32,7 @@ __all__ = [
     "sliding_window",
     "tree",
 ]
+add_pure_names(__all__)
 
 
 def _whole(name: str, value: Any, least: int | None = None) -> int:

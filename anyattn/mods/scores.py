@@ -14,8 +14,10 @@ from torch import Tensor
 from anyattn.mods.algebra import Score
 from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.pickling import remade_by_call
+from anyattn.mods.tracing.pure_names import add_pure_names
 
 __all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
+add_pure_names(__all__)
 
 
 def _floats(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:

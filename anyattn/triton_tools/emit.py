@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 
 __all__ = [
     "LEAVES",

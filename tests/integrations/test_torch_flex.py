@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 import anyattn
 from anyattn import oracle
 from anyattn.custom_ops import dynamo
-from anyattn.integrations import torch_flex as replace
+from anyattn.integrations import replaced_calls, torchs_function
+from anyattn.integrations.torchs_function import torchs_function as torchs
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
@@ -39,12 +40,12 @@ def replacing():
 @pytest.fixture
 def counts(monkeypatch):
     """Counts from 0, and every reason warns."""
-    monkeypatch.setattr(replace, "_counts", replace._Counts())
+    monkeypatch.setattr(replaced_calls, "_counts", replaced_calls._Counts())
     return anyattn.replaced
 
 
 def is_replaced() -> bool:
-    return flex_attention.__code__ is not replace.torchs_own().__code__
+    return flex_attention.__code__ is not torchs().own.__code__
 
 
 def inputs(heads_kv=H, dtype=torch.float32, grad=False, length=S):
@@ -103,7 +104,7 @@ def test_a_call_gives_what_anyattns_own_gives_forward_and_backward(backend, repl
         warnings.simplefilter("always", UserWarning)
         got = with_gradients(call, *tensors)
     assert equal(got, with_gradients(everything(anyattn.flex_attention, bias), *tensors))
-    assert counts() == replace.ReplacedCalls(1, 0, {})
+    assert counts() == replaced_calls.ReplacedCalls(1, 0, {})
     assert not [w for w in seen if "flex_attention" in str(w.message)]
 
 
@@ -227,8 +228,8 @@ def test_every_reference_is_served_and_is_torchs_again_afterwards(counts):
 
 
 def test_defaults_signature_and_name_are_torchs(replacing):
-    assert inspect.signature(flex_attention) == inspect.signature(replace.torchs_own())
-    assert flex_attention.__code__.co_name == "flex_attention" and flex_attention.__doc__ == replace.torchs_own().__doc__
+    assert inspect.signature(flex_attention) == inspect.signature(torchs().own)
+    assert flex_attention.__code__.co_name == "flex_attention" and flex_attention.__doc__ == torchs().own.__doc__
 
 
 def test_undo_ends_a_replacement_once():
@@ -259,7 +260,7 @@ def test_threads_replace_and_undo_at_once(counts):
         t.start()
     for t in threads:
         t.join()
-    assert not wrong and counts() == replace.ReplacedCalls(160, 0, {})
+    assert not wrong and counts() == replaced_calls.ReplacedCalls(160, 0, {})
     assert flex_attention.__code__ is own
 
 
@@ -286,7 +287,7 @@ def test_another_threads_compilation_ends_before_the_code_changes(counts):
 
 def test_a_function_that_something_else_replaced_is_left_alone(monkeypatch):
     own = torch_flex.flex_attention
-    monkeypatch.setattr(replace, "_torchs", None)
+    monkeypatch.setattr(torchs_function, "_found", None)
     monkeypatch.setattr(torch_flex, "flex_attention", lambda *args, **kwargs: own(*args, **kwargs))
     with pytest.raises(RuntimeError, match=r"which is not torch's function: something else has replaced it"):
         anyattn.replace_flex_attention()
@@ -296,7 +297,7 @@ def test_a_function_that_something_else_replaced_is_left_alone(monkeypatch):
 
 def test_a_torch_with_another_signature_is_left_alone(monkeypatch):
     changed = lambda query, key, value, score_mod=None, window=None: None
-    monkeypatch.setattr(replace, "_torchs", None)
+    monkeypatch.setattr(torchs_function, "_found", None)
     function = type(changed)(changed.__code__, vars(torch_flex), "flex_attention")
     monkeypatch.setattr(torch_flex, "flex_attention", function)
     with pytest.raises(RuntimeError, match=r"takes \(query, key, value, score_mod, window\); wanted \(query, .* return_aux\)"):
@@ -308,7 +309,7 @@ def test_a_torch_with_another_signature_is_left_alone(monkeypatch):
 
 
 def test_what_anyattn_refuses_is_torchs_with_one_warning_for_each_reason(replacing, counts):
-    wanted = replace.torchs_own()(*inputs(), foreign)
+    wanted = torchs().own(*inputs(), foreign)
     with pytest.warns(
         UserWarning, match=r"torch's own flex_attention computes a call that anyattn was to take: ModError: .*bessel"
     ) as seen:
@@ -330,7 +331,7 @@ def test_a_refused_call_is_torchs_operator_in_the_same_graph(backend, replacing,
         return flex_attention(q, k, v, foreign) + flex_attention(q, k, v, block_mask=block_mask)
 
     block_mask = lists()
-    wanted = replace.torchs_own()(*inputs(), foreign) + anyattn.flex_attention(*inputs(), block_mask=block_mask, return_lse=True)[0]
+    wanted = torchs().own(*inputs(), foreign) + anyattn.flex_attention(*inputs(), block_mask=block_mask, return_lse=True)[0]
     with pytest.warns(UserWarning, match="bessel"):
         got = torch.compile(call, backend=backend, fullgraph=True)(*inputs())
     assert torch.equal(got, wanted)
@@ -340,13 +341,13 @@ def test_a_refused_call_is_torchs_operator_in_the_same_graph(backend, replacing,
 
 def test_reasons_that_differ_in_numbers_are_one(counts):
     with pytest.warns(UserWarning, match="length 3"):
-        replace.count_passed_on("ValueError: length 3\nmore")
-    replace.count_passed_on("ValueError: length 5\nelse")
+        replaced_calls.count_passed_on("ValueError: length 3\nmore")
+    replaced_calls.count_passed_on("ValueError: length 5\nelse")
     assert counts().reasons == {"ValueError: length 3": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(300):
-            replace.count_passed_on("x" * i)
+            replaced_calls.count_passed_on("x" * i)
     assert len(counts().reasons) <= 101 and counts().passed_on == 302
 
 
@@ -386,7 +387,7 @@ def test_what_both_refuse_is_torchs_own_error(name, counts):
         with context(), pytest.raises(Exception) as error:
             ERRORS[name](*inputs())
         found.append((type(error.value), str(error.value)))
-    assert found[0] == found[1] and counts() == replace.ReplacedCalls(0, 0, {})
+    assert found[0] == found[1] and counts() == replaced_calls.ReplacedCalls(0, 0, {})
 
 
 def test_an_error_of_torchs_says_what_anyattn_had_against_the_call(replacing):
@@ -419,4 +420,4 @@ def test_counting_is_marked_for_dynamo_as_torch_marks_it(replacing):
         pass
 
     torch.compiler.assume_constant_result(marked)
-    assert all(vars(fn).items() >= vars(marked).items() for fn in (replace.count_taken, torch_flex_call._count_traced))
+    assert all(vars(fn).items() >= vars(marked).items() for fn in (replaced_calls.count_taken, torch_flex_call._count_traced))

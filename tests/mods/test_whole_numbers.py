@@ -12,10 +12,10 @@ from anyattn import flex_attention
 from anyattn.errors import ModError
 from anyattn.mods import masks
 from anyattn.mods.analysis.evaluate import evaluate
-from anyattn.mods.analysis.extents import Box, Extent, extents, unwrapped
 from anyattn.mods.analysis.row_ranges import limits, limits_of_rows, never_fall, ranges_unread, row_ranges
 from anyattn.mods.analysis.tile_classes import FULL, classify
 from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.extents import Box, Extent, extents, unwrapped
 from anyattn.mods.tracing.trace import trace
 
 Q, K = 24, 40

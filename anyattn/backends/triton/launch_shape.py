@@ -17,7 +17,7 @@ from anyattn.backends.triton.codegen.assumptions import reads_keys, shape_of
 from anyattn.backends.triton.codegen.programs import masks_of, program_of
 from anyattn.backends.triton.tile_config import Shape, Tiles
 from anyattn.hardware import Hardware
-from anyattn.mods.analysis.extents import Box, Extent, extents
+from anyattn.mods.ir.extents import Box, Extent, extents
 from anyattn.problem import Problem
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, category
+from anyattn.mods.ir.extents import Box, extents, fits, unwrapped
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = ["Piece", "pieces"]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.analysis.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, category
+from anyattn.mods.ir.extents import Box, extents, fits, unwrapped
 
 __all__ = ["separated"]
 

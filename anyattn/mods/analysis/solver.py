@@ -18,9 +18,9 @@ from torch import Tensor
 
 from anyattn.mods.analysis import id_runs
 from anyattn.mods.analysis.evaluate import apply, run
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, Extent, exact, extent_of, extents, unwrapped
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import MIRRORED, Builder, category
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, Extent, exact, extent_of, extents, unwrapped
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["NO_LIMIT", "NotRangesError", "Range", "Ranges", "Solver"]

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, Node, category
+from anyattn.mods.ir.extents import Box, extents, fits, unwrapped
 
 __all__ = [
     "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "demanded",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, unwrapped
 from anyattn.mods.ir.expr import Expr, Node, category
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, unwrapped
 
 __all__ = ["FAR_NUMBER", "Dep", "dependence", "relies_on_near_numbers"]
 

@@ -11,6 +11,7 @@ import dis
 import functools
 import math
 import operator
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from anyattn.mods.tracing.functions import FUNCTIONS
 
-__all__ = ["STABLE_MODULES", "compares_identity", "handles_errors", "has_pure_name", "names_of"]
+__all__ = ["STABLE_MODULES", "add_pure_names", "compares_identity", "handles_errors", "has_pure_name", "names_of"]
 
 STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
 
@@ -53,16 +54,17 @@ _HANDLERS = frozenset(("PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"))  # SETUP
 _WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS", "IMPORT_STAR"))
 
 
-@functools.lru_cache(maxsize=1)
-def _library() -> frozenset[str]:
-    """The library's functions that make masks and scores; they depend only on their arguments."""
-    from anyattn.mods import masks, scores
+_library: set[str] = set()
 
-    return frozenset((*masks.__all__, *scores.__all__))
+
+def add_pure_names(names: Iterable[str]) -> None:
+    """Adds names of functions that depend only on their arguments: a module of the library adds its own when it is imported."""
+    _library.update(names)
+    names_of.cache_clear()  # code that uses these names is pure now
 
 
 def _is_pure(name: str) -> bool:
-    return name in _PURE or name in _library()
+    return name in _PURE or name in _library
 
 
 def has_pure_name(item: Any) -> bool:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, category, is_weak
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.triton_tools.emit import emit, function
 
 __all__ = ["MOST_INDEX_BITS", "MOST_SCALAR_BITS", "MaskSource", "mask_source"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.extents import Box
 from anyattn.mods.analysis.separated import separated
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
+from anyattn.mods.ir.extents import Box
 from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.masks import MASKS
 

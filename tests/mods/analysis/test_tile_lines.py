@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import evaluate, run
-from anyattn.mods.analysis.extents import Box
 from anyattn.mods.analysis.row_ranges import NO_LIMIT, mask_of, row_ranges
 from anyattn.mods.analysis.tile_lines import All, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, least_divisor, slopes, split
 from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.extents import Box
 from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.masks import MASKS, WHOLE, WIDE
 

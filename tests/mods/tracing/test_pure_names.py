@@ -12,6 +12,7 @@ from torch import is_grad_enabled
 
 from anyattn import flex_attention, masks, scores
 from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing import pure_names
 from anyattn.mods.tracing.fingerprint import recognise
 from anyattn.mods.tracing.trace import trace
 
@@ -168,3 +169,16 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_code_of_pure_names_is_recognised(name):
     assert recognise(KNOWN[name]) is not None
+
+
+def test_names_that_are_added_later_are_pure():
+    def mask(b, h, q, k):
+        return torch.nameless_mask(q, k)
+
+    assert recognise(mask) is None
+    pure_names.add_pure_names(["nameless_mask"])
+    try:
+        assert recognise(mask) is not None
+    finally:
+        pure_names._library.discard("nameless_mask")
+        pure_names.names_of.cache_clear()

@@ -9,12 +9,12 @@ import torch
 
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.analysis.piecewise import Piece, pieces
 from anyattn.mods.analysis.row_ranges import mask_of
 from anyattn.mods.analysis.tile_lines import asks_each, bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
+from anyattn.mods.ir.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [

@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 
 from anyattn.backends.triton.tile_config import Shape, padded
-from anyattn.mods.analysis.extents import Box, Extent, extents
 from anyattn.mods.analysis.row_ranges import RowRanges
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
+from anyattn.mods.ir.extents import Box, Extent, extents
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import alike

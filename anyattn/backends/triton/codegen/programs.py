@@ -22,11 +22,11 @@ from anyattn.backends.triton.codegen.row_families import Family, families
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.analysis import captured_loads
 from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
-from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
 from anyattn.mods.analysis.separated import separated
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box
 from anyattn.mods.ir.grad import Gradients, score_gradients
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers

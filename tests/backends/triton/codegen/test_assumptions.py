@@ -24,7 +24,7 @@ def problem_of(length: int = SIZE, dtype: torch.dtype = torch.float32) -> Proble
 
 def assert_sound(mod, length: int = SIZE) -> None:  # type: ignore[no-untyped-def]
     """Every value of every node lies in its extent, over a whole grid."""
-    from anyattn.mods.analysis.extents import Box, Extent, extents
+    from anyattn.mods.ir.extents import Box, Extent, extents
 
     traced = trace(mod, "mask")
     place = [Extent(0, n - 1) for n in (2, 2, length, length)]
