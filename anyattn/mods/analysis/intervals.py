@@ -201,10 +201,16 @@ def _least(node: Node, args: list[Span]) -> Span:
 
 def _rising(node: Node, args: list[Span]) -> Span:
     f = TORCH_OPS[node.op]
-    exact = node.op in ("floor", "ceil", "trunc", "round", "sign")
+    exact = node.op in ("floor", "ceil", "trunc", "round")
     if category(node.dtype) == "int":
-        return Span(f(args[0].lo), f(args[0].hi))
+        return Span(f(args[0].lo), f(args[0].hi), args[0].wild)
     return _finite(node, f(args[0].lo), f(args[0].hi), slack=not exact)
+
+
+def _sign(node: Node, args: list[Span]) -> Span:
+    a = args[0]
+    unknown = torch.isnan(a.lo)  # torch's sign of NaN is 0, but the value may be any
+    return Span(torch.sign(a.lo).masked_fill(unknown, -1), torch.sign(a.hi).masked_fill(unknown, 1))
 
 
 def _falling(node: Node, args: list[Span]) -> Span:
@@ -213,13 +219,24 @@ def _falling(node: Node, args: list[Span]) -> Span:
 
 
 def _wave(node: Node, args: list[Span]) -> Span:
-    one = torch.ones_like(args[0].lo)
-    return _finite(node, -one, one, bad=torch.isnan(args[0].lo), slack=True)
+    a = args[0]
+    one = torch.ones_like(a.lo)
+    return _finite(node, -one, one, bad=~(torch.isfinite(a.lo) & torch.isfinite(a.hi)), slack=True)
+
+
+def _overflows(a: Span) -> Tensor:
+    """Where ``sinh`` and ``cosh`` may be infinite in vectorised code only, which computes exp first."""
+    return torch.isinf(torch.exp(torch.maximum(a.lo.abs(), a.hi.abs())))
+
+
+def _sinh(node: Node, args: list[Span]) -> Span:
+    a = args[0]
+    return _finite(node, torch.sinh(a.lo), torch.sinh(a.hi), _overflows(a), slack=True)
 
 
 def _cosh(node: Node, args: list[Span]) -> Span:
     size = _abs(node, args)
-    return _finite(node, torch.cosh(size.lo), torch.cosh(size.hi), slack=True)
+    return _finite(node, torch.cosh(size.lo), torch.cosh(size.hi), _overflows(size), slack=True)
 
 
 def _hypot(node: Node, args: list[Span]) -> Span:
@@ -238,9 +255,11 @@ def _where_points(node: Node, args: list[Span]) -> Span:
     if node.op in ("floordiv", "mod", "fmod", "div"):
         values[1] = torch.where(values[1] == 0, torch.ones_like(values[1]), values[1])
         points = points & (args[1].lo != 0)
+    if node.op == "atan2":
+        points = points & (args[0].lo != 0)  # the zeros of both signs are one point, at which it has two values
     result = TORCH_OPS[node.op](*values).to(_dtype(node))
     if category(node.dtype) == "float":
-        return _finite(node, result, result, ~points)
+        return _finite(node, result, result, ~points, slack=node.op in ("pow", "tan", "atan2"))
     return _fit(node, result, result, ~points)
 
 
@@ -344,6 +363,7 @@ _RULES: dict[str, _Rule] = {
     "pow": _where_points,
     "tan": _where_points,
     "atan2": _where_points,
+    "sinh": _sinh,
     "cosh": _cosh,
     "hypot": _hypot,
     "shl": _where_points,
@@ -354,8 +374,9 @@ _RULES: dict[str, _Rule] = {
     "detach": lambda node, args: args[0],
     **dict.fromkeys(("and", "or", "xor"), _bits),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compare),
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sinh", "tanh", "sigmoid", "atan", "erf", "erfinv"), _rising),
-    **dict.fromkeys(("floor", "ceil", "trunc", "round", "sign"), _rising),
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "sigmoid", "atan", "erf", "erfinv"), _rising),
+    **dict.fromkeys(("floor", "ceil", "trunc", "round"), _rising),
+    "sign": _sign,
     **dict.fromkeys(("rsqrt", "reciprocal"), _falling),
     **dict.fromkeys(("sin", "cos"), _wave),
 }
