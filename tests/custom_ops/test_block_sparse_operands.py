@@ -266,7 +266,7 @@ ERRORS: dict[str, tuple[Callable, Callable[[], Any], str]] = {
     "device": (dense, lambda: dense_lists().to("meta"), "block_sparse_tensors is on meta but q is on cpu; move it"),
     "dtype": (dense, lambda: broken(mask_block_cnt=COUNTS.long()), "mask_block_cnt is torch.int64; wanted torch.int32"),
     "counts": (dense, lambda: broken(mask_block_cnt=COUNTS + 9), r"mask_block_cnt holds \d+ to \d+; wanted 0 to 5"),
-    "a tile that does not exist": (dense, lambda: broken(mask_block_idx=dense_lists().mask_block_idx + 7), "column|outside"),
+    "a tile that does not exist": (dense, lambda: broken(mask_block_idx=dense_lists().mask_block_idx + 7), "name key tiles 7 to|outside"),
     "other sequences": (
         varlen,
         lambda: varlen_lists(ends=torch.tensor([0, 20, 30, S], dtype=torch.int32)),

@@ -30,8 +30,8 @@ SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes h
 ACCUMULATORS = 128  # registers per thread for dK and dV together
 REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp group that loads and adds
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
-# registers of a consumer thread for matrices: if warp groups share keys; if each has its own, without and with mods and predicates
-_HOLDING_SHARED, _HOLDING, _HOLDING_BESIDE_MODS = 208, 208, 184
+# registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
+_HOLDING, _MODS_BESIDE_SHARED, _MODS_BESIDE_OWN = 208, 8, 40
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
@@ -284,23 +284,23 @@ def backward_tiles_for(
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
-        return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0))
+        return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0), is_bare)
     if is_plain and head_dim == head_dim_v == 64:
         return BackwardTiles(128, TILE_N, holds_v=64, delta="between")
     if head_dim == head_dim_v == 128:
         return BackwardTiles(64, TILE_N, holds_v=32 if is_bare else 0, delta="before")
     # registers of a thread: dK and dV, S and dP, then V and K
-    room = (_HOLDING if is_bare and head_dim == head_dim_v else _HOLDING_BESIDE_MODS) - (head_dim + head_dim_v) // 2 - 64
+    room = _HOLDING - (head_dim + head_dim_v) // 2 - 64 - (0 if is_bare and head_dim == head_dim_v else _MODS_BESIDE_OWN)
     return _holding(BackwardTiles(64, TILE_N), head_dim, head_dim_v, room)
 
 
-def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int) -> BackwardTiles:
+def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int, is_bare: bool) -> BackwardTiles:
     """The tiles for heads so wide that the warp groups share keys."""
     steps = [{"do_stages": stages, "dq_steps": steps} for stages, steps in ((2, 1), (2, 2), (1, 2))]
     wide = [BackwardTiles(64, SHARED_TILE_N, delta="before", **fields) for fields in steps]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
     # registers of a thread: dK and dV; S, dP and a mod's intermediate values, or dQ; then V and K
-    room = _HOLDING_SHARED - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
+    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4) - (0 if is_bare else _MODS_BESIDE_SHARED)
     return _holding(replace(tiles, dq_eighths=dq_eighths), head_dim, head_dim_v, room)
 
 

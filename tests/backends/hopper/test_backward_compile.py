@@ -306,14 +306,16 @@ def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(64, 64, True) == BackwardTiles(128, 128, holds_v=64, delta="between")
     assert backward_tiles_for(64, 64) == BackwardTiles(64, 128, holds_k=64, holds_v=64)
     assert backward_tiles_for(96, 96, True, True) == BackwardTiles(64, 128, holds_k=96, holds_v=96)
-    assert backward_tiles_for(96, 96) == BackwardTiles(64, 128, holds_v=96)
-    assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=64, holds_k=32)
+    assert backward_tiles_for(96, 96) == BackwardTiles(64, 128, holds_v=32)
+    assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=32)
     assert backward_tiles_for(128, 128) == BackwardTiles(64, 128, delta="before")
-    assert backward_tiles_for(192, 128) == shared(holds_k=192, holds_v=128, dq_eighths=2)
-    assert backward_tiles_for(192, 128, is_deterministic=True) == shared(holds_k=192, holds_v=128)
-    assert backward_tiles_for(192, 192) == shared(holds_k=64, holds_v=192, dq_eighths=2)
-    assert backward_tiles_for(256, 128) == shared(dq_steps=2, holds_k=64, holds_v=128, dq_eighths=4)
-    assert backward_tiles_for(256, 256) == shared(do_stages=1, dq_steps=2, holds_v=64, dq_eighths=4)
+    assert backward_tiles_for(192, 128) == shared(holds_k=128, holds_v=128, dq_eighths=2)
+    assert backward_tiles_for(192, 128, True, True) == shared(holds_k=192, holds_v=128, dq_eighths=2)
+    assert backward_tiles_for(192, 128, True, True, is_deterministic=True) == shared(holds_k=192, holds_v=128)
+    assert backward_tiles_for(192, 192, True, True) == shared(holds_k=64, holds_v=192, dq_eighths=2)
+    assert backward_tiles_for(256, 128, True, True) == shared(dq_steps=2, holds_k=64, holds_v=128, dq_eighths=4)
+    assert backward_tiles_for(256, 256) == shared(do_stages=1, dq_steps=2, holds_v=32, dq_eighths=4)
+    assert backward_tiles_for(256, 256, True, True) == shared(do_stages=1, dq_steps=2, holds_v=64, dq_eighths=4)
     assert [padded_for_backward(*dims) for dims in ((40, 80), (96, 72), (104, 96), (96, 136))] == [
         (64, 96),
         (96, 96),
