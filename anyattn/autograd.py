@@ -124,6 +124,7 @@ def _gradients(
     """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: kept by the node. needed: one bool per input."""
     inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # saved begins with the inputs
     out, lse = saved[len(inputs) : len(inputs) + 2]
+    dout, dlse = _in_memory(dout), _in_memory(dlse)
     try:
         found = backward(_with_inputs(fields, inputs), plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
     except RuntimeError:
@@ -131,6 +132,20 @@ def _gradients(
             kinds.refuse_batched(_GIVEN, t)
         raise
     return [g if n else None for g, n in zip(found, needed, strict=True)]
+
+
+def _in_memory(t: Tensor | None) -> Tensor | None:
+    """A gradient that backward was given, with its values in memory, where kernels read them: torch may pass a gradient whose sign is not
+    applied yet (of a conjugated tensor), or zeros without memory. Raises ``TypeError`` for a subclass without memory on a GPU."""
+    if t is None:
+        return None
+    if t.is_neg():
+        t = t.resolve_neg()
+    if t._is_zerotensor():  # type: ignore[attr-defined]
+        t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    if type(t) is not Tensor and t.device.type != "cpu":  # torch operations, which run on a CPU, are dispatched to the subclass
+        kinds.refuse_hidden(_GIVEN, t)
+    return t
 
 
 def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:

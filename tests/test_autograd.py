@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import masks
+from anyattn import autograd, masks
 
 
 def qkv() -> list[Tensor]:
@@ -84,3 +84,36 @@ def test_a_tensor_that_outlived_its_transform_is_taken_as_what_it_wraps() -> Non
     for _ in range(2):
         out = anyattn.flex_attention(left[0], k, v)
         assert torch.equal(out, anyattn.flex_attention(q.detach(), k, v)) and out.requires_grad
+
+
+def conjugated(t: Tensor) -> Tensor:
+    """Minus ``t``, as a view whose sign is not applied yet."""
+    found = torch.complex(torch.zeros_like(t), t).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def test_a_backend_reads_given_gradients_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derivative of ``torch.complex`` is a view whose sign is not applied yet if the product of it was conjugated."""
+    inputs = qkv()
+    out, lse = anyattn.flex_attention(*inputs, return_lse=True)
+    zeros, given = torch._efficientzerotensor(out.shape), torch.randn(out.shape)
+    backward, seen = autograd.backward, []
+
+    def noting(problem: Any, plan: Any, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+        seen.extend([dout, *([] if dlse is None else [dlse])])
+        return backward(problem, plan, out, lse, dout, dlse)
+
+    def found(*grads: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((out, lse)[: len(grads)], inputs, grads, retain_graph=True)
+
+    monkeypatch.setattr(autograd, "backward", noting)
+    turned = torch.complex(torch.zeros_like(lse), lse).conj()
+    of_lse = torch.autograd.grad((turned * torch.ones_like(turned)).imag.sum(), inputs, retain_graph=True)
+    pairs = [
+        (of_lse, found(torch.zeros_like(out), -torch.ones_like(lse))),
+        (found(conjugated(given), conjugated(lse.detach())), found(-given, -lse.detach())),
+        (found(zeros, lse.detach()), found(torch.zeros_like(out), lse.detach())),
+    ]
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+    assert not any(t.is_neg() or t._is_zerotensor() or t.data_ptr() == 0 for t in seen)  # type: ignore[attr-defined]
