@@ -117,3 +117,28 @@ def test_a_backend_reads_given_gradients_in_memory(monkeypatch: pytest.MonkeyPat
     ]
     assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
     assert not any(t.is_neg() or t._is_zerotensor() or t.data_ptr() == 0 for t in seen)  # type: ignore[attr-defined]
+
+
+def dense_lists() -> tuple[Any, tuple[Tensor, ...]]:
+    q, k, v = (torch.randn(1, 256, 2, 16).requires_grad_() for _ in range(3))
+    lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, masks.causal(), device="cpu")
+    return lists, (q, k, v, anyattn.flash_attn_func(q, k, v, mask_mod=masks.causal(), block_sparse_tensors=lists))
+
+
+def packed_lists() -> tuple[Any, tuple[Tensor, ...]]:
+    q, k, v = (torch.randn(300, 2, 16).requires_grad_() for _ in range(3))
+    ends = torch.tensor([0, 200, 300], dtype=torch.int32)
+    lists = anyattn.compute_varlen_block_sparsity(128, 128, 1, masks.causal(), cu_seqlens_q=ends, cu_seqlens_k=ends)
+    places = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    return lists, (q, k, v, anyattn.flash_attn_varlen_func(q, k, v, **places, mask_mod=masks.causal(), block_sparse_tensors=lists))
+
+
+@pytest.mark.parametrize("name", ["mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"])
+@pytest.mark.parametrize("made", [dense_lists, packed_lists])
+def test_lists_that_were_written_to_after_the_call_are_refused(made: Any, name: str) -> None:
+    """A backward pass over other tiles than the forward pass's would give gradients of another mask."""
+    lists, (q, k, v, out) = made()
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    getattr(lists, name).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
