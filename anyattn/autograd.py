@@ -154,7 +154,8 @@ def _writes(lists: Any) -> tuple[int, ...]:
 
 def _in_memory(t: Tensor | None) -> Tensor | None:
     """A gradient that backward was given, with its values in memory, where kernels read them: torch may pass a gradient whose sign is not
-    applied yet (of a conjugated tensor), or zeros without memory. Raises ``TypeError`` for a subclass without memory on a GPU."""
+    applied yet (of a conjugated tensor), zeros without memory, or the awaited result of a collective. Raises ``TypeError`` for other
+    subclasses without memory on a GPU."""
     if t is None:
         return None
     if t.is_neg():
@@ -162,6 +163,7 @@ def _in_memory(t: Tensor | None) -> Tensor | None:
     if t._is_zerotensor():  # type: ignore[attr-defined]
         t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     if type(t) is not Tensor and t.device.type != "cpu":  # torch operations, which run on a CPU, are dispatched to the subclass
+        t = t.clone()  # of an AsyncCollectiveTensor, a plain tensor
         kinds.refuse_hidden(_GIVEN, t)
     return t
 

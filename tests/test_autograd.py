@@ -119,6 +119,30 @@ def test_a_backend_reads_given_gradients_in_memory(monkeypatch: pytest.MonkeyPat
     assert not any(t.is_neg() or t._is_zerotensor() or t.data_ptr() == 0 for t in seen)  # type: ignore[attr-defined]
 
 
+class Wrapper(Tensor):
+    """A tensor that has no memory and claims to be on a GPU. awaited: what its copy is, by default another one."""
+
+    awaited: Any
+
+    @staticmethod
+    def __new__(cls, awaited: Any = None) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, (2, 3), device="cuda")  # type: ignore[attr-defined]
+        made.awaited = awaited
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.clone.default
+        return Wrapper() if args[0].awaited is None else args[0].awaited
+
+
+def test_a_given_gradient_of_a_subclass_is_awaited_or_refused() -> None:
+    plain = torch.randn(2, 3)
+    assert autograd._in_memory(Wrapper(plain)) is plain
+    with pytest.raises(TypeError, match="a gradient that backward was given is a Wrapper, which has no memory"):
+        autograd._in_memory(Wrapper())
+
+
 def dense_lists() -> tuple[Any, tuple[Tensor, ...]]:
     q, k, v = (torch.randn(1, 256, 2, 16).requires_grad_() for _ in range(3))
     lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, masks.causal(), device="cpu")
