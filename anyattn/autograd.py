@@ -19,6 +19,9 @@ from anyattn.tensors.dynamo import opaque
 __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_derivative", "wanting"]
 
 _GIVEN = "a gradient that backward was given"
+_LISTS = (  # the tensors of block lists, dense and varlen
+    "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k",
+)  # fmt: skip
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 _is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
@@ -73,7 +76,8 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
 class _Attention(torch.autograd.Function):
     """The node of the autograd graph for one call. It returns out, or out, lse and max_scores if the call wants one of the latter.
 
-    It keeps the problem's fields without the tensors, which torch saves and checks for in-place changes.
+    It keeps the problem's fields without the tensors, which torch saves and checks for in-place changes. Block lists are not saved: their
+    write counters are compared here, so that hooks of saved tensors do not copy them.
     """
 
     @staticmethod
@@ -88,7 +92,7 @@ class _Attention(torch.autograd.Function):
                 fields["sequences"] = problem.sequences.kept()
             problem = Problem.of_fields(fields)
         out, lse, highest = backend_module(plan.backend).forward(problem, plan)
-        ctx.call = _without_inputs(fields), plan
+        ctx.call = _without_inputs(fields), plan, _writes(problem.blocks)
         if problem.predicates:  # the backward pass reads the masks' tensors again, though no gradient flows to them
             inputs = (*inputs, out, lse, *[t for p in problem.predicates for t in p.tensors if not t.is_inference()])
         else:
@@ -106,7 +110,12 @@ class _Attention(torch.autograd.Function):
         if _are_transforms_active():
             for t in (dout, dlse):
                 kinds.refuse_hidden(_GIVEN, t)
-        needed, saved, (fields, plan) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
+        needed, saved, (fields, plan, writes) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
+        if writes and _writes(fields["blocks"]) != writes:
+            raise RuntimeError(
+                "block lists have been modified by an inplace operation after the attention call whose gradients are computed; wanted "
+                "backward() first, or lists of its own for each call"
+            )
         if not _is_grad_enabled():
             return None, None, *_gradients(fields, plan, needed[2:], saved, dout, dlse)
         with torch.no_grad():
@@ -124,6 +133,7 @@ def _gradients(
     """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: kept by the node. needed: one bool per input."""
     inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # saved begins with the inputs
     out, lse = saved[len(inputs) : len(inputs) + 2]
+    dout, dlse = _in_memory(dout), _in_memory(dlse)
     try:
         found = backward(_with_inputs(fields, inputs), plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
     except RuntimeError:
@@ -131,6 +141,31 @@ def _gradients(
             kinds.refuse_batched(_GIVEN, t)
         raise
     return [g if n else None for g, n in zip(found, needed, strict=True)]
+
+
+def _writes(lists: Any) -> tuple[int, ...]:
+    """The write counter of each tensor of block lists, -1 for absent and inference tensors, which have none; () without lists."""
+    if lists is None:
+        return ()
+    fields = vars(lists)
+    tensors = [fields.get(name) for name in _LISTS]
+    return tuple([-1 if t is None or t.is_inference() else t._version for t in tensors])
+
+
+def _in_memory(t: Tensor | None) -> Tensor | None:
+    """A gradient that backward was given, with its values in memory, where kernels read them: torch may pass a gradient whose sign is not
+    applied yet (of a conjugated tensor), zeros without memory, or the awaited result of a collective. Raises ``TypeError`` for other
+    subclasses without memory on a GPU."""
+    if t is None:
+        return None
+    if t.is_neg():
+        t = t.resolve_neg()
+    if t._is_zerotensor():  # type: ignore[attr-defined]
+        t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    if type(t) is not Tensor and t.device.type != "cpu":  # torch operations, which run on a CPU, are dispatched to the subclass
+        t = t.clone()  # of an AsyncCollectiveTensor, a plain tensor
+        kinds.refuse_hidden(_GIVEN, t)
+    return t
 
 
 def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:

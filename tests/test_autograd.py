@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import masks
+from anyattn import autograd, masks
 
 
 def qkv() -> list[Tensor]:
@@ -84,3 +84,85 @@ def test_a_tensor_that_outlived_its_transform_is_taken_as_what_it_wraps() -> Non
     for _ in range(2):
         out = anyattn.flex_attention(left[0], k, v)
         assert torch.equal(out, anyattn.flex_attention(q.detach(), k, v)) and out.requires_grad
+
+
+def conjugated(t: Tensor) -> Tensor:
+    """Minus ``t``, as a view whose sign is not applied yet."""
+    found = torch.complex(torch.zeros_like(t), t).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def test_a_backend_reads_given_gradients_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derivative of ``torch.complex`` is a view whose sign is not applied yet if the product of it was conjugated."""
+    inputs = qkv()
+    out, lse = anyattn.flex_attention(*inputs, return_lse=True)
+    zeros, given = torch._efficientzerotensor(out.shape), torch.randn(out.shape)
+    backward, seen = autograd.backward, []
+
+    def noting(problem: Any, plan: Any, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+        seen.extend([dout, *([] if dlse is None else [dlse])])
+        return backward(problem, plan, out, lse, dout, dlse)
+
+    def found(*grads: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((out, lse)[: len(grads)], inputs, grads, retain_graph=True)
+
+    monkeypatch.setattr(autograd, "backward", noting)
+    turned = torch.complex(torch.zeros_like(lse), lse).conj()
+    of_lse = torch.autograd.grad((turned * torch.ones_like(turned)).imag.sum(), inputs, retain_graph=True)
+    pairs = [
+        (of_lse, found(torch.zeros_like(out), -torch.ones_like(lse))),
+        (found(conjugated(given), conjugated(lse.detach())), found(-given, -lse.detach())),
+        (found(zeros, lse.detach()), found(torch.zeros_like(out), lse.detach())),
+    ]
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+    assert not any(t.is_neg() or t._is_zerotensor() or t.data_ptr() == 0 for t in seen)  # type: ignore[attr-defined]
+
+
+class Wrapper(Tensor):
+    """A tensor that has no memory and claims to be on a GPU. awaited: what its copy is, by default another one."""
+
+    awaited: Any
+
+    @staticmethod
+    def __new__(cls, awaited: Any = None) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, (2, 3), device="cuda")  # type: ignore[attr-defined]
+        made.awaited = awaited
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.clone.default
+        return Wrapper() if args[0].awaited is None else args[0].awaited
+
+
+def test_a_given_gradient_of_a_subclass_is_awaited_or_refused() -> None:
+    plain = torch.randn(2, 3)
+    assert autograd._in_memory(Wrapper(plain)) is plain
+    with pytest.raises(TypeError, match="a gradient that backward was given is a Wrapper, which has no memory"):
+        autograd._in_memory(Wrapper())
+
+
+def dense_lists() -> tuple[Any, tuple[Tensor, ...]]:
+    q, k, v = (torch.randn(1, 256, 2, 16).requires_grad_() for _ in range(3))
+    lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, masks.causal(), device="cpu")
+    return lists, (q, k, v, anyattn.flash_attn_func(q, k, v, mask_mod=masks.causal(), block_sparse_tensors=lists))
+
+
+def packed_lists() -> tuple[Any, tuple[Tensor, ...]]:
+    q, k, v = (torch.randn(300, 2, 16).requires_grad_() for _ in range(3))
+    ends = torch.tensor([0, 200, 300], dtype=torch.int32)
+    lists = anyattn.compute_varlen_block_sparsity(128, 128, 1, masks.causal(), cu_seqlens_q=ends, cu_seqlens_k=ends)
+    places = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    return lists, (q, k, v, anyattn.flash_attn_varlen_func(q, k, v, **places, mask_mod=masks.causal(), block_sparse_tensors=lists))
+
+
+@pytest.mark.parametrize("name", ["mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"])
+@pytest.mark.parametrize("made", [dense_lists, packed_lists])
+def test_lists_that_were_written_to_after_the_call_are_refused(made: Any, name: str) -> None:
+    """A backward pass over other tiles than the forward pass's would give gradients of another mask."""
+    lists, (q, k, v, out) = made()
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    getattr(lists, name).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))

@@ -22,7 +22,7 @@ from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.cute_mod import native_reading
 from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
-from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
+from anyattn.mods.tracing.weak_captures import NEAR_NUMBER, negative_zeros
 from anyattn.sequences.unread_kvcache import room_for
 from anyattn.tensors.comparison import comparison
 from anyattn.validate import flex
@@ -296,6 +296,8 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
             if type(number) is int and not -NEAR_NUMBER < number < NEAR_NUMBER:
                 settled = (*settled, "far")
                 break
+    if 0.0 in settled:
+        settled = (settled, negative_zeros(settled))
     if not tensors:
         return pattern, settled
     return pattern, settled, tuple([tensor_key(t) for t in tensors]), identical(tensors)

@@ -98,6 +98,8 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
     "table of a subclass": (Kind.SCORE_MOD, reading(X), reading(X.as_subclass(Subclass)), NONE),
     "no function": (Kind.SCORE_MOD, by(2), 3, NONE),
     "number of a mask": (Kind.MASK_MOD, within(2), within(3), OTHER),
+    "a zero's sign, of a mask": (Kind.MASK_MOD, within(0.0), within(-0.0), OTHER),
+    "a zero's sign, of a score": (Kind.SCORE_MOD, by(0.0), by(-0.0), SAME),
     "no mask": (Kind.MASK_MOD, within(2), None, OTHER),
     "what must not be there": (Kind.ABSENT, None, X, NONE),
     "what stands elsewhere": (Kind.ELSEWHERE, 1, 2, SAME),

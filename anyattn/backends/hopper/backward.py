@@ -13,7 +13,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_launches import NO_LISTS, Gradients, Results, Tables, launch_all
 from anyattn.backends.hopper.backward_tables import KeyOrder, key_order, key_order_of_documents, order_where, ragged_lists_by_key
 from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways, tall_pays
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.documents.dispatch import dispatched
@@ -52,7 +52,9 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
     # a backward pass may want the gradients of only some of the inputs that require them
     wanted = () if problem.score is None else problem.wanted_slots
-    key = ("hopper backward", wanted) if wanted else "hopper backward"
+    key: Any = ("hopper backward", wanted) if wanted else "hopper backward"
+    if problem.sequences is not None:  # the numbers of packed rows are not in the signature, but choose the tiles
+        key = key, tall_pays(problem)
     shared: _Shared | None = plan.prepared.get(key)
     if shared is None:
         shared = plan.prepared[key] = _Shared(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "backward_ways",
     "reason_against_backward",
     "specialised_backward",
+    "tall_pays",
 ]
 
 
@@ -103,7 +104,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
-    if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged], tall, tiles):
+    if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged]):
         tiles = tall
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
     list_tile = None
@@ -183,22 +184,35 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
     return {"per_entry": problem.batch > 1 and any(d.b for d in depends), "per_head": problem.heads_q > 1 and any(d.h for d in depends)}
 
 
-def _pays(problem: Problem, bands: list[Expr], tall: BackwardTiles, tiles: BackwardTiles) -> bool:
-    """Whether tall tiles take less time: fewer visits, but more rows past the last one, and more pairs at a causal edge that no row sees.
+def _pays(problem: Problem, bands: list[Expr]) -> bool:
+    """Whether tall tiles are taken. Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other
+    tiles."""
+    return all(sides(band) == (False, True) for band in bands) and tall_pays(problem)[bool(bands)]
 
-    Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other tiles.
-    """
-    entries = 1.0 if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
-    if entries == 0.0 or any(sides(band) != (False, True) for band in bands):
-        return False
-    queries, keys = problem.q.shape[2] / entries, problem.k.shape[2] / entries  # averages for packed sequences
 
-    def pairs(t: BackwardTiles) -> float:
-        rows = ceil_div(queries, t.tile_m) * t.tile_m if problem.sequences is None else queries + t.tile_m / 2
+def tall_pays(problem: Problem) -> tuple[bool, bool]:
+    """Whether tall tiles take less time, without a mask and under a causal one: fewer visits, but more rows past the last one, and more
+    pairs at a causal edge that no row sees. The lengths decide, which the signature of a varlen call does not have."""
+    entries = None if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
+    return _tall_pays(_padded(problem), entries, problem.q.shape[2], problem.k.shape[2])
+
+
+@lru_cache(maxsize=1024)
+def _tall_pays(dims: tuple[int, int], entries: float | None, queries: float, keys: float) -> tuple[bool, bool]:
+    """entries: the sequences of a row of storage of a varlen batch; None for other calls. queries, keys: of a row of storage."""
+    tall = tall_tiles_for(*dims, entries is not None)
+    if tall is None or entries == 0.0:
+        return False, False
+    tiles = backward_tiles_for(*dims, is_plain=True, is_bare=True)
+    if entries is not None:
+        queries, keys = queries / entries, keys / entries  # averages
+
+    def time(t: BackwardTiles, is_causal: bool) -> float:
+        rows = ceil_div(queries, t.tile_m) * t.tile_m if entries is None else queries + t.tile_m / 2
         edge = (t.tile_m + t.tile_n - math.gcd(t.tile_m, t.tile_n)) / 2
-        return rows * (max(keys / 2, keys - queries / 2) + edge if bands else keys)
+        return rows * (max(keys / 2, keys - queries / 2) + edge if is_causal else keys)
 
-    return pairs(tall) * _TALL_COST[bool(bands)] < pairs(tiles)
+    return time(tall, False) * _TALL_COST[0] < time(tiles, False), time(tall, True) * _TALL_COST[1] < time(tiles, True)
 
 
 def _padded(problem: Problem) -> tuple[int, int]:

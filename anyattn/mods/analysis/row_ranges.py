@@ -20,6 +20,7 @@ from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import negative_zeros
 
 __all__ = [
     "ALL_KEYS",
@@ -117,12 +118,15 @@ def row_ranges(mod: TracedMod) -> RowRanges | None:
     """
     if mod.kind != "mask":
         raise TypeError(f"row_ranges takes a mask; {mod.name!r} is a {mod.kind} mod")
-    return _derive(mod, _held(mod)) if mod.tensors else _derive_once(mod.expr, mod.scalars)
+    if mod.tensors:
+        return _derive(mod, _held(mod))
+    return _derive_once(mod.expr, mod.scalars, negative_zeros(mod.scalars))
 
 
 @lru_cache(maxsize=1024)
-def _derive_once(expr: Expr, scalars: tuple[int | float, ...]) -> RowRanges | None:
-    """``_derive``, memoised: without captured tensors, whose values may change in place, the result never changes."""
+def _derive_once(expr: Expr, scalars: tuple[int | float, ...], zeros: tuple[int, ...]) -> RowRanges | None:
+    """``_derive``, memoised: without captured tensors, whose values may change in place, the result never changes. zeros: the scalars'
+    ``negative_zeros``."""
     return _derive(TracedMod("mask", expr, scalars, ()))
 
 

@@ -29,7 +29,7 @@ from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
 from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
 from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.vectors import Vector
-from anyattn.mods.tracing.weak_captures import NeedsNumber, slots_in_question, strayed, weak_arithmetic
+from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
     "InterceptCaptured",
@@ -442,4 +442,6 @@ class _Memo:
 
 
 def _same_number(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+    if a == b:
+        return type(a) is type(b) and (a != 0 or negative_zeros((a,)) == negative_zeros((b,)))
+    return type(a) is type(b) and a != a and b != b

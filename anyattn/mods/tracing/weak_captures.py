@@ -8,6 +8,7 @@ numbers so near the ends of 64 bits that sums with positions wrap around, which 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,6 +25,7 @@ __all__ = [
     "NeedsNumber",
     "ask_for_truths",
     "bits_of_numbers",
+    "negative_zeros",
     "numbers_of_bits",
     "scalar_slots",
     "slots_in_question",
@@ -132,6 +134,17 @@ def scalar_slots(nodes: Sequence[Node], at: int) -> frozenset[int] | None:
             slots.add(int(node.attr))  # type: ignore[call-overload]
         stack.extend(node.args)
     return frozenset(slots)
+
+
+def negative_zeros(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """The places of -0.0, which equals 0.0 and is another divisor: no memo may take one for the other.
+
+    >>> negative_zeros((1, -0.0, 0.0, 0))
+    (1,)
+    """
+    if 0.0 not in numbers:
+        return ()
+    return tuple([i for i, n in enumerate(numbers) if type(n) is float and n == 0.0 and math.copysign(1.0, n) < 0.0])
 
 
 # ---- captured numbers as bits

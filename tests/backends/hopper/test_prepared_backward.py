@@ -163,6 +163,29 @@ def test_packed_sequences_of_other_lengths_have_their_own_sizes(launched: list[L
     assert len({str(known) for known in found}) == 3
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_have_the_tiles_of_their_own_lengths(
+    is_causal: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of any lengths share a signature. With ``deterministic`` a call's results must not depend on the calls before it."""
+    from anyattn.validate import sequences
+
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
+
+    def do(total: int) -> list[Any]:
+        ends = torch.tensor([0, total], dtype=torch.int32)
+        x = [torch.zeros(total, 1, 128, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 8192, "max_seqlen_k": 8192}
+        out = anyattn.flash_attn_varlen_func(*x, causal=is_causal, deterministic=True, backend="hopper", **given)
+        torch.autograd.grad(out, x, torch.ones_like(out))
+        return of_backward(launched)
+
+    lengths = (70, 8192, 70, 8192)
+    found = [do(total) for total in lengths]
+    assert found == [first(lambda: do(total), launched) for total in lengths]  # noqa: B023
+    assert [known[1][0].tiles.tile_m for known in found] == [64, 80, 64, 80]
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "a length": lambda: both_passes(qkv(192)),
     "heads": lambda: both_passes(qkv(heads=4)),

@@ -170,3 +170,14 @@ def test_random_masks_that_never_fall(seed):
     for limit in run(ranges.expr, leaves, ranges.scalars, ranges.tensors):
         limit = torch.as_tensor(limit).expand(3, 20)
         assert bool((limit[:, 1:] >= limit[:, :-1]).all()) and bool((limit == limit[:1]).all())
+
+
+def test_ranges_know_a_zeros_sign():
+    """1 / 0.0 is infinite, and 1 / -0.0 minus infinite."""
+
+    def by(number):
+        return trace(lambda b, h, q, k: 1 / (number * (q + 1.0)) > 0, "mask")
+
+    for number, end in ((0.0, 5), (-0.0, 0), (0.0, 5)):
+        lo, hi = limits(by(number), 3, 5)
+        assert lo.flatten().tolist() == [0, 0, 0] and hi.flatten().tolist() == [end] * 3

@@ -642,3 +642,13 @@ def test_arguments_are_those_of_the_signature(fn):
     assert names == tuple(p.name for p in positional)
     assert required == len([p for p in positional if p.default is p.empty])
     assert takes_any == any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def test_a_zeros_sign_is_a_number_of_its_own():
+    """0.0 and -0.0 are equal, but a mod may ask for the sign."""
+
+    def by(number):
+        return lambda b, h, q, k: q >= k if math.copysign(1.0, number) > 0 else q <= k
+
+    for number, op in ((0.0, "ge"), (-0.0, "le"), (0.0, "ge"), (-0.0, "le"), (-2.0, "le")):
+        assert trace(by(number), "mask").expr.output.op == op
