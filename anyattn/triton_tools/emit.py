@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
+from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
 from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
@@ -51,7 +52,7 @@ _TEMPLATES = {
     **{name: f"device_math.{name}({{0}}, {{1}})" for name in ("atan2", "hypot")},
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "device_math.trunc({0})", "round": "device_math.round_even({0})",
     "detach": "{0}",
-    "sign": "device_math.sign({0})", "abs": "tl.abs({0})", "neg": "-{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "sign": "device_math.sign({0})", "abs": "tl.abs({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "div": "device_math.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "where": "tl.where({0}, {1}, {2})",
 }  # fmt: skip
@@ -66,6 +67,8 @@ _BY_KIND = {
     ("fmod", "float"): "{0} % {1}",
     ("pow", "int"): "device_math.power_whole({0}, {1})",
     ("pow", "float"): "device_math.power({0}, {1})",
+    ("neg", "int"): "-{0}",
+    ("neg", "float"): "{0} * -1.0",  # Triton's own is 0 - x, which makes 0 of 0
     ("min", "int"): "tl.minimum({0}, {1})",
     ("max", "int"): "tl.maximum({0}, {1})",
     ("min", "float"): "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
@@ -174,7 +177,7 @@ class _Writer:
         self.stages = [_stage(dep) for dep in dependence(expr)]
         most = NEAR if style.is_near else SMALL
         self.extents = extents(expr, Box.of_sizes(most, most) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
-        self.sharp = _sharp(expr)
+        self.sharp = sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
 
@@ -219,7 +222,8 @@ class _Writer:
         if node.op in ("index", "score"):
             return f"tl.cast({self.leaves[node.attr if node.op == 'index' else 'score']}, {self._dtype(at)})"  # type: ignore[index]
         if node.op == "const":
-            return f"tl.full((), {_literal(node.attr)}, {self._dtype(at)})"  # type: ignore[arg-type]
+            literal = f"tl.full((), {_literal(node.attr)}, {self._dtype(at)})"  # type: ignore[arg-type]
+            return f"{literal} * -1.0" if repr(node.attr) == "-0.0" else literal  # Triton's constants have no -0.0
         if node.op == "scalar":
             bits = f"tl.full((), scalars[{node.attr}], tl.int64)"
             return f"tl.cast({bits}, tl.float64, bitcast=True)" if node.dtype is float else f"{bits}.to({self._dtype(at)})"
@@ -237,10 +241,21 @@ class _Writer:
             return self._power(at, args)
         if operand in _HALVES and node.op != "where":  # as torch: computes in float32, then rounds
             args = [f"{a}.to(tl.float32)" for a in args]
+            if node.op in ("mul", "div"):
+                args = [self._factor(i, text) for i, text in zip(node.args, args, strict=True)]
         text = self._fast(at, args) or self._operation(at, args)
         if is_wide:
             return f"({text}).to(tl.int32)"
         return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in _HALVES and node.op != "where" else text
+
+    def _factor(self, at: int, text: str) -> str:
+        """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""
+        node = self.nodes[at]
+        if node.op == "const":
+            return f"tl.full((), {_literal(node.attr)}, tl.float32)"  # type: ignore[arg-type]
+        if node.op == "cast" and is_weak(self.nodes[node.args[0]].dtype):
+            return f"{self.prefix}{node.args[0]}.to(tl.float32)"
+        return text
 
     def _operation(self, at: int, args: list[str]) -> str:
         node = self.nodes[at]
@@ -339,22 +354,6 @@ class _Writer:
         if is_dense:
             return place
         return f"{place}.to(tl.int64) * {stride}" if is_narrow else f"{place} * {stride}"
-
-
-_CUTS = frozenset(("floor", "ceil", "trunc", "round", "sign", "floordiv", "mod", "fmod", "eq", "ne", "lt", "le", "gt", "ge"))
-
-
-def _sharp(expr: Expr) -> frozenset[int]:
-    """Nodes whose last bit can change a result by a lot: operands of comparisons,
-    of rounding to integers, and of division with remainder."""
-    sharp: set[int] = set()
-    for at in range(len(expr.nodes) - 1, -1, -1):
-        node = expr.nodes[at]
-        is_cut = node.op == "cast" and category(node.dtype) != "float"
-        if at in sharp or is_cut or node.op in _CUTS:
-            sharp.update(node.args)
-            sharp.add(at)
-    return frozenset(sharp)
 
 
 def _literal(value: int | float | bool) -> str:

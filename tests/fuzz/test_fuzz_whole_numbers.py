@@ -85,6 +85,6 @@ def test_readers_of_geometry(shard: int) -> None:
 def test_triton_text(shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     first, count = seeds_of(shard, 200)
-    command = ["-W", "ignore", "-m", "tests.support.fuzz.whole_numbers_in_triton", str(first), str(count)]
+    command = ["-W", "ignore", "-m", "tests.support.fuzz.programs_in_triton", "whole", str(first), str(count)]
     done = python(*command, seconds=None if FRESH else HANG, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-12000:]

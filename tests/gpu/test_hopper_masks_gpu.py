@@ -21,6 +21,13 @@ CAPTURING = {
     "valid": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[k] & t[q] | (q == k))(to(masks.VALID))),
 }
 MASKS: dict[str, Any] = masks.MASKS | CAPTURING
+IMPORTANCE = torch.tensor([0.0, 0.3, float("nan"), 0.9, 0.1, 0.7])
+FLOATS: dict[str, Any] = {  # 41 * (1 / 41) is less than 1 in float32
+    "quotients": lambda b, h, q, k: (q / 41.0).floor() == (k / 41.0).floor(),
+    "sums": lambda b, h, q, k: q * 0.3 + 0.9 > k * 0.3,
+    "roots": lambda b, h, q, k: torch.sqrt(q * 1.0 + 1).floor() >= torch.sqrt(k * 1.0).floor(),
+    "NaN": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: torch.maximum(t[k % 6], t[q % 6]) < 0.8)(to(IMPORTANCE))),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +41,12 @@ def _finished() -> Iterator[None]:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, d: int) -> None:
     judge(qkv(2, 4, 2, sq=600, sk=700, d=d), mask=MASKS[name], backward=True)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_masks_of_floats(name: str) -> None:
+    """Which pairs are visible depends on the last bit of a quotient, a product or a root."""
+    judge(qkv(1, 4, 2, sq=600, sk=700), mask=FLOATS[name], backward=True)
 
 
 @pytest.mark.parametrize("name", ["neighbourhood", "strided", "odd image", "random blocks"])

@@ -214,8 +214,9 @@ def _sign(node: Node, args: list[Span]) -> Span:
 
 
 def _falling(node: Node, args: list[Span]) -> Span:
-    f = TORCH_OPS[node.op]
-    return _finite(node, f(args[0].hi), f(args[0].lo), bad=~(args[0].lo > 0), slack=True)
+    f, a = TORCH_OPS[node.op], args[0]
+    is_inside = (a.lo > 0) | (a.hi < 0) if node.op == "reciprocal" else a.lo > 0
+    return _finite(node, f(a.hi), f(a.lo), bad=~is_inside, slack=True)
 
 
 def _wave(node: Node, args: list[Span]) -> Span:

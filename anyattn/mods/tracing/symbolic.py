@@ -362,6 +362,16 @@ def binary(op: str, swapped: bool = False, tie: str | None = None) -> Callable[.
     return apply
 
 
+def _quotient(input: Any, other: Any) -> Value:
+    """``input / other``. torch's quotient of a number and a tensor is the number times the reciprocal, which rounds twice."""
+    if isinstance(other, Value) and not is_weak(other.builder.nodes[other.node].dtype):
+        is_number = isinstance(input, (bool, int, float)) or (isinstance(input, Value) and is_weak(input.builder.nodes[input.node].dtype))
+        if is_number:
+            inverse = _unary("reciprocal")(other)
+            return inverse if type(input) in (int, float) and input == 1 else binary("mul")(inverse, input)
+    return binary("div")(input, other)
+
+
 def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return binary("div")(input, other)
@@ -448,10 +458,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "multiply": binary("mul"),
     "div": _div,
     "divide": _div,
-    "truediv": binary("div"),
-    "rtruediv": binary("div", swapped=True),
+    "truediv": _quotient,
+    "rtruediv": lambda input, other: _quotient(other, input),
     "true_divide": binary("div"),
-    "rdiv": binary("div", swapped=True),
+    "rdiv": lambda input, other: _quotient(other, input),
     "floor_divide": binary("floordiv"),
     "remainder": binary("mod"),
     "pow": binary("pow"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,14 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     forward.check_frames(found["forward"], list(map(len, forward.FAMILIES.values())))
     backward.check_loops(backward.FAMILIES, found["backward"])
     cute_mod.check_frames(found["cute"], 2)
+    check_rounding([ptx.read_text() for ptx in tmp_path.glob("forward/64_64/*/*.ptx")])
+
+
+def check_rounding(kernels: list[str]) -> None:
+    """A mask of floats is computed as torch rounds it: no product joins its sum, and no quotient or root is approximate."""
+    counts = [Counter(re.findall(r"\b(\w+(?:\.\w+)*\.f32)\b", kernel)) for kernel in kernels]
+    (found,) = [c for c in counts if c["div.rn.f32"]]
+    (other,) = [c for c in counts if not c["div.rn.f32"]]
+    assert min(found[name] for name in ("mul.rn.f32", "sqrt.rn.f32", "max.NaN.f32")) > 0
+    assert not any("sqrt.approx" in name or "div.full" in name or "min.f32" in name for name in found)
+    assert found["rcp.approx.ftz.f32"] == other["rcp.approx.ftz.f32"] and found["fma.rn.f32"] < 10  # those of the softmax

@@ -419,7 +419,7 @@ KERNELS = 36
 # one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
 # the widest with lists and what is asked beside them, and with a score mod, a band and the row maximum
 FAMILIES = {
-    (64, 64): ("pages of 1",),
+    (64, 64): ("pages of 1", "floats"),
     (128, 128): ("pages and lists", "packed straight"),
     (256, 256): ("whole numbers", "highest of capped"),
 }

@@ -113,6 +113,18 @@ def test_every_operation(op, dtype):  # type: ignore[no-untyped-def]
     assert same(op, ours, theirs), (ours[ours != theirs], theirs[ours != theirs])
 
 
+@pytest.mark.parametrize(
+    "mask", [lambda t, n, k: t[k] * 0.1 > 6.298, lambda t, n, k: n * t[k] > 6.298, lambda t, n, k: t[k] / 10.001 > 6.297]
+)
+def test_numbers_beside_halves(mask):  # type: ignore[no-untyped-def]
+    """A number that 16-bit floats are multiplied or divided by keeps its 32 bits, as in torch."""
+    t, n = torch.linspace(62.5, 63.5, COLUMNS).to(torch.float16), 0.1
+    traced = trace(lambda b, h, q, k: mask(t, n, k), "mask")
+    theirs = by_torch(traced.expr, traced.scalars, traced.tensors)
+    assert theirs.any() and not theirs.all() and torch.equal(theirs[0], mask(t, n, torch.arange(COLUMNS)))
+    assert torch.equal(by_triton(traced.expr, traced.scalars, traced.tensors), theirs)
+
+
 EDGES = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 1e-5, 0.2, -0.7, 0.999, -0.9999999, 1.0, -1.0, 3.0, -1e4, 88.9, -89.2, torch.inf])
 MORE_EDGES = torch.cat([EDGES, torch.tensor([-torch.inf, torch.nan, 1e30, -1e30, 2, -2, 5, -5, 1e-20, 7, -7, 20, -20, 50, -50, 0.3])])
 

@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 
 def program(seed: int) -> Program:
-    return _Writer(seed).program()
+    return Writer(seed).program()
 
 
 def programs(count: int, first: int = 0) -> list[Program]:
@@ -59,7 +59,7 @@ def called(made: Program, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, score: Te
     return torch.broadcast_to(torch.as_tensor(value), torch.broadcast_shapes(b.shape, h.shape, q.shape, kv.shape))
 
 
-class _Writer:
+class Writer:
     """Writes one program; every choice follows from the seed."""
 
     def __init__(self, seed: int) -> None:

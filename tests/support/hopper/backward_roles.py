@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import functools
 import itertools
+import operator
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
-from tests.support.hopper.emitted import Array, mask_words, run_source
+from tests.support.hopper.emitted import Array, least, mask_words, most, run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule
@@ -221,7 +222,7 @@ class _Device:
             fence_proxy=self.fence, fence_acq_rel_gpu=lambda: None, atomic_add=self.atomic_add, load=self.load,
             cp_async_bulk_commit_group=lambda: self.group.committed(),
             cp_async_bulk_wait_group=lambda most, read=False: self.group.wait_for_copies(most, read),
-            rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax,
+            rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=least, fmax=most,
         )  # fmt: skip
         plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
         functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
@@ -247,6 +248,7 @@ class _Device:
         below = run_source("codegen/device_math", given)
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
         made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
+        made["product"] = operator.mul
         words = mask_words(made)
         parity = SimpleNamespace(Producer=1, Consumer=0)
         pipeline = SimpleNamespace(PipelineUserType=parity, make_pipeline_state=lambda who, n: State(n, 0, who))

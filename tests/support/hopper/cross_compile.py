@@ -82,7 +82,7 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     folder.mkdir()
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
-    cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
+    cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --dump-dir={folder}")
     for cubin in folder.glob("*.cubin"):
         products, waits = products_and_waits(cubin)
         assert waits < products, f"{config}: {products} products wait for one another {waits} times"
@@ -154,7 +154,10 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     near = trace(lambda s, b, h, q, k: torch.tan(s) + torch.atan(s) + torch.sinh(s) + torch.erfinv(s) + torch.hypot(s, s * 2), "score")
     other = trace(lambda s, b, h, q, k: torch.cosh(s) + torch.atan2(s, s + 1.0) + torch.nan_to_num(s), "score")
     products = trace(lambda s, b, h, q, k: s + torch.dot(rows[0][q], rows[1][k]), "score")
-    return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
+    small, large = torch.rand(100), torch.rand(100)
+    floats = trace(lambda b, h, q, k: torch.floor(q / 41.0) + small[k] * 0.3 < torch.maximum(torch.sqrt(small[q]), large[k]), "mask")
+    found = {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
+    return found | {"floats": ([floats], {"always": (Ask(floats.expr, False),)})}
 
 
 def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:

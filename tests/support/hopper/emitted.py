@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -63,8 +64,30 @@ class Int64(Int32):
     kind = np.int64
 
 
-def _unary(function: Callable) -> Callable:
-    return lambda x, fastmath=False: np.float32(function(np.float32(x)))
+_ROUNDED = ("floor", "ceil", "trunc", "roundeven", "absf")  # exact also where others are approximate
+
+
+def _unary(function: Callable, is_exact: bool = True) -> Callable:
+    """is_exact: otherwise the fast form is off by one unit in the last place."""
+
+    def called(x: Any, fastmath: bool = False) -> Any:
+        found = np.float32(function(np.float32(x)))
+        return found if is_exact or not fastmath else _approximately(found)
+
+    return called
+
+
+def _approximately(x: Any) -> Any:
+    return np.nextafter(x, np.float32(0)) if np.isfinite(x) else x
+
+
+def least(a: Any, b: Any, nan: bool = False) -> Any:
+    """The lesser number; NaN of one number only if ``nan``."""
+    return np.minimum(a, b) if nan else np.fmin(a, b)
+
+
+def most(a: Any, b: Any, nan: bool = False) -> Any:
+    return np.maximum(a, b) if nan else np.fmax(a, b)
 
 
 def _once_rounded(a: Any, b: Any, c: Any) -> Any:
@@ -83,10 +106,10 @@ class _Rests(ast.NodeTransformer):
 def emitter(sign: str) -> dict[str, Any]:
     """The names of ``emit.py``. sign: whose sign the compiler's ``%`` of run-time integers takes, the "dividend"'s or the "divisor"'s."""
     plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
-    functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
+    functions: dict[str, Any] = {name: _unary(getattr(np, name), name in _ROUNDED) for name in plain}
     functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": _unary(math.erf), "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
     functions |= {"copysign": np.copysign, "fma": _once_rounded, "atan": _unary(np.arctan), "atan2": np.arctan2}
-    arch = SimpleNamespace(rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax)
+    arch = SimpleNamespace(rcp_approx=lambda x: _approximately(np.float32(1) / np.float32(x)), fmin=least, fmax=most)
     cutlass = SimpleNamespace(select_=lambda condition, yes, no: yes if condition else no, min=min, max=max)
 
     def rest(a: Any, b: Any) -> Any:
@@ -99,6 +122,7 @@ def emitter(sign: str) -> dict[str, Any]:
     below = run_source("codegen/device_math", given)
     made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
     made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
+    made["product"] = operator.mul
     return made
 
 

@@ -7,6 +7,9 @@ a distance, is converted to float once per row; the address of a load that is in
 torch's integers have at most 64 bits and wrap around. Values that fit 32 bits for all positions and captured numbers that the kernel
 accepts (``score_analysis.is_wide``) are computed in 32; values that may exceed a narrower dtype are wrapped around to it. Addresses have 64
 bits, because a tensor's strides do.
+
+Scores may be approximate, but numbers that a comparison or a rounding to integers depends on (``mods.analysis.sharp``) may not: these are
+divided, multiplied and rounded as torch does it, at the cost of a few instructions.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from anyattn.backends.hopper.codegen.device_math import (  # fmt: skip
     whole,
 )
 from anyattn.backends.hopper.codegen.score_analysis import is_modular, is_near, is_wide, lines, shared, stages, straight, wraps
+from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
@@ -56,15 +60,24 @@ def tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     return Float32(found)
 
 
+@dsl_user_op
+def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The product, rounded before it is added to anything: the compiler makes one multiply-add of a plain product and its sum."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    dialect = llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(
+        T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", has_side_effects=False, is_align_stack=False, asm_dialect=dialect
+    )
+    return Float32(found)
+
+
 def _approximate(function: Callable) -> Callable:
     return lambda x: function(Float32(x), fastmath=True)
 
 
+_FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
 _UNARY: dict[str, Callable] = {
-    **{
-        name: _approximate(getattr(cute.math, name))
-        for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
-    },
+    **{name: _approximate(getattr(cute.math, name)) for name in _FUNCTIONS},
     **{name: getattr(cute.math, name) for name in ("atan", "sinh", "cosh")},
     "tan": lambda x: cute.math.sin(x, fastmath=True) / cute.math.cos(x, fastmath=True),
     "erfinv": erfinv,
@@ -72,6 +85,12 @@ _UNARY: dict[str, Callable] = {
     "tanh": tanh,
     "sigmoid": lambda x: tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
+}
+_SHARP_UNARY: dict[str, Callable] = {
+    **{name: getattr(cute.math, name) for name in (*_FUNCTIONS, "tanh")},
+    "tan": lambda x: cute.math.sin(x) / cute.math.cos(x),
+    "sigmoid": lambda x: Float32(1.0) / (Float32(1.0) + cute.math.exp(-x)),
+    "reciprocal": lambda x: Float32(1.0) / x,
 }
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _BINARY = {
@@ -271,13 +290,13 @@ def _operation(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> A
     """The value of node ``i``; an integer is wrapped around to its dtype."""
     node = expr.nodes[i]
     if category(node.dtype) != "int" or node.op in ("const", "load", "tensor", "native"):
-        return _computed(node, args, expr, tensors)
+        return _computed(i, args, expr, tensors)
     if is_wide(expr)[i] and node.op != "cast":
         is_whole = (category(expr.nodes[at].dtype) == "int" for at in node.args)  # literals keep their type
         args = [Int64(a) if whole_one and not isinstance(a, int) else a for a, whole_one in zip(args, is_whole, strict=True)]
     elif is_modular(node):
         args = [narrow(a) for a in args]
-    found = _computed(node, args, expr, tensors)
+    found = _computed(i, args, expr, tensors)
     if is_wide(expr)[i] or isinstance(found, int):
         return found
     bits = 32 if node.dtype is int else torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
@@ -286,7 +305,9 @@ def _operation(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> A
     return narrow(found)
 
 
-def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
+def _computed(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
+    """The value of node ``i``, which is rounded as torch rounds it if the node is sharp."""
+    node, is_sharp = expr.nodes[i], i in sharp(expr)
     kind = category(node.dtype)
     if node.op == "const":
         return node.attr
@@ -299,12 +320,12 @@ def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -
     if node.op == "load":
         return _load(node, args, expr, tensors[node.attr], kind)  # type: ignore[index]
     if node.op in _UNARY:
-        return _UNARY[node.op](Float32(args[0]))
+        return (_SHARP_UNARY if is_sharp and node.op in _SHARP_UNARY else _UNARY)[node.op](Float32(args[0]))
     if node.op == "where":
         return select(*args, kind)
     if node.op in ("min", "max"):
         if kind == "float":
-            return (cute.arch.fmin if node.op == "min" else cute.arch.fmax)(*(Float32(a) for a in args))
+            return (cute.arch.fmin if node.op == "min" else cute.arch.fmax)(*(Float32(a) for a in args), nan=True)  # torch's
         return (cutlass.min if node.op == "min" else cutlass.max)(*alike(args))
     if node.op == "detach":
         return args[0]
@@ -325,17 +346,21 @@ def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -
         return shifted(node.op, *args, 64 if node.dtype is int else torch.iinfo(node.dtype).bits)  # type: ignore[arg-type]
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
-    return _binary(node, args, category(expr.nodes[node.args[0]].dtype))
+    return _binary(node, args, category(expr.nodes[node.args[0]].dtype), is_sharp)
 
 
-def _binary(node: Node, args: list[Any], operands: str) -> Any:
+def _binary(node: Node, args: list[Any], operands: str, is_sharp: bool) -> Any:
     a, b = args
+    if node.op == "div" and is_sharp:
+        return Float32(a) / Float32(b)
     if node.op == "div":  # by the reciprocal; a literal's is computed at build time
         return Float32(a) * (Float32(1.0 / b) if isinstance(b, (int, float)) else cute.arch.rcp_approx(Float32(b)))
     if all(isinstance(x, (int, float, bool)) for x in args):
         return _BINARY[node.op](a, b)
     if operands == "float":
         a, b = Float32(a), Float32(b)
+        if node.op == "mul" and is_sharp:
+            return product(a, b)
     elif operands == "int":
         a, b = alike([a, b])
     return _BINARY[node.op](a, b)

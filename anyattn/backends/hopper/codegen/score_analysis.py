@@ -11,6 +11,7 @@ from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.piecewise import Piece, pieces
 from anyattn.mods.analysis.row_ranges import mask_of
+from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.analysis.tile_lines import asks_each, bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
@@ -100,7 +101,7 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if due[last] != "tile" or slope is None or category(expr.nodes[last].dtype) != "int" or abs(slope[1]) > _MOST_STEP:
             continue
         if node.op == "cast" and category(node.dtype) == "float":
-            if plain[last] and not (_decides(expr) and (size is None or bits_of(size) > _EXACT_BITS)):
+            if plain[last] and not (i in sharp(expr) and (size is None or bits_of(size) > _EXACT_BITS)):
                 casts.append(i)
         elif node.op == "load" and all(due[a] in ("once", "row") for a in node.args[:-1]):
             reads.append(i)
@@ -224,18 +225,14 @@ def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
     return builder.build(total)
 
 
-def _decides(expr: Expr) -> bool:
-    """Whether the expression is a mask: then sums along a row must round as the user wrote them."""
-    return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
-
-
 @lru_cache(maxsize=256)
 def lines(expr: Expr) -> tuple[int, ...]:
-    """Float nodes that are linear along the keys: straight casts, and sums and products of them with values of the row."""
+    """Float nodes that are linear along the keys: straight casts, and sums and products of them with values of the row, unless they are
+    sharp and must round as the user wrote them."""
     due, found = stages(expr), set(straight(expr)[0])
-    if _decides(expr):
-        return tuple(sorted(found))
     for i, node in enumerate(expr.nodes):
+        if i in sharp(expr):
+            continue
         on_line = [a for a in node.args if a in found]
         others = [a for a in node.args if a not in found]
         if not on_line or category(node.dtype) != "float" or any(due[a] not in ("once", "row") for a in others):

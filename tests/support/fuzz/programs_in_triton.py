@@ -1,7 +1,7 @@
-"""Evaluation of random integer programs' Triton text in Triton's interpreter. Arguments: first seed, count.
+"""Evaluation of random programs' Triton text in Triton's interpreter. Arguments: "whole" or "float" numbers, first seed, count.
 
-``test_fuzz_whole_numbers.py`` runs it in a separate process, since the interpreter is chosen when Triton is imported. Many programs share
-a text, and one kernel evaluates all of them.
+``test_fuzz_whole_numbers.py`` and ``test_fuzz_float_masks.py`` run it in a separate process, since the interpreter is chosen when Triton is
+imported. Many programs share a text, and one kernel evaluates all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.sparsity.kernels.interval_codegen import MOST_SCALAR_BITS, mask_source
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
+from tests.support.fuzz.float_masks import float_masks
 from tests.support.fuzz.whole_number_checks import B, H, called, grid, origin_of, traced
 from tests.support.fuzz.whole_numbers import LENGTH, Program, programs
 from tests.support.interpreter import mend
@@ -93,7 +94,7 @@ def check_values(asked: list[tuple[Program, TracedMod | RowRanges]]) -> None:
 
 
 def load(source: str) -> Any:
-    return jit_source.load(source, f"whole_numbers_{jit_source.digest(source)}")
+    return jit_source.load(source, f"programs_{jit_source.digest(source)}")
 
 
 def check_verdicts(made: Program, mod: TracedMod) -> None:
@@ -122,11 +123,11 @@ def ask_verdict(lo, hi, q_first, q_last, kv_first, kv_last, scalars, tensors, M:
 """
 
 
-def main(first: int, count: int) -> None:
+def main(numbers: str, first: int, count: int) -> None:
     asked: list[tuple[Program, TracedMod | RowRanges]] = []
-    for made in programs(count, first):
+    for made in {"whole": programs, "float": float_masks}[numbers](count, first):
         mod = traced(made)
-        if mod is None:
+        if mod is None or any(node.dtype is torch.bfloat16 for node in mod.expr.nodes):  # which the interpreter cuts off
             continue
         asked.append((made, mod))
         if made.kind == "mask":
@@ -144,4 +145,4 @@ def main(first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
