@@ -222,8 +222,7 @@ class _Writer:
         if node.op in ("index", "score"):
             return f"tl.cast({self.leaves[node.attr if node.op == 'index' else 'score']}, {self._dtype(at)})"  # type: ignore[index]
         if node.op == "const":
-            literal = f"tl.full((), {_literal(node.attr)}, {self._dtype(at)})"  # type: ignore[arg-type]
-            return f"{literal} * -1.0" if repr(node.attr) == "-0.0" else literal  # Triton's constants have no -0.0
+            return _constant(node.attr, self._dtype(at))  # type: ignore[arg-type]
         if node.op == "scalar":
             bits = f"tl.full((), scalars[{node.attr}], tl.int64)"
             return f"tl.cast({bits}, tl.float64, bitcast=True)" if node.dtype is float else f"{bits}.to({self._dtype(at)})"
@@ -252,7 +251,7 @@ class _Writer:
         """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""
         node = self.nodes[at]
         if node.op == "const":
-            return f"tl.full((), {_literal(node.attr)}, tl.float32)"  # type: ignore[arg-type]
+            return _constant(node.attr, "tl.float32")  # type: ignore[arg-type]
         if node.op == "cast" and is_weak(self.nodes[node.args[0]].dtype):
             return f"{self.prefix}{node.args[0]}.to(tl.float32)"
         return text
@@ -354,6 +353,11 @@ class _Writer:
         if is_dense:
             return place
         return f"{place}.to(tl.int64) * {stride}" if is_narrow else f"{place} * {stride}"
+
+
+def _constant(value: int | float | bool, dtype: str) -> str:
+    text = f"tl.full((), {_literal(value)}, {dtype})"
+    return f"({text} * -1.0)" if repr(value) == "-0.0" else text  # Triton's constants have no -0.0
 
 
 def _literal(value: int | float | bool) -> str:
