@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from anyattn.backends.hopper.api import config_of, runs_documents
@@ -10,7 +12,8 @@ from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POS
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
-from anyattn.mods.ir.expr import category, is_weak
+from anyattn.mods.analysis.sharp import sharp
+from anyattn.mods.ir.expr import Node, category, is_weak
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
@@ -56,12 +59,19 @@ def _against_mod(mod: TracedMod) -> str | None:
     if any(isinstance(x, int) and abs(x) >= MOST_NUMBER for x in mod.scalars):
         return f"the {mod.kind} mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for"
     dtypes = {node.dtype for node in mod.expr.nodes if not is_weak(node.dtype)}
-    found = dtypes & _UNKNOWN
-    if mod.kind == "mask":  # a mask's comparisons are exact
-        found |= {d for d in dtypes if category(d) == "float" and d is not torch.float32}
+    found = dtypes & (_UNKNOWN | {mod.expr.nodes[at].dtype for at in sharp(mod.expr) if _differs_in_float32(mod.expr.nodes[at])})
     if found:
         return f"the {mod.kind} mod computes in {', '.join(sorted(map(str, found)))}"
     return None
+
+
+def _differs_in_float32(node: Node) -> bool:
+    """Whether a float of another dtype may have another value in float32, in which this kernel computes: 16-bit tensors do not."""
+    if category(node.dtype) != "float" or is_weak(node.dtype) or node.dtype is torch.float32:
+        return False
+    if node.op == "const" and math.isfinite(node.attr):  # type: ignore[arg-type]
+        return float(torch.tensor(node.attr, dtype=node.dtype)) != float(torch.tensor(node.attr, dtype=torch.float32))  # type: ignore[arg-type]
+    return node.op not in ("load", "const") or node.dtype is torch.float64
 
 
 def _against_lists(problem: Problem) -> str | None:

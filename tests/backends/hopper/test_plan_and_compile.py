@@ -85,6 +85,28 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 BIG = 2**40
 
 
+def test_a_comparison_of_floats_that_float32_may_not_decide_is_refused() -> None:
+    """In 16 bits 0.3 is another number than in float32, and so is a product; a loaded number and 0.5 are the same."""
+    gate, exact, n = torch.rand(64).to(torch.bfloat16), torch.rand(64).double(), 0.3
+    taken = (
+        lambda s, j: s + gate[j] * 0.3,
+        lambda s, j: torch.where(gate[j] > 0.5, s, -1.0),
+        lambda s, j: torch.where(gate[j].float() * 0.2 > 0.3, s, -1.0),
+        lambda s, j: s * exact[j],
+    )
+    refused = (
+        (lambda s, j: torch.where(gate[j] > 0.3, s, -1.0), "bfloat16"),
+        (lambda s, j: torch.where(gate[j] > n, s, -1.0), "bfloat16"),
+        (lambda s, j: torch.where(gate[j] * gate[j] > 0.5, s, -1.0), "bfloat16"),
+        (lambda s, j: torch.where(exact[j] > 0.5, s, -1.0), "float64"),
+    )
+    for mod in taken:
+        assert reason_against(problem(score=trace(lambda s, b, h, i, j, mod=mod: mod(s, j), "score"))) is None
+    for mod, dtype in refused:
+        reason = reason_against(problem(score=trace(lambda s, b, h, i, j, mod=mod: mod(s, j), "score")))
+        assert reason == f"the score mod computes in torch.{dtype}"
+
+
 def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
     assert not special().config.tiles.ping_pong and not special(wants_lse=True).config.tiles.ping_pong
     lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
