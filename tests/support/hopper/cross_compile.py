@@ -155,7 +155,7 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     other = trace(lambda s, b, h, q, k: torch.cosh(s) + torch.atan2(s, s + 1.0) + torch.nan_to_num(s), "score")
     products = trace(lambda s, b, h, q, k: s + torch.dot(rows[0][q], rows[1][k]), "score")
     small, large = torch.rand(100), torch.rand(100)
-    floats = trace(lambda b, h, q, k: torch.floor(q / 41.0) + small[k] * 0.3 < torch.maximum(torch.sqrt(small[q]), large[k]), "mask")
+    floats = trace(lambda b, h, q, k: torch.floor(q / 41.0) + large[k] / 3 * 0.3 < torch.maximum(torch.sqrt(small[q]), large[k]), "mask")
     found = {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
     return found | {"floats": ([floats], {"always": (Ask(floats.expr, False),)})}
 

@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 __all__ = [
-    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "select", "shifted", "whole",
+    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "quotient_of_whole", "select", "shifted",
+    "whole",
 ]  # fmt: skip
 
 TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
@@ -81,7 +82,19 @@ def shifted(op: str, a: Any, b: Any, bits: int) -> Any:
     return a >> select(is_inside, b, width - 1, "int")
 
 
-# ---- remainders
+# ---- quotients and remainders
+
+
+def quotient_of_whole(a: Any, b: Any) -> Any:
+    """The quotient of a float that is an integer and of an integer or a literal, rounded to nearest: by the reciprocal, which is computed
+    once for equal divisors, and one correction (P. Markstein, 1990). Its last bit may be wrong for divisors (2 ** 24 - 1) * 2 ** n."""
+    if isinstance(b, (int, float)) and abs(math.frexp(b)[0]) == 0.5:
+        return Float32(a) * Float32(1.0 / b)  # by a power of two: exact
+    inverse = Float32(1.0 / b) if isinstance(b, (int, float)) else Float32(1.0) / Float32(b)
+    a, b = Float32(a), Float32(b)
+    first = a * inverse
+    found = cute.math.fma(cute.math.fma(-first, b, a), inverse, first)
+    return select(found == found, found, first, "float")  # by 0
 
 
 def divided(op: str, a: Any, b: Any, kind: str) -> Any:

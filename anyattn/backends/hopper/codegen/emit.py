@@ -14,6 +14,7 @@ divided, multiplied and rounded as torch does it, at the cost of a few instructi
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from anyattn.backends.hopper.codegen.device_math import (  # fmt: skip
     limit,
     narrow,
     power,
+    quotient_of_whole,
     select,
     shifted,
     whole,
@@ -86,8 +88,9 @@ _UNARY: dict[str, Callable] = {
     "sigmoid": lambda x: tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
 }
+# exp, log and erf stay approximate, to some units in the last place: torch's own differ by one between a CPU and a GPU
 _SHARP_UNARY: dict[str, Callable] = {
-    **{name: getattr(cute.math, name) for name in (*_FUNCTIONS, "tanh")},
+    **{name: getattr(cute.math, name) for name in ("sqrt", "rsqrt", "sin", "cos", "tanh")},
     "tan": lambda x: cute.math.sin(x) / cute.math.cos(x),
     "sigmoid": lambda x: Float32(1.0) / (Float32(1.0) + cute.math.exp(-x)),
     "reciprocal": lambda x: Float32(1.0) / x,
@@ -346,20 +349,28 @@ def _computed(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> An
         return shifted(node.op, *args, 64 if node.dtype is int else torch.iinfo(node.dtype).bits)  # type: ignore[arg-type]
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
-    return _binary(node, args, category(expr.nodes[node.args[0]].dtype), is_sharp)
-
-
-def _binary(node: Node, args: list[Any], operands: str, is_sharp: bool) -> Any:
-    a, b = args
     if node.op == "div" and is_sharp:
-        return Float32(a) / Float32(b)
+        is_whole = [expr.nodes[a].op == "cast" and category(expr.nodes[expr.nodes[a].args[0]].dtype) == "int" for a in node.args]
+        return quotient_of_whole(*args) if is_whole[0] and (is_whole[1] or _is_divisor(args[1])) else Float32(args[0]) / Float32(args[1])
+    is_summed = is_sharp and any(n.op in ("add", "sub") and i in n.args for n in expr.nodes)
+    return _binary(node, args, category(expr.nodes[node.args[0]].dtype), is_summed)
+
+
+def _is_divisor(x: Any) -> bool:
+    """Whether ``quotient_of_whole`` takes a literal."""
+    return isinstance(x, (int, float)) and 2.0**-60 < abs(x) < 2.0**60 and abs(math.frexp(x)[0]) < 1 - 2.0**-23
+
+
+def _binary(node: Node, args: list[Any], operands: str, is_summed: bool) -> Any:
+    """is_summed: the value is sharp and added to another."""
+    a, b = args
     if node.op == "div":  # by the reciprocal; a literal's is computed at build time
         return Float32(a) * (Float32(1.0 / b) if isinstance(b, (int, float)) else cute.arch.rcp_approx(Float32(b)))
     if all(isinstance(x, (int, float, bool)) for x in args):
         return _BINARY[node.op](a, b)
     if operands == "float":
         a, b = Float32(a), Float32(b)
-        if node.op == "mul" and is_sharp:
+        if node.op == "mul" and is_summed:
             return product(a, b)
     elif operands == "int":
         a, b = alike([a, b])
