@@ -25,7 +25,8 @@ class Array:
     """A captured tensor: what is read from it is a number of its own dtype, a bool a byte."""
 
     def __init__(self, values: Tensor):
-        self.values, self.shape = values.to(torch.uint8 if values.dtype is torch.bool else values.dtype).numpy(), values.shape
+        dtype = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}.get(values.dtype, values.dtype)  # NumPy has no bfloat16
+        self.values, self.shape = values.to(dtype).numpy(), values.shape
         self.iterator, self.layout = Start(self), None
 
     def __getitem__(self, place: Any) -> Any:
