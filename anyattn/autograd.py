@@ -13,15 +13,13 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import for_backward
 from anyattn.problem import Problem
+from anyattn.sparsity.lists import write_counts
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.dynamo import opaque
 
 __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_derivative", "wanting"]
 
 _GIVEN = "a gradient that backward was given"
-_LISTS = (  # the tensors of block lists, dense and varlen
-    "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k",
-)  # fmt: skip
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 _is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
@@ -92,7 +90,7 @@ class _Attention(torch.autograd.Function):
                 fields["sequences"] = problem.sequences.kept()
             problem = Problem.of_fields(fields)
         out, lse, highest = backend_module(plan.backend).forward(problem, plan)
-        ctx.call = _without_inputs(fields), plan, _writes(problem.blocks)
+        ctx.call = _without_inputs(fields), plan, None if problem.blocks is None else write_counts(problem.blocks)
         if problem.predicates:  # the backward pass reads the masks' tensors again, though no gradient flows to them
             inputs = (*inputs, out, lse, *[t for p in problem.predicates for t in p.tensors if not t.is_inference()])
         else:
@@ -111,7 +109,7 @@ class _Attention(torch.autograd.Function):
             for t in (dout, dlse):
                 kinds.refuse_hidden(_GIVEN, t)
         needed, saved, (fields, plan, writes) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
-        if writes and _writes(fields["blocks"]) != writes:
+        if writes is not None and write_counts(fields["blocks"]) != writes:
             raise RuntimeError(
                 "block lists have been modified by an inplace operation after the attention call whose gradients are computed; wanted "
                 "backward() first, or lists of its own for each call"
@@ -141,15 +139,6 @@ def _gradients(
             kinds.refuse_batched(_GIVEN, t)
         raise
     return [g if n else None for g, n in zip(found, needed, strict=True)]
-
-
-def _writes(lists: Any) -> tuple[int, ...]:
-    """The write counter of each tensor of block lists, -1 for absent and inference tensors, which have none; () without lists."""
-    if lists is None:
-        return ()
-    fields = vars(lists)
-    tensors = [fields.get(name) for name in _LISTS]
-    return tuple([-1 if t is None or t.is_inference() else t._version for t in tensors])
 
 
 def _in_memory(t: Tensor | None) -> Tensor | None:

@@ -25,6 +25,7 @@ __all__ = [
     "ordered",
     "ordered_ragged",
     "unknown_lists",
+    "write_counts",
 ]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
@@ -122,15 +123,19 @@ def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
     return _kept(lists, lengths, ready)
 
 
+def write_counts(lists: Any) -> tuple[int, ...]:
+    """torch's write counter of each tensor of block lists; -1 for an inference tensor, whose writes torch does not count."""
+    return tuple([-1 if t.is_inference() else t._version for t in vars(lists).values() if isinstance(t, Tensor)])
+
+
 def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
     """A result computed from ``lists``, cached until they are deleted or one of their tensors is written to.
 
     Only writes that torch counts are noticed. Nothing is cached while a CUDA graph is captured: its results are computed at replay.
     """
-    tensors = [t for t in vars(lists).values() if isinstance(t, Tensor)]
-    if any(t.is_inference() for t in tensors) or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    versions = write_counts(lists)
+    if -1 in versions or (lists.mask_block_cnt.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
-    versions = tuple(t._version for t in tensors)
     known = _made.setdefault(lists, {})
     found = known.get(what)
     if found is None or found[0] != versions:

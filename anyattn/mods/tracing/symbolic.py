@@ -364,12 +364,11 @@ def binary(op: str, swapped: bool = False, tie: str | None = None) -> Callable[.
 
 def _quotient(input: Any, other: Any) -> Value:
     """``input / other``. torch's quotient of a number and a tensor is the number times the reciprocal, which rounds twice."""
-    if isinstance(other, Value) and not is_weak(other.builder.nodes[other.node].dtype):
-        is_number = isinstance(input, (bool, int, float)) or (isinstance(input, Value) and is_weak(input.builder.nodes[input.node].dtype))
-        if is_number:
-            inverse = _unary("reciprocal")(other)
-            return inverse if type(input) in (int, float) and input == 1 else binary("mul")(inverse, input)
-    return binary("div")(input, other)
+    is_number = is_weak(input.kind) if isinstance(input, Value) else isinstance(input, (bool, int, float))
+    if not is_number or not isinstance(other, Value) or is_weak(other.kind):
+        return binary("div")(input, other)
+    inverse = _unary("reciprocal")(other)
+    return inverse if type(input) in (int, float) and input == 1 else binary("mul")(inverse, input)
 
 
 def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:

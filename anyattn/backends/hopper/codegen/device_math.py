@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
@@ -10,8 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 __all__ = [
-    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "quotient_of_whole", "select", "shifted",
-    "whole",
+    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "quotient", "select", "shifted", "whole",
 ]  # fmt: skip
 
 TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
@@ -85,16 +85,16 @@ def shifted(op: str, a: Any, b: Any, bits: int) -> Any:
 # ---- quotients and remainders
 
 
-def quotient_of_whole(a: Any, b: Any) -> Any:
-    """The quotient of a float that is an integer and of an integer or a literal, rounded to nearest: by the reciprocal, which is computed
-    once for equal divisors, and one correction (P. Markstein, 1990). Its last bit may be wrong for divisors (2 ** 24 - 1) * 2 ** n."""
-    if isinstance(b, (int, float)) and abs(math.frexp(b)[0]) == 0.5:
-        return Float32(a) * Float32(1.0 / b)  # by a power of two: exact
-    inverse = Float32(1.0 / b) if isinstance(b, (int, float)) else Float32(1.0) / Float32(b)
-    a, b = Float32(a), Float32(b)
+def quotient(a: Any, b: Any, is_whole: bool) -> Any:
+    """``a / b``, rounded to nearest. An integer (is_whole) is multiplied by the reciprocal of a literal, and the product corrected once
+    (P. Markstein, 1990), which is exact unless a number overflows or all bits of the divisor's significand are 1."""
+    if not is_whole or not isinstance(b, (int, float)) or not 2.0**-60 < abs(b) < 2.0**60 or abs(math.frexp(b)[0]) >= 1 - 2.0**-23:
+        return Float32(a) / Float32(b)
+    a, inverse = Float32(a), Float32(1.0 / ctypes.c_float(b).value)
     first = a * inverse
-    found = cute.math.fma(cute.math.fma(-first, b, a), inverse, first)
-    return select(found == found, found, first, "float")  # by 0
+    if abs(math.frexp(b)[0]) == 0.5:
+        return first
+    return cute.math.fma(cute.math.fma(-first, Float32(b), a), inverse, first)
 
 
 def divided(op: str, a: Any, b: Any, kind: str) -> Any:

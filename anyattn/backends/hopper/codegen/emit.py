@@ -14,7 +14,6 @@ divided, multiplied and rounded as torch does it, at the cost of a few instructi
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from anyattn.backends.hopper.codegen.device_math import (  # fmt: skip
     limit,
     narrow,
     power,
-    quotient_of_whole,
+    quotient,
     select,
     shifted,
     whole,
@@ -51,26 +50,24 @@ from anyattn.mods.ir.expr import Expr, Node, category
 __all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "needed_for", "run_stage", "select", "tanh", "wrapped"]
 
 
+def _instruction(text: str, *operands: Any, loc: Any, ip: Any) -> Any:
+    """The float32 result of one PTX instruction on float32 operands."""
+    values, constraints = [Float32(x).ir_value(loc=loc, ip=ip) for x in operands], "=f" + ",f" * len(operands)
+    dialect = llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.f32(), values, text, constraints, has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
+    return Float32(found)
+
+
 @dsl_user_op
 def tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """tanh in one MUFU operation, relative error 2^-11: less than the rounding of scores from 16-bit inputs."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip)]
-    dialect = llvm.AsmDialect.AD_ATT
-    found = llvm.inline_asm(
-        T.f32(), operands, "tanh.approx.f32 $0, $1;", "=f,f", has_side_effects=False, is_align_stack=False, asm_dialect=dialect
-    )
-    return Float32(found)
+    return _instruction("tanh.approx.f32 $0, $1;", x, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """The product, rounded before it is added to anything: the compiler makes one multiply-add of a plain product and its sum."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
-    dialect = llvm.AsmDialect.AD_ATT
-    found = llvm.inline_asm(
-        T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", has_side_effects=False, is_align_stack=False, asm_dialect=dialect
-    )
-    return Float32(found)
+    return _instruction("mul.rn.f32 $0, $1, $2;", a, b, loc=loc, ip=ip)
 
 
 def _approximate(function: Callable) -> Callable:
@@ -350,19 +347,12 @@ def _computed(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> An
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
     if node.op == "div" and is_sharp:
-        is_whole = [expr.nodes[a].op == "cast" and category(expr.nodes[expr.nodes[a].args[0]].dtype) == "int" for a in node.args]
-        return quotient_of_whole(*args) if is_whole[0] and (is_whole[1] or _is_divisor(args[1])) else Float32(args[0]) / Float32(args[1])
-    is_summed = is_sharp and any(n.op in ("add", "sub") and i in n.args for n in expr.nodes)
-    return _binary(node, args, category(expr.nodes[node.args[0]].dtype), is_summed)
+        dividend = expr.nodes[node.args[0]]
+        return quotient(*args, dividend.op == "cast" and category(expr.nodes[dividend.args[0]].dtype) == "int")
+    return _binary(node, args, category(expr.nodes[node.args[0]].dtype), is_sharp)
 
 
-def _is_divisor(x: Any) -> bool:
-    """Whether ``quotient_of_whole`` takes a literal."""
-    return isinstance(x, (int, float)) and 2.0**-60 < abs(x) < 2.0**60 and abs(math.frexp(x)[0]) < 1 - 2.0**-23
-
-
-def _binary(node: Node, args: list[Any], operands: str, is_summed: bool) -> Any:
-    """is_summed: the value is sharp and added to another."""
+def _binary(node: Node, args: list[Any], operands: str, is_sharp: bool) -> Any:
     a, b = args
     if node.op == "div":  # by the reciprocal; a literal's is computed at build time
         return Float32(a) * (Float32(1.0 / b) if isinstance(b, (int, float)) else cute.arch.rcp_approx(Float32(b)))
@@ -370,7 +360,7 @@ def _binary(node: Node, args: list[Any], operands: str, is_summed: bool) -> Any:
         return _BINARY[node.op](a, b)
     if operands == "float":
         a, b = Float32(a), Float32(b)
-        if node.op == "mul" and is_summed:
+        if node.op == "mul" and is_sharp:
             return product(a, b)
     elif operands == "int":
         a, b = alike([a, b])
