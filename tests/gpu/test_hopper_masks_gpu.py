@@ -23,7 +23,7 @@ CAPTURING = {
 MASKS: dict[str, Any] = masks.MASKS | CAPTURING
 IMPORTANCE = torch.tensor([0.0, 0.3, float("nan"), 0.9, 0.1, 0.7])
 FLOATS: dict[str, Any] = {  # 41 * (1 / 41) is less than 1 in float32
-    "quotients": lambda b, h, q, k: (q / 41.0).floor() == (k / 41.0).floor(),
+    "quotients": judging.AsOnCpu(lambda b, h, q, k: (q / 41.0).floor() == (k / 41.0).floor()),
     "sums": lambda b, h, q, k: q * 0.3 + 0.9 > k * 0.3,
     "roots": lambda b, h, q, k: torch.sqrt(q * 1.0 + 1).floor() >= torch.sqrt(k * 1.0).floor(),
     "NaN": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: torch.maximum(t[k % 6], t[q % 6]) < 0.8)(to(IMPORTANCE))),

@@ -20,8 +20,14 @@ _EXACT = {
 }  # fmt: skip
 
 
+_PRODUCTS = {_aten.addmm.default, _aten.baddbmm.default, _aten.bmm.default, _aten.mm.default}  # they take one dtype
+
+
 class KeepsFloat64(TorchDispatchMode):
-    """Leaves float64 what a model casts from float64 to float32, as for its norms and softmax: such casts make float64 no oracle."""
+    """Leaves float64 what a model casts from float64 to float32, as for its norms and softmax: such casts make float64 no oracle.
+
+    What it casts from other dtypes to float32, as positions, is widened where a product multiplies it by float64.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,6 +38,8 @@ class KeepsFloat64(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is _aten._to_copy.default and args[0].dtype is torch.float64 and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
+        if func in _PRODUCTS and any(x.dtype is torch.float64 for x in args):
+            args = tuple(x.double() for x in args)
         return func(*args, **kwargs)
 
 

@@ -88,7 +88,7 @@ def order_where(tiles: int, guard: Tensor) -> KeyOrder:
 
 
 def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:
-    """The tables by one launch, which also clears rows of dk and dv, and a second launch that clears rows of dq."""
+    """The tables by one launch, which also clears rows of the gradients."""
     t, n = s.tables, s.sizes
     by_key = (t.cu_seqlens_k, t.cu_seqlens_q, t.seqused_k, t.seqused_q)
     is_large = s.batch > MOST_ENTRIES[-1]
@@ -96,16 +96,17 @@ def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor,
     if not is_large:
         order = torch.empty((most + 1, 3), dtype=torch.int32, device=dk.device)
         entries = torch.empty((s.batch, 9), dtype=torch.int32, device=dk.device)
-    made = _tables_config(config, s.batch > MOST_ENTRIES[0])
-    has_gaps = t.cu_seqlens_k is not None or t.seqused_k is not None
-    blocks, heads = wiping_blocks(dk) if has_gaps else (0, 1)
-    blocks += not is_large
-    if blocks:
-        wiped = (dk, dv, None) if has_gaps else (None, None, None)
-        bin_rows = ceil_div(s.bound_q + 1, THREADS)
-        launch(made, (*by_key, entries, order, *wiped, s.batch, n.rows_k, n.rows_q, bin_rows, blocks, heads))
-    if t.cu_seqlens_q is not None or t.seqused_q is not None:
-        launch(made, (*t, None, None, dq, None, None, s.batch, n.rows_q, n.rows_k, 1, *wiping_blocks(dq)))
+    of_keys = None if t.cu_seqlens_k is None and t.seqused_k is None else (dk, dv)  # without these tables there are no gaps
+    of_queries = None if t.cu_seqlens_q is None and t.seqused_q is None else dq
+    wiping = [wiping_blocks(x) for x in (*(of_keys or ())[:1], of_queries) if x is not None]
+    blocks, heads = (max(counts) for counts in zip(*wiping, strict=True)) if wiping else (0, 1)
+    if blocks := blocks + (not is_large):
+        wiped = (*(of_keys or (None, None)), None, of_queries)
+        config_of_tables = _tables_config(config, s.batch > MOST_ENTRIES[0])
+        launch(
+            config_of_tables,
+            (*by_key, entries, order, *wiped, s.batch, n.rows_k, n.rows_q, ceil_div(s.bound_q + 1, THREADS), blocks, heads),
+        )
     if order is None or entries is None:
         return _in_order(s, config, most)
     return KeyOrder(order, entries)

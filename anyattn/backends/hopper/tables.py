@@ -166,7 +166,7 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
         bin_keys = ceil_div(s.bound_k + 1, THREADS)
         launch(
             _tables_config(config, s.batch > MOST_ENTRIES[0]),
-            (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
+            (*s.tables, entries, order, *wiped, None, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
         )
     if order is None or entries is None:
         return _in_order(s, config, most)

@@ -56,21 +56,21 @@ def of_kind(found: list[Launch], kind: type) -> list[Launch]:
 
 def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch]) -> None:
     found = gradients_of(packed(causal=True), launched)
-    assert [type(c) for c, _ in found] == [TablesConfig, TablesConfig, RowsConfig, BackwardConfig, RowsConfig]
-    (by_key, tables), (wipe, wiped) = found[:2]
+    assert [type(c) for c, _ in found] == [TablesConfig, RowsConfig, BackwardConfig, RowsConfig]
+    by_key, tables = found[0]
     order, entries = tables[5], tables[4]
     assert by_key.by_key and by_key.ends_with_row and by_key.is_sorted and by_key.tile_m == 128
     assert tables[0].equal(ENDS) and tables[:4] == (tables[0], tables[0], None, None)
     assert order.shape == (200 // 128 + 4 + 1, 3) and entries.shape == (4, 9)
     assert [t.shape for t in tables[6:8]] == [(1, 2, 200, 64)] * 2 and tables[8] is None
-    assert wiped[4] is wiped[5] is None and wiped[6].shape == (1, 4, 200, 64) and wipe is by_key
-    (before, rows), (config, products), (after, last) = found[2:]
+    assert tables[9].shape == (1, 4, 200, 64)
+    (before, rows), (config, products), (after, last) = found[1:]
     assert config.has_entries and before.has_entries and after.has_entries and config.has_right and config.lists is None
     assert rows[5] is entries and last[2] is entries and products[16] is entries and products[15] is order
     (lse, delta, sums), tile_m = products[6:9], config.tiles.tile_m
     assert lse.shape == delta.shape == (1, 4, ceil_div(200, tile_m) + 4, tile_m) and sums.shape == (*lse.shape[:3], 64 * tile_m)
     assert rows[6:9] == (lse, delta, sums) and last[0] is sums
-    assert products[4] is tables[6] and products[5] is tables[7] and last[1] is wiped[6]
+    assert products[4] is tables[6] and products[5] is tables[7] and last[1] is tables[9]
     rows_, spread, section, workers = products[20:24]
     assert (rows_, spread) == (len(order) - 1, 2) and 1 <= section <= 2 and workers == 1
 
@@ -88,10 +88,10 @@ def test_rows_are_cleared_where_there_may_be_gaps(launched: list[Launch]) -> Non
     q, k = wanting(4, 60, 4, 64), wanting(4, 100, 2, 64)
     out = anyattn.flash_attn_varlen_func(q, k, k, seqused_k=USED, backend="hopper")
     found = of_kind(gradients_of(out, launched), TablesConfig)
-    assert len(found) == 1 and [t.shape for t in found[0][1][6:8]] == [(4, 2, 100, 64)] * 2
+    assert len(found) == 1 and [t.shape for t in found[0][1][6:8]] == [(4, 2, 100, 64)] * 2 and found[0][1][9] is None
     out = anyattn.flash_attn_varlen_func(q, k, k, seqused_q=USED.clamp(max=60), backend="hopper")
     found = of_kind(gradients_of(out, launched), TablesConfig)
-    assert [one[1][6] is None for one in found] == [True, False] and found[1][1][6].shape == (4, 4, 60, 64)
+    assert len(found) == 1 and found[0][1][6] is None and found[0][1][9].shape == (4, 4, 60, 64)
 
 
 def test_other_masks_than_bands_are_lists(launched: list[Launch]) -> None:

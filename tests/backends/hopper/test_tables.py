@@ -56,7 +56,7 @@ def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -
         for head in range(heads):
 
             def call() -> None:
-                kernel.kernel(given, arrays[0], arrays[1], outputs, bin_keys)
+                kernel.kernel(given, arrays[0], arrays[1], outputs, None, bin_keys)
 
             python.run_block(call, THREADS, (block, head), (blocks, heads))
     return entries, order, out, lse, np.array(bin_keys)
@@ -112,7 +112,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "is_sorted"), both_ways(quick=True))
 def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
-    """Those of a backward pass: queries and keys have changed places, dk and dv are cleared together, and the tiles are counted."""
+    """Those of a backward pass: queries and keys have changed places, dk, dv and dq are cleared together, and the tiles are counted."""
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k).turned()
     assert isinstance(s, StoredSequences)
@@ -120,14 +120,17 @@ def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     most = min(s.batch * ceil_div(rows, TILE), storage * rows // TILE + s.batch)
     entries, order = np.full((s.batch, 9), -7, np.int32), np.full((most + 1, 3), -7, np.int32)
     dk, dv = (np.full((storage, 1, rows, 8), np.nan, np.float32) for _ in range(2))
+    turned = s.turned()
+    assert isinstance(turned, StoredSequences)
+    dq = np.full((1 if turned.tables.cu_seqlens_q is not None else s.batch, 2, turned.sizes.rows_q, 8), np.nan, np.float32)
     bin_rows = ceil_div(s.bound_k + 1, THREADS)
     kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, True, 2048, by_key=True, is_sorted=is_sorted))
     kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
     given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
-    arrays = [python.Memory(x) for x in (entries, order, dk, dv)]
+    arrays = [python.Memory(x) for x in (entries, order, dk, dv, dq)]
     outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
-    for block in range(3 if has_gaps(s) else 1):
-        call = functools.partial(kernel.kernel, given, arrays[0], arrays[1], outputs, bin_rows)
+    for block in range(3):
+        call = functools.partial(kernel.kernel, given, arrays[0], arrays[1], outputs, arrays[4] if has_gaps(turned) else None, bin_rows)
         python.run_block(call, THREADS, (block, 0), (3, 1))
     assert entries.tolist() == entries_table(s).tolist()
     count = int(order[most, 0])
@@ -138,23 +141,27 @@ def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     if is_sorted:
         seen = [max(0, min(int(entries[b, 5]), int(entries[b, 2]) - n * TILE)) // bin_rows for b, n in found]
         assert all(x >= y for x, y in pairwise(seen))
+    for gradient, of in ((dk, s), (dv, s), (dq, turned)):
+        assert_cleared(gradient, of)
+
+
+def used_rows(s: StoredSequences, storage: int, rows: int) -> np.ndarray:
     used = np.zeros((storage, rows), dtype=bool)
     for row, start, n in zip(s.q_row.tolist(), s.q_start.tolist(), s.seqlens_q.tolist(), strict=True):
         used[row, start : start + n] = True
-    for gradient in (dk, dv):
-        assert np.isnan(gradient[:, 0][used]).all() and (not has_gaps(s) or (gradient[:, 0][~used] == 0).all())
+    return used
+
+
+def assert_cleared(x: np.ndarray, s: StoredSequences, value: float = 0.0) -> None:
+    """What no sequence uses has ``value``, and nothing else is touched."""
+    used = used_rows(s, x.shape[0], x.shape[2])
+    for head in range(x.shape[1]):
+        assert np.isnan(x[:, head][used]).all() and (not has_gaps(s) or (x[:, head][~used] == value).all())
 
 
 def check_gaps(s: StoredSequences, out: np.ndarray, lse: np.ndarray) -> None:
-    """What no sequence uses is 0 and -inf, and nothing else is touched."""
-    used = np.zeros((out.shape[0], out.shape[2]), dtype=bool)
-    for row, start, n in zip(s.q_row.tolist(), s.q_start.tolist(), s.seqlens_q.tolist(), strict=True):
-        used[row, start : start + n] = True
-    if not has_gaps(s):
-        return
-    for head in range(out.shape[1]):
-        assert np.isnan(out[:, head][used]).all() and np.isnan(lse[:, head][used]).all()
-        assert (out[:, head][~used] == 0).all() and (lse[:, head][~used] == -math.inf).all()
+    assert_cleared(out, s)
+    assert_cleared(lse, s, -math.inf)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +185,14 @@ def test_it_compiles(has_tables: bool, has_results: bool) -> None:
     ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     made = (torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)) if has_tables else (None, None)
     results = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 8), None) if has_results else (None, None, None)
-    kinds, _ = launch.kinds_of((ends, None, used, used, *made, *results, 2, 8, 8, 1, 2, 1))
+    kinds, _ = launch.kinds_of((ends, None, used, used, *made, *results, None, 2, 8, 8, 1, 2, 1))
     assert build.compiled_object(TablesConfig(128, True, 16384), kinds)
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_the_backward_s_compiles(is_sorted: bool) -> None:
     ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    gradients = (*(torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(2)), None)
+    dk, dv, dq = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(3))
     made = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
-    kinds, _ = launch.kinds_of((ends, None, used, used, *made, *gradients, 2, 8, 8, 1, 2, 1))
+    kinds, _ = launch.kinds_of((ends, None, used, used, *made, dk, dv, None, dq, 2, 8, 8, 1, 2, 1))
     assert build.compiled_object(TablesConfig(128, True, 16384, by_key=True, is_sorted=is_sorted), kinds)

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from anyattn.integrations.transformers import NAME
+from tests.support.model_rounding import KeepsFloat64
 from tests.support.transformers_models import DECODERS, DEFINITION, Judge, decoder, definition, gradients, tokens
 
 PLANTED = "planted"
@@ -111,3 +112,12 @@ def test_the_sampled_noise_is_that_of_float32(name: str) -> None:
         errors = torch.stack([got[part] - expected for got in found])
         ratio = float(judge.noise[part].sigma.square().mean().sqrt() / errors.square().mean().sqrt())
         assert 0.5 < ratio < 2.0, f"{part}: the sampled standard deviation is {ratio:.2f} times the errors"
+
+
+def test_what_a_model_casts_to_float32_stays_float64() -> None:
+    """Rotary embeddings of Transformers 5.17 multiply frequencies by positions as a matrix product, both cast to float32."""
+    frequencies, positions = torch.rand(3, 4, 1, dtype=torch.float64), torch.arange(5).expand(3, 1, 5)
+    with KeepsFloat64():
+        angles = frequencies.float() @ positions.float()
+        shifted = torch.baddbmm(angles.float(), frequencies.float(), positions.float())
+    assert angles.equal(frequencies * positions) and shifted.equal(2 * angles)

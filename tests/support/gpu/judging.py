@@ -123,9 +123,11 @@ def for_oracle(t: Tensor) -> Tensor:
 
 
 def both(make: Any) -> tuple[Any, Any]:
-    """(for the library, for the oracle). make: None, a mod that captures no tensor, or ``captures``' result."""
+    """(for the library, for the oracle). make: None, a mod that captures no tensor, ``Capturing`` or ``AsOnCpu``."""
     if isinstance(make, Capturing):
         return make.make(for_library), make.make(for_oracle)
+    if isinstance(make, AsOnCpu):
+        return make.mod, make.for_oracle
     return make, make
 
 
@@ -134,6 +136,17 @@ class Capturing:
 
     def __init__(self, make: Make) -> None:
         self.make = make
+
+
+class AsOnCpu:
+    """A mod without captured tensors that the oracle evaluates on the CPU: there ``x / number`` is the rounded quotient. On a GPU torch
+    multiplies by the number's reciprocal, which is rounded too."""
+
+    def __init__(self, mod: Callable[..., Tensor]) -> None:
+        self.mod = mod
+
+    def for_oracle(self, *indices: Tensor) -> Tensor:
+        return self.mod(*(i.cpu() for i in indices)).to(indices[0].device)
 
 
 def hole(after: int, before: int, least: int) -> Any:
