@@ -32,6 +32,7 @@ REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp g
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
 # registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
 _HOLDING, _MODS_BESIDE_SHARED, _MODS_BESIDE_OWN = 208, 8, 40
+_PLACES = 8  # and those that a bare kernel's places of packed sequences take
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
@@ -274,13 +275,18 @@ def tall_tiles_for(head_dim: int, head_dim_v: int, is_packed: bool = False) -> B
 
 
 def backward_tiles_for(
-    head_dim: int, head_dim_v: int, is_plain: bool = False, is_bare: bool = False, is_deterministic: bool = False
+    head_dim: int,
+    head_dim_v: int,
+    is_plain: bool = False,
+    is_bare: bool = False,
+    is_deterministic: bool = False,
+    is_packed: bool = False,
 ) -> BackwardTiles:
     """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
     is_plain: no score mod is evaluated, and no predicate except words of bits: others need the registers that rows 64 to 127 would take.
     is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers. is_deterministic: all of dQ
-    passes through shared memory, because only additions from there have a fixed order.
+    passes through shared memory, because only additions from there have a fixed order. is_packed: as in ``tall_tiles_for``.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
@@ -290,7 +296,8 @@ def backward_tiles_for(
     if head_dim == head_dim_v == 128:
         return BackwardTiles(64, TILE_N, holds_v=32 if is_bare else 0, delta="before")
     # registers of a thread: dK and dV, S and dP, then V and K
-    room = _HOLDING - (head_dim + head_dim_v) // 2 - 64 - (0 if is_bare and head_dim == head_dim_v else _MODS_BESIDE_OWN)
+    beside = _PLACES * is_packed if is_bare and head_dim == head_dim_v else _MODS_BESIDE_OWN
+    room = _HOLDING - (head_dim + head_dim_v) // 2 - 64 - beside
     return _holding(BackwardTiles(64, TILE_N), head_dim, head_dim_v, room)
 
 

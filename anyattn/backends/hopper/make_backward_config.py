@@ -99,8 +99,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
     is_bare = score is None and not asked and listed is None
     is_plain = is_bare or (score is None and _are_words(problem, asked))
-    tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic)
     is_packed = problem.sequences is not None
+    tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     tall = tall_tiles_for(d, dv, is_packed) if is_bare else None

@@ -306,6 +306,7 @@ def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(64, 64, True) == BackwardTiles(128, 128, holds_v=64, delta="between")
     assert backward_tiles_for(64, 64) == BackwardTiles(64, 128, holds_k=64, holds_v=64)
     assert backward_tiles_for(96, 96, True, True) == BackwardTiles(64, 128, holds_k=96, holds_v=96)
+    assert backward_tiles_for(96, 96, True, True, is_packed=True) == BackwardTiles(64, 128, holds_k=64, holds_v=96)
     assert backward_tiles_for(96, 96) == BackwardTiles(64, 128, holds_v=32)
     assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=32)
     assert backward_tiles_for(128, 128) == BackwardTiles(64, 128, delta="before")

@@ -12,9 +12,8 @@ __all__ = ["rows_kernel", "wiped_by_a_group"]
 
 def _names(cute: Any, *modules: str) -> dict[str, Any]:
     """What the text of these modules defines."""
-    cutlass = SimpleNamespace(range=lambda *n, **_: range(*n), range_constexpr=range, min=min, max=max, Constexpr=None)
+    cutlass = SimpleNamespace(range=lambda *n, **_: range(*n), Constexpr=None)
     names: dict[str, Any] = {"cute": cute, "cutlass": cutlass, "const_expr": bool, "Int32": int, "BFloat16": None, "Float16": None}
-    names["select"] = lambda condition, a, b, _: a if condition else b
     for module in modules:
         exec(compiled()[0][MODULES.index(module)], names)
     return names

@@ -163,8 +163,9 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         if max(head_dim, head_dim_v) > 128 and fields.keys() & {"has_entries", "sums"}:  # which are another backend's
             continue
         is_bare, is_fixed = not fields.keys() & {"score", "lists", "always"}, bool(fields.get("is_deterministic"))
-        forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed)}
-        if is_bare and (tall := tall_tiles_for(head_dim, head_dim_v, "has_entries" in fields)) is not None:
+        is_packed = "has_entries" in fields
+        forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
+        if is_bare and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():
             if not only or form in only:
@@ -173,9 +174,9 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
                 heights.add(tiles.tile_m if form != name else own.tile_m)
     for tile_m in sorted(heights):
         for is_after in (False, True):
-            for is_packed in (False, True):
-                config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, is_packed)
-                name = f"{tile_m} rows {'packed ' if is_packed else ''}{'after' if is_after else 'before'}"
+            for has_entries in (False, True):
+                config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, has_entries)
+                name = f"{tile_m} rows {'packed ' if has_entries else ''}{'after' if is_after else 'before'}"
                 result[name] = compile_rows(config, folder / name.replace(" ", "_"))
     return result
 

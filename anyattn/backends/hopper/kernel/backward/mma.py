@@ -101,10 +101,15 @@ class MultipliesBack:
                     self.keys_wiped(in_smem, facts, group, thread)
                 self.keys_left()
                 self.hold(fixed, in_smem)
-                total = facts.total
+                total, until = facts.total, Int32(0)  # until: the visits up to the next that may have rows past the last, itself included
+                if const_expr(self.config.has_entries):  # deterministic sums begin with the last row tile
+                    until = Int32(1) if const_expr(self.config.is_deterministic) else self.visits_to_wiping(board[0], work_state, facts)
                 for i in cutlass.range(total, unroll=1):
                     if const_expr(self.config.has_entries):
-                        self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
+                        until -= 1
+                        if until == 0:
+                            self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
+                            until = self.visits_to_wiping(board[0], work_state, KeyFacts._fields)
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
+from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts
 from anyattn.backends.hopper.kernel.bulk_copy import load_bytes
 from anyattn.backends.hopper.kernel.producer import Loads
@@ -35,12 +36,13 @@ class LoadsRows:
         while work < total:
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
             seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
-            visits = Int32(0)
+            visits, of_each = Int32(0), Int32(0)  # of_each: of each head, 0 if heads differ
             for which in cutlass.range(sizes.ratio, unroll=1):
                 of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, seqlens, tables, captured)
+                of_each = select((which == 0) | (of_each == of_head), of_head, Int32(0), "int")
                 visits += of_head
             facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
-            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place)))
+            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place, facts, of_each)))
             work_state.advance()
             place, waits_for_keys = (n_block, kv_head, keys_place), Int32(1)
             for which in cutlass.range(sizes.ratio, unroll=1):

@@ -16,7 +16,6 @@ __all__ = ["RowsAfter", "RowsBefore"]
 
 _THREADS = 256
 _WIDE = 8  # 16-bit numbers of one load
-_PARTS = 8  # into which a round of a search divides the entries
 
 
 class _Rows:
@@ -40,16 +39,13 @@ class _Rows:
         storage."""
         tile_m = self.config.tile_m
         tiles = ceil_div(length, tile_m)
-        # the last entry whose tiles begin at ``slot`` or before is one of ``count`` from ``low`` on
-        low, count = Int32(0), Int32(entries.shape[0])
-        while count > 1:
-            step, begun = ceil_div(count, _PARTS), Int32(0)
-            for part in cutlass.range_constexpr(1, _PARTS):  # loads that do not wait for one another
-                at = cutlass.min(low + part * step, entries.shape[0] - 1)
-                is_begun = first_tile(entries[at, 3], entries[at, 4], at, tile_m, tiles) <= slot
-                begun += select((part * step < count) & is_begun, Int32(1), Int32(0), "int")
-            low += begun * step
-            count = cutlass.min(step, count - begun * step)
+        low, high = Int32(0), entries.shape[0] - 1  # bounds of the last entry whose tiles begin at ``slot`` or before
+        while low < high:
+            middle = (low + high + 1) // 2
+            if first_tile(entries[middle, 3], entries[middle, 4], middle, tile_m, tiles) <= slot:
+                low = middle
+            else:
+                high = middle - 1
         row, start, seqlen_q = (entries[low, i] for i in range(3, 6))
         before = (slot - first_tile(row, start, low, tile_m, tiles)) * tile_m
         rest = seqlen_q - before if before >= 0 else Int32(0)
@@ -89,7 +85,6 @@ class RowsBefore(_Rows):
     def kernel(self, given, entries, natural_delta, found):
         m, head, entry = self.tile(found[0].shape[1], found[0].shape[2])
         length = given[0].shape[2]
-        self.begin_sums(found[2], entry, head, m)
         if const_expr(self.config.has_entries):
             row, first, rest = self.located(m, entries, length)
             if rest > 0:
@@ -99,22 +94,18 @@ class RowsBefore(_Rows):
             self.of_tile(given, natural_delta, found, (m, head, entry), (entry, first, length - first))
 
     @cute.jit
-    def begin_sums(self, sums, entry, head, m):
-        """Writes zeros in a row tile's sums: before its sequence is found, so that the search does not wait alone."""
-        thread, _, _ = cute.arch.thread_idx()
-        own, nothing = self.sums_of(sums, entry, head, m), cute.make_rmem_tensor(4, Float32)
-        nothing.fill(0.0)
-        for i in cutlass.range_constexpr(self.config.tile_m * self.config.head_dim // (4 * _THREADS)):
-            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
-
-    @cute.jit
     def of_tile(self, given, natural_delta, found_of_rows, slot, where):
         """slot: (row tile, head, entry) in the results. where: see ``located``."""
-        (out, dout, natural_lse, dlse), (lse, delta, _) = given, found_of_rows
+        (out, dout, natural_lse, dlse), (lse, delta, sums) = given, found_of_rows
         (m, head, entry), (storage, first, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
         tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
         at_once = _THREADS // lanes
+        own = self.sums_of(sums, entry, head, m)
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
+            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
         column = thread % lanes * _WIDE
         loads = tile_m // at_once
         of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads), self.dtype) for _ in range(2))
