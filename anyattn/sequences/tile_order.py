@@ -102,7 +102,7 @@ def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
     return torch.stack(places, 1).to(torch.int32)
 
 
-def counted(order: Tensor, tiles: Tensor) -> Tensor:
+def counted(order: Tensor, tiles: Tensor | int) -> Tensor:
     """An order of row tiles with an additional last row that holds the number of valid rows. tiles: that number."""
     last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
     last[:, :1] = tiles

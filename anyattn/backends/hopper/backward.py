@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_launches import NO_LISTS, Gradients, Results, Tables, launch_all
-from anyattn.backends.hopper.backward_tables import KeyOrder, key_order, key_order_of_documents, order_where, ragged_lists_by_key
+from anyattn.backends.hopper.backward_tables import (
+    KeyOrder,
+    key_order,
+    key_order_of_documents,
+    order_of_lists,
+    order_where,
+    ragged_lists_by_key,
+)
 from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
 from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways, tall_pays
 from anyattn.backends.hopper.make_config import tile_of
@@ -20,6 +27,7 @@ from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sequences.tile_order import counted
 from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
@@ -28,7 +36,16 @@ __all__ = ["backward"]
 
 _NO_TABLES = Tables()
 _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-_Lists = tuple[tuple[Tensor | None, ...], tuple]  # lists, and their kinds (``kinds_of``)
+
+
+class _Lists(NamedTuple):
+    """lists: with ranks. rows: ``order_of_lists``, None if the lists are not kept. tables: for a call whose guard is None."""
+
+    lists: tuple[Tensor | None, ...]
+    rows: Tensor | None
+    tables: Tables
+
+
 _of_lists: WeakKeyDictionary[Any, dict[tuple, _Lists]] = WeakKeyDictionary()
 
 
@@ -90,11 +107,11 @@ def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradie
         tables = Tables(NO_LISTS, order, kinds_of(order)[0])
         launch_all(call.over_sequences(), ways.within, tables, results, gradients, empty)
     if call.by_lists:
-        guard = call.guard
-        key_tiles = ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n)
-        order = KeyOrder() if guard is None else order_where(key_tiles, guard)
-        lists, kinds = _lists_of(problem, ways.special)
-        tables = Tables(lists, order, (kinds, kinds_of((order, guard))[0]), guard)
+        found = _lists_of(problem, ways.special)
+        tables = found.tables
+        if (guard := call.guard) is not None:
+            order = order_where(found.rows, ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n), guard)
+            tables = Tables(found.lists, order, kinds_of((found.lists, order, guard))[0], guard)
         launch_all(problem, ways.special, tables, results, gradients, empty)
 
 
@@ -103,8 +120,7 @@ def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) ->
     if problem.sequences is None:
         if special.listed is None:
             return _NO_TABLES
-        lists, kinds = _lists_of(problem, special)
-        return Tables(lists, kinds=kinds)
+        return _lists_of(problem, special).tables
     order = key_order(problem, special.config, *gradients)
     if special.listed is None:
         return Tables(NO_LISTS, order, kinds_of(order)[0])
@@ -152,30 +168,37 @@ def _are_readable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
-    """The lists and ranks of ``backward.scheduler.KeyTables``, and their kinds; cached with block lists, if the call has some."""
+    """The lists and ranks of ``backward.scheduler.KeyTables``; cached with block lists, if the call has some."""
     blocks, config = problem.blocks, special.config
     assert special.listed is not None
     if blocks is None:
-        return _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
+        made = made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head)
+        lists = _tensors(made, config.has_ranks)
+        return _Lists(lists, None, Tables(lists, kinds=kinds_of(lists)[0]))
     assert special.list_tile is not None
     known = _of_lists.setdefault(blocks, {})
     key = (special.list_tile, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
     found = known.get(key)
     if found is None:
         fits = special.list_tile == tile_of(blocks)
-        found = known[key] = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks)
+        lists = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks)
+        if config.has_ranks:  # key tiles wait for those before them
+            found = _Lists(lists, None, Tables(lists, kinds=kinds_of(lists)[0]))
+        else:
+            tiles = ceil_div(problem.k.shape[2], config.tiles.tile_n)
+            rows = order_of_lists(lists, config.list_cut[1], tiles)
+            order = KeyOrder(counted(rows, tiles))
+            found = _Lists(lists, rows, Tables(lists, order, kinds_of((lists, order))[0]))
+        known[key] = found
     return found
 
 
-def _tensors(lists: Any, is_ranked: bool) -> _Lists:
+def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
     transposed = lists.transposed()
-    found: tuple[Tensor | None, ...]
     if is_ranked:
-        found = ranked(transposed.classes())
-    else:
-        names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-        found = *(None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names), None
-    return found, kinds_of(found)[0]
+        return ranked(transposed.classes())
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    return *(None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names), None
 
 
 def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:

@@ -19,12 +19,12 @@ from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.compose import turned
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.tile_order import counted, longest_first, most_tiles, of_all_heads
+from anyattn.sequences.tile_order import counted, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.lists import kept_transposed
 
-__all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_where", "ragged_lists_by_key", "row_tiles"]
+__all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_of_lists", "order_where", "ragged_lists_by_key", "row_tiles"]
 
 
 class KeyOrder(NamedTuple):
@@ -38,6 +38,7 @@ class KeyOrder(NamedTuple):
         return ceil_div(keys, tile_n) if self.entries is None else len(self.order) - 1  # type: ignore[arg-type]
 
 
+_CLASSES = 8  # of key tiles by the number of row tiles that see them
 _of_sequences: WeakKeyDictionary[Sequences, dict[int, KeyOrder]] = WeakKeyDictionary()
 
 
@@ -81,10 +82,24 @@ def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | N
     return tuple(None if t is None else t.contiguous() for t in tensors), found.entries(sequences)
 
 
-def order_where(tiles: int, guard: Tensor) -> KeyOrder:
-    """The order for a dense call: ``tiles`` key tiles if ``guard`` is 0, none if it is 1."""
-    nothing = torch.empty((0, 3), dtype=torch.int32, device=guard.device)
-    return KeyOrder(counted(nothing, tiles * (1 - guard)))
+def order_of_lists(lists: tuple[Tensor | None, ...], cut: int, tiles: int) -> Tensor:
+    """The key tiles of dense lists, those that most row tiles see first: int32 (N, 3), n_block and zeros. Tiles seen by about as many row
+    tiles keep their order, so that neighbours read the same rows from the L2 cache together.
+
+    lists: ``backward.scheduler.KeyTables.partial_count`` to ``full_index``. cut: how many of the kernel's key tiles make one of theirs.
+    """
+    visits = sum(count.sum((0, 1)) for count in lists[:3:2] if count is not None)
+    assert isinstance(visits, Tensor)
+    return most_visits_first((visits // (visits.max() // _CLASSES + 1))[None, None], cut, tiles)
+
+
+def order_where(rows: Tensor | None, tiles: int, guard: Tensor) -> KeyOrder:
+    """The order for a dense call with lists: all ``tiles`` key tiles if ``guard`` is 0, none if it is 1. rows: ``order_of_lists``; None for
+    ascending order."""
+    if rows is None:
+        rows = torch.zeros((tiles, 3), dtype=torch.int32, device=guard.device)
+        rows[:, 0] = torch.arange(tiles, dtype=torch.int32, device=guard.device)
+    return KeyOrder(counted(rows, tiles * (1 - guard)))
 
 
 def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:

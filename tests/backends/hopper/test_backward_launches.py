@@ -12,7 +12,7 @@ import anyattn
 from anyattn import masks, planner
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
-from anyattn.backends.hopper.backward_tables import order_where
+from anyattn.backends.hopper.backward_tables import order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward
 from anyattn.backends.hopper.tables_config import TablesConfig
@@ -129,7 +129,8 @@ def test_documents_are_sequences(launched: list[Launch]) -> None:
     lengths = entries[:, 2].tolist()
     assert all(n * 128 < lengths[b] for n, _, b in order[:count].tolist())
     found = by_documents(masks.document(torch.arange(700) // 50 % 2), launched)
-    assert [c.has_entries for c, _ in found] == [False] * 3 and found[1][0].lists == "dense" and found[1][1][15] is None
+    assert [c.has_entries for c, _ in found] == [False] * 3 and found[1][0].lists == "dense"
+    assert found[1][1][15].tolist() == [[n, 0, 0] for n in range(6)] + [[6, 0, 0]]
     assert found[2][1][3] is None
 
 
@@ -139,7 +140,8 @@ def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: 
     found = by_documents(masks.document(ids), launched)
     assert [c.has_entries for c, _ in found] == [True] * 3 + [False] * 3
     within, listed = found[1][1], found[4][1]
-    assert bool(within[15][-1, 0]) is held and listed[15].tolist() == [[0 if held else 6, 0, 0]]
+    assert bool(within[15][-1, 0]) is held and listed[15][-1].tolist() == [0 if held else 6, 0, 0]
+    assert sorted(listed[15][:-1, 0].tolist()) == list(range(6))
     assert within[4] is listed[4] and within[5] is listed[5] and found[2][1][1] is found[5][1][1]
     assert found[2][1][3] is None and found[5][1][3].tolist() == [int(held)]
 
@@ -153,9 +155,35 @@ def test_ahead_of_time_both_are_compiled(launched: list[Launch], monkeypatch: py
 
 
 def test_an_order_that_a_guard_empties() -> None:
-    for guard, tiles in ((0, 7), (1, 0)):
-        order, entries = order_where(7, torch.tensor([guard], dtype=torch.int32))
-        assert order is not None and order.tolist() == [[tiles, 0, 0]] and order.dtype is torch.int32 and entries is None
+    rows = torch.tensor([[2, 0, 0], [0, 0, 0], [1, 0, 0]], dtype=torch.int32)
+    for guard, tiles in ((0, 3), (1, 0)):
+        for given, numbers in ((rows, [2, 0, 1]), (None, [0, 1, 2])):
+            order, entries = order_where(given, 3, torch.tensor([guard], dtype=torch.int32))
+            assert order is not None and order.tolist() == [[n, 0, 0] for n in numbers] + [[tiles, 0, 0]]
+            assert order.dtype is torch.int32 and entries is None
+
+
+def test_key_tiles_that_most_rows_see_come_first() -> None:
+    """In classes of an eighth of the most, in which they keep their order; lists of entries and heads are added up."""
+    partial, full = torch.tensor([[[1, 9, 0, 30]], [[0, 9, 1, 31]]]), torch.tensor([[[0, 2, 1, 1]], [[1, 0, 1, 1]]])
+    lists = (partial, None, full, None)
+    assert order_of_lists(lists, 1, 4)[:, 0].tolist() == [3, 1, 0, 2]
+    assert order_of_lists((partial, None, None, None), 2, 7).tolist() == [[n, 0, 0] for n in (6, 2, 3, 0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lists_that_are_kept_are_sorted_once(deterministic: bool, launched: list[Launch]) -> None:
+    operands = [wanting(1, 2, 700, 64) for _ in range(3)]
+    seen = torch.zeros(700, dtype=torch.int64)
+    seen[300:400] = 650
+    mask = anyattn.create_block_mask(lambda b, h, i, j: i <= seen[j], 1, None, 700, 700, device="cpu")
+    orders = []
+    for _ in range(2):
+        out = anyattn.flex_attention(*operands, block_mask=mask, backend="hopper", deterministic=deterministic)
+        ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+        orders.append(products[15])
+    assert orders[0] is orders[1]
+    assert orders[0] is None if deterministic else orders[0][:, 0].tolist() == [2, 3, 0, 1, 4, 5, 6]
 
 
 def problem(page_table: Tensor | None = None, **changes: Any) -> Problem:

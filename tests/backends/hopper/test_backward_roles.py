@@ -14,12 +14,14 @@ from anyattn import masks
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.backward import ranked
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
+from anyattn.backends.hopper.backward_tables import order_of_lists
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.config import Ask
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.tile_order import counted
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.covering import few
@@ -48,6 +50,7 @@ class Case(NamedTuple):
     is_deterministic: bool = False
     workers: int = 1
     list_tile: tuple[int, int] = (128, 128)
+    is_sorted: bool = False  # tiles of keys come in ``order_of_lists``
 
 
 COPIES = 4  # of totals that have some
@@ -87,6 +90,7 @@ CASES = {
     "deterministic by one block": Case((200, 400), (2, 1), mask=masks.causal(), is_deterministic=True),
     "always": Case((150, 200), mask=masks.dilated(3, 90), kind="always"),
     "lists": Case((300, 300), mask=masks.prefix_lm(70), kind="lists"),
+    "sorted lists": Case((300, 500), (4, 2), mask=masks.prefix_lm(400), kind="lists", workers=2, list_tile=(64, 256), is_sorted=True),
     "lists and a predicate": Case((300, 200), mask=lambda b, h, i, j: (i + j) % 7 < 90 - i // 3, kind="lists"),
     "deterministic lists": Case(
         (300, 500), mask=lambda b, h, i, j: (i + 3 * j) % 700 < 300, kind="lists", is_deterministic=True, workers=3
@@ -218,6 +222,9 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
 
     def computed(schedule: int) -> list[np.ndarray]:
         call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
+        if case.is_sorted:
+            lists = tuple(None if t is None else torch.from_numpy(t) for t in prepared.lists)
+            call.order = counted(order_of_lists(lists, config.list_cut[1], call.work[0]), call.work[0]).numpy()
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
         dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, is_first_late)
         return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
@@ -406,6 +413,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "sums from registers are all in the first step": ("widest", ((MMA, "tiles.dq_steps + step) *", "tiles.dq_steps) *"),)),
     "sums behind those from registers are sent from the first on": ("sums from registers", ((ADDER, "group].iterator + direct", "group].iterator + 0"), (ADDER, "4 * (size // steps - direct)", "4 * (size // steps)"))),
     "delta is that of the row beside": ("full", ((SCORES, "else dp[r, c] - delta[c])", "else dp[r, c] - delta[c ^ 1])"),)),
+    "sorted key tiles are the first alone": ("sorted lists", ((SCHEDULER, "            n_block = tables.order[n_block, 0]\n", "            n_block = tables.order[0, 0]\n"),)),
     "listed full tiles are the first part alone": ("lists", ((SCHEDULER, "m = full_list[(i - partials) // cut] * cut", "m = full_list[(i - partials) // cut] * 1"),)),
     "a visit's rank is that of another row tile": ("deterministic lists", ((SCHEDULER, "plan[3][m // cut_m]", "plan[3][m]"),)),
     "parts of a list's tile take one turn": ("deterministic wide lists", ((SCHEDULER, " * cut_n + n_block % cut_n", " * cut_n"),)),

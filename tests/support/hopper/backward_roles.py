@@ -83,7 +83,8 @@ class Call:
     lse, delta: (B, Hq, M, tile_m). counter: as the launch has it.
     """
 
-    order = entries = None
+    order: Any = None
+    entries: Any = None
 
     def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
         self.config, self.scale = config, scale

@@ -64,7 +64,7 @@ class KeyTables(NamedTuple):
     lists (``BackwardConfig.list_cut``); B and H may be 1; for sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M), for
     deterministic results: the number of earlier key tiles that list a row tile; all row tiles are then in the partial list, in descending
     order, each as twice its number, plus 1 if it is partial. order: (rows + 1, 3), n_block, 0 and entry of each key tile; the first number
-    of the last row is the number of key tiles; without entries, order has only this last row. entries: (B, 9), k_row, k_start, seqlen_k,
+    of the last row is the number of key tiles; without entries, order is given with lists only. entries: (B, 9), k_row, k_start, seqlen_k,
     q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first key tile, its first index.
     """
 
@@ -109,6 +109,8 @@ class VisitsRows:
         n_block = rest // at_once
         if const_expr(self.config.has_entries):
             return tables.order[n_block, 0], inner, tables.order[n_block, 2]
+        if const_expr(self.config.lists is not None and tables.order is not None):
+            n_block = tables.order[n_block, 0]
         if const_expr(self.config.has_left and not self.config.has_right and not self.config.is_deterministic):
             n_block = rows - 1 - n_block
         return n_block, inner % heads, inner // heads
