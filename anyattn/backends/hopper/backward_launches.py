@@ -28,6 +28,7 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 
 _ROUNDS = 2  # key tiles per multiprocessor in a group of heads, whose longest tiles go first
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
+_ONE_ROUND = 0.95  # least share of the multiprocessors that key tiles of one round occupy
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -145,7 +146,8 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
     if config.lists is not None or config.has_left != config.has_right:
-        together = _heads_of_uneven_tiles(together, spread, key_tiles, processors)
+        in_one_round = _heads_in_one_round(spread, key_tiles, processors) if problem.qhead_per_kvhead > 1 else 0
+        together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors)
     numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
     return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers)
 
@@ -153,6 +155,19 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
 @lru_cache(maxsize=1024)
 def _dense(shape: tuple[int, ...]) -> Layout:
     return shape, contiguous_strides(shape)
+
+
+def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
+    """The number of K/V heads side by side whose key tiles are as many as the multiprocessors, or hardly fewer; 0 if there is none.
+
+    For grouped heads, with uneven tiles: thread blocks of one K/V head read its query heads' rows one head after another and drift apart, by
+    a tile's length times the group's size. The fewer K/V heads at a time, the more of these rows the L2 cache holds.
+
+    >>> _heads_in_one_round(16, 64, 132), _heads_in_one_round(16, 47, 132)
+    (2, 0)
+    """
+    found = processors // max(key_tiles, 1)
+    return found if found and heads % found == 0 and found * key_tiles >= _ONE_ROUND * processors else 0
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from torch import Tensor
 import anyattn
 from anyattn import masks, planner
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper import backward_launches
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
@@ -73,6 +74,16 @@ def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch])
     assert products[4] is tables[6] and products[5] is tables[7] and last[1] is tables[9]
     rows_, spread, section, workers = products[20:24]
     assert (rows_, spread) == (len(order) - 1, 2) and 1 <= section <= 2 and workers == 1
+
+
+@pytest.mark.parametrize("heads,section", [(4, 4), (8, 2)])
+def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two key tiles of a head and four multiprocessors: two K/V heads fill them."""
+    monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 4)
+    q, k = wanting(1, heads, 250, 64), wanting(1, 4, 250, 64)
+    out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), enable_gqa=True, backend="hopper")
+    ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+    assert products[20:24] == (2, 4, section, 4)
 
 
 def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
