@@ -87,7 +87,8 @@ def of_all_heads(order: Tensor) -> Tensor:
 
 
 def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
-    """The row tiles of a dense batch with block lists, those with most visited tiles first: int32 (rows, 3), (m_block, head, entry).
+    """The row tiles, or key tiles, of a dense batch with block lists, those with most visited tiles first: int32 (rows, 3), (tile, head,
+    entry).
 
     visited: (B, H, M), number of tiles that each row tile of the lists visits. cut: how many of the kernel's ``tiles`` make one of them.
 
@@ -103,7 +104,7 @@ def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 
 
 def counted(order: Tensor, tiles: Tensor | int) -> Tensor:
-    """An order of row tiles with an additional last row that holds the number of valid rows. tiles: that number."""
+    """An order of tiles with an additional last row that holds the number of valid rows. tiles: that number."""
     last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
     last[:, :1] = tiles
     return torch.cat((order, last))

@@ -32,7 +32,7 @@ REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp g
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
 # registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
 _HOLDING, _MODS_BESIDE_SHARED, _MODS_BESIDE_OWN = 208, 8, 40
-_PLACES = 8  # and those that a bare kernel's places of packed sequences take
+_PLACES = 8  # registers that the places of packed sequences take in a kernel without mods and predicates
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")

@@ -146,7 +146,8 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
     if config.lists is not None or config.has_left != config.has_right:
-        in_one_round = _heads_in_one_round(spread, key_tiles, processors) if problem.qhead_per_kvhead > 1 else 0
+        drifts = problem.qhead_per_kvhead > 1 and not config.is_deterministic  # else tiles wait for one another
+        in_one_round = _heads_in_one_round(spread, key_tiles, processors) if drifts else 0
         together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors)
     numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
     return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers)

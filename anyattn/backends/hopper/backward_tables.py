@@ -1,4 +1,4 @@
-"""Device tables of the Hopper backward kernel: the order of a varlen batch's key tiles and its entries, made without synchronising."""
+"""Device tables of the Hopper backward kernel: the order of key tiles, and a varlen batch's entries, made without synchronising."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_of_lists", 
 
 
 class KeyOrder(NamedTuple):
-    """``backward.scheduler.KeyTables.order`` and ``entries``; None if they follow from dense storage."""
+    """``backward.scheduler.KeyTables.order`` and ``entries``; None if they follow from dense storage. Dense lists may have an order."""
 
     order: Tensor | None = None
     entries: Tensor | None = None
@@ -113,8 +113,8 @@ def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor,
         entries = torch.empty((s.batch, 9), dtype=torch.int32, device=dk.device)
     of_keys = None if t.cu_seqlens_k is None and t.seqused_k is None else (dk, dv)  # without these tables there are no gaps
     of_queries = None if t.cu_seqlens_q is None and t.seqused_q is None else dq
-    wiping = [wiping_blocks(x) for x in (*(of_keys or ())[:1], of_queries) if x is not None]
-    blocks, heads = (max(counts) for counts in zip(*wiping, strict=True)) if wiping else (0, 1)
+    cleared = [x for x in (*(of_keys or ()), of_queries) if x is not None]
+    blocks, heads = wiping_blocks(*cleared) if cleared else (0, 1)
     if blocks := blocks + (not is_large):
         wiped = (*(of_keys or (None, None)), None, of_queries)
         config_of_tables = _tables_config(config, s.batch > MOST_ENTRIES[0])

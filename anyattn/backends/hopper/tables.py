@@ -173,11 +173,11 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
     return order, entries
 
 
-def wiping_blocks(x: Tensor) -> tuple[int, int]:
-    """(thread blocks that clear rows of a (rows of storage, heads, positions, D) tensor, number of heads
-    over which they are distributed)."""
-    heads = x.shape[1]
-    return min(ceil_div(x.shape[0] * x.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads)), heads
+def wiping_blocks(*tensors: Tensor) -> tuple[int, int]:
+    """(thread blocks that clear rows of (rows of storage, heads, positions, D) tensors, number of heads over which they are
+    distributed)."""
+    heads, rows = max(x.shape[1] for x in tensors), max(x.shape[0] * x.shape[2] for x in tensors)
+    return min(ceil_div(rows, _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads)), heads
 
 
 def _in_order(s: Sequences, config: Config, most: int) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,9 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
     out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), enable_gqa=True, backend="hopper")
     ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
     assert products[20:24] == (2, 4, section, 4)
+    out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), enable_gqa=True, backend="hopper", deterministic=True)
+    ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+    assert products[20:24] == (2, 4, 4, 4)  # there tiles wait for one another
 
 
 def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
@@ -93,6 +96,13 @@ def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
     assert (
         products[9].shape == (1, 4, ceil_div(200, config.tiles.tile_m) + 4) and products[9].dtype is torch.int32 and not products[9].any()
     )
+
+
+def test_the_blocks_that_clear_rows_are_bounded(launched: list[Launch]) -> None:
+    q, k = wanting(80_000, 32, 8), wanting(80_000, 1, 8)
+    out = anyattn.flash_attn_varlen_func(q, k, k, cu_seqlens_q=80 * ENDS, cu_seqlens_k=80 * ENDS, backend="hopper")
+    ((_, tables),) = of_kind(gradients_of(out, launched), TablesConfig)
+    assert tables[-2:] == (1 + 528 // 32, 32)
 
 
 def test_rows_are_cleared_where_there_may_be_gaps(launched: list[Launch]) -> None:
@@ -184,17 +194,24 @@ def test_key_tiles_that_most_rows_see_come_first() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_lists_that_are_kept_are_sorted_once(deterministic: bool, launched: list[Launch]) -> None:
-    operands = [wanting(1, 2, 700, 64) for _ in range(3)]
+    """For each width of key tiles: heads of 256 have tiles of 64 keys."""
     seen = torch.zeros(700, dtype=torch.int64)
     seen[300:400] = 650
     mask = anyattn.create_block_mask(lambda b, h, i, j: i <= seen[j], 1, None, 700, 700, device="cpu")
-    orders = []
-    for _ in range(2):
-        out = anyattn.flex_attention(*operands, block_mask=mask, backend="hopper", deterministic=deterministic)
+
+    def order(d: int) -> Any:
+        out = anyattn.flex_attention(
+            *(wanting(1, 2, 700, d) for _ in range(3)), block_mask=mask, backend="hopper", deterministic=deterministic
+        )
         ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
-        orders.append(products[15])
-    assert orders[0] is orders[1]
-    assert orders[0] is None if deterministic else orders[0][:, 0].tolist() == [2, 3, 0, 1, 4, 5, 6]
+        return products[15]
+
+    first, wide, again = order(64), order(256), order(64)
+    if deterministic:  # key tiles wait for those before them
+        assert first is wide is again is None
+    else:
+        assert first is again and first[:, 0].tolist() == [2, 3, 0, 1, 4, 5, 6]
+        assert wide[:, 0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def problem(page_table: Tensor | None = None, **changes: Any) -> Problem:

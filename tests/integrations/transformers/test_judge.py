@@ -114,7 +114,7 @@ def test_the_sampled_noise_is_that_of_float32(name: str) -> None:
         assert 0.5 < ratio < 2.0, f"{part}: the sampled standard deviation is {ratio:.2f} times the errors"
 
 
-def test_what_a_model_casts_to_float32_stays_float64() -> None:
+def test_products_of_what_a_model_casts_to_float32_are_float64() -> None:
     """Rotary embeddings of Transformers 5.17 multiply frequencies by positions as a matrix product, both cast to float32."""
     frequencies, positions = torch.rand(3, 4, 1, dtype=torch.float64), torch.arange(5).expand(3, 1, 5)
     with KeepsFloat64():

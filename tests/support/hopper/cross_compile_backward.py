@@ -46,14 +46,14 @@ def local_memory_among_products(cubin: Path) -> int:
     return sum(code in _LOCAL for code in codes[at[0] : at[-1]])
 
 
-def compile_backward(config: BackwardConfig, mods: list, folder: Path, is_guarded: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
+def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
     turns = fake(Int32, 3) if config.is_deterministic else None
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
     lists = [*lists[:2], None, None, fake(Int32, 4)] if config.has_ranks else [*lists, None]
-    lists += [fake(Int32, 2), fake(Int32, 2)] if config.has_entries else [fake(Int32, 2) if is_guarded else None, None]
+    lists += [fake(Int32, 2), fake(Int32, 2)] if config.has_entries else [fake(Int32, 2) if has_order else None, None]
     scalars, tensors = [], []
     for mod, expr in zip(mods, config.exprs, strict=True):
         numbers, captured = slots(expr)
@@ -170,7 +170,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         for form, tiles in forms.items():
             if not only or form in only:
                 config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
-                result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), is_guarded=name == "sinks")
+                result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), has_order="lists" in fields and not is_fixed)
                 heights.add(tiles.tile_m if form != name else own.tile_m)
     for tile_m in sorted(heights):
         for is_after in (False, True):

@@ -52,7 +52,7 @@ class SequenceTables:
         out: cute.Tensor | None,
         lse: cute.Tensor | None,
         highest: cute.Tensor | None,
-        by_key: cute.Tensor | None,
+        other: cute.Tensor | None,
         batch: Int32,
         rows_q: Int32,
         rows_k: Int32,
@@ -64,17 +64,17 @@ class SequenceTables:
         """cu_seqlens: (B + 1,), seqused: (B,), int32 or int64, or None. entries: (B, 9) and order: (rows, 3) int32, see
         ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or with a last
         dimension of their own, which is cleared to zeros too, or all None. With ``TablesConfig.by_key`` queries and keys are exchanged,
-        and order has one row more. by_key: (rows of storage, heads, rows_k, D), whose rows are keys, or None; it is cleared too.
+        and order has one row more. other: (rows of storage, heads, rows_k, D) or None, cleared by the tables of the other side.
 
         bin_keys: the width of a cost bin in keys. blocks: thread blocks. heads: the heads over which the clearing blocks are distributed.
         """
         given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, rows_q, rows_k)
-        self.kernel(given, entries, order, (out, lse, highest), by_key, bin_keys).launch(
+        self.kernel(given, entries, order, (out, lse, highest), other, bin_keys).launch(
             grid=(blocks, heads, 1), block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, given, entries, order, outputs, by_key, bin_keys):
+    def kernel(self, given, entries, order, outputs, other, bin_keys):
         given = Given(*given)
         block, head, _ = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
@@ -83,9 +83,9 @@ class SequenceTables:
                 if head == 0:
                     self.tables(given, entries, order, bin_keys)
             else:
-                self.wipe_all(given, outputs, by_key, (block - 1, blocks - 1, head, heads))
+                self.wipe_all(given, outputs, other, (block - 1, blocks - 1, head, heads))
         else:
-            self.wipe_all(given, outputs, by_key, (block, blocks, head, heads))
+            self.wipe_all(given, outputs, other, (block, blocks, head, heads))
 
     # ---- tables
 
@@ -223,13 +223,13 @@ class SequenceTables:
     # ---- rows of no sequence
 
     @cute.jit
-    def wipe_all(self, given, outputs, by_key, share):
+    def wipe_all(self, given, outputs, other, share):
         """share: this block, the blocks that clear rows, this block's first head, the heads over which they are distributed."""
         if const_expr(outputs[0] is not None):
             self.wipe(given, outputs, *share)
-        if const_expr(by_key is not None):
-            of_keys = (given.cu_seqlens_k, given.cu_seqlens_q, given.seqused_k, given.seqused_q, given.batch, given.rows_k, given.rows_q)
-            self.wipe(Given(*of_keys), (by_key, None, None), *share)
+        if const_expr(other is not None):
+            turned = (given.cu_seqlens_k, given.cu_seqlens_q, given.seqused_k, given.seqused_q, given.batch, given.rows_k, given.rows_q)
+            self.wipe(Given(*turned), (other, None, None), *share)
 
     @cute.jit
     def wipe(self, given, outputs, block, blocks, head, heads):

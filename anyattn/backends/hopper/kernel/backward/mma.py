@@ -103,13 +103,15 @@ class MultipliesBack:
                 self.hold(fixed, in_smem)
                 total, until = facts.total, Int32(0)  # until: the visits up to the next that may have rows past the last, itself included
                 if const_expr(self.config.has_entries):  # deterministic sums begin with the last row tile
-                    until = Int32(1) if const_expr(self.config.is_deterministic) else self.visits_to_wiping(board[0], work_state, facts)
+                    until = (
+                        Int32(1) if const_expr(self.config.is_deterministic) else self.visits_to_wiping(board[0], work_state, len(facts))
+                    )
                 for i in cutlass.range(total, unroll=1):
                     if const_expr(self.config.has_entries):
                         until -= 1
                         if until == 0:
                             self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
-                            until = self.visits_to_wiping(board[0], work_state, KeyFacts._fields)
+                            until = self.visits_to_wiping(board[0], work_state, len(KeyFacts._fields))
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()

@@ -67,8 +67,8 @@ class Packed:
         return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
 
     def posted(self, place: Any, facts: Any, of_each: Any) -> tuple[Any, ...]:
-        """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and how many visits pass from one that may have rows past
-        the last to the next (``visits_to_wiping``). of_each: the visits of each head, 0 if heads differ.
+        """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and the distance in visits of those that may have rows
+        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ.
 
         Reading the visit and the lengths before each product takes 4 to 6 % of the pass. Without lists only one row tile of each head is
         cut, its last one.
@@ -79,9 +79,9 @@ class Packed:
         is_cut = facts.seqlen_q % self.config.tiles.tile_m != 0
         return (*place, select(is_cut, every, facts.total + 1, "int"))
 
-    def visits_to_wiping(self, board: Any, state: Any, facts: Any) -> Any:
-        """The number of visits up to the next one that may have rows past the last, itself included."""
-        return board[len(facts) + len(Place._fields), state.index]
+    def visits_to_wiping(self, board: Any, state: Any, key_facts: int) -> Any:
+        """The number of visits up to the next one that may have rows past the last, itself included. key_facts: numbers of ``KeyFacts``."""
+        return board[key_facts + len(Place._fields), state.index]
 
     def place_told(self, board: Any, state: Any, facts: Any) -> Any:
         """The ``Place`` that the producer has posted; without entries, the entry's number."""

@@ -64,8 +64,8 @@ class KeyTables(NamedTuple):
     lists (``BackwardConfig.list_cut``); B and H may be 1; for sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M), for
     deterministic results: the number of earlier key tiles that list a row tile; all row tiles are then in the partial list, in descending
     order, each as twice its number, plus 1 if it is partial. order: (rows + 1, 3), n_block, 0 and entry of each key tile; the first number
-    of the last row is the number of key tiles; without entries, order is given with lists only. entries: (B, 9), k_row, k_start, seqlen_k,
-    q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first key tile, its first index.
+    of the last row is the number of key tiles; without entries, order is given with lists only, and its entries are 0. entries: (B, 9),
+    k_row, k_start, seqlen_k, q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first key tile, its first index.
     """
 
     partial_count: Any
@@ -100,7 +100,8 @@ class VisitsRows:
 
     @cute.jit
     def key_tile(self, work, tables, sizes):
-        """(n_block, kv head, entry) of work item ``work``. Under a causal mask most rows see the first key tiles, so these go first."""
+        """(n_block, kv head, entry) of work item ``work``, in the order of ``tables.order`` if there is one. Under a causal mask most rows
+        see the first key tiles, so these go first."""
         rows, spread, section, heads, _ = sizes
         before = work // (section * rows) * section
         at_once = cutlass.min(section, spread - before)
