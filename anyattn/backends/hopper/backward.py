@@ -177,8 +177,11 @@ def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
         return _Lists(lists, None, Tables(lists, kinds=kinds_of(lists)[0]))
     assert special.list_tile is not None
     known = _of_lists.setdefault(blocks, {})
-    key = (special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
+    key: tuple = (special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
     found = known.get(key)
+    if found is None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        key = "captured", *key  # for the layers of this CUDA graph: its replay fills the tensors, and no other call may read them
+        found = known.get(key)
     if found is None:
         fits = special.list_tile == tile_of(blocks)
         lists = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks)
@@ -189,8 +192,7 @@ def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
             rows = order_of_lists(lists, config.list_cut[1], tiles)
             order = KeyOrder(counted(rows, tiles))
             found = _Lists(lists, rows, Tables(lists, order, kinds_of((lists, order))[0]))
-        if not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # a CUDA graph fills its tensors when it is replayed
-            known[key] = found
+        known[key] = found
     return found
 
 

@@ -198,7 +198,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "heads of one more visit than others are not told apart": ("bands by head", ((LOADER, "(of_each == of_head)", "True"),)),
     "a deterministic pass wipes its last visit": (
         "deterministic gaps",
-        ((MMA, "until = Int32(1) if const_expr(self.config.is_deterministic) else ", "until = "),),
+        ((MMA, "                        until = Int32(1)\n", "                        pass\n"),),
     ),
     "lists have their cut row tile last": ("lists and gaps", ((PACKED, "Int32(1) if self.config.lists is not None else", ""),)),
     "a key past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k + 1 -"),)),

@@ -102,10 +102,10 @@ class MultipliesBack:
                 self.keys_left()
                 self.hold(fixed, in_smem)
                 total, until = facts.total, Int32(0)  # until: the visits up to the next that may have rows past the last, itself included
-                if const_expr(self.config.has_entries):  # deterministic sums begin with the last row tile
-                    until = (
-                        Int32(1) if const_expr(self.config.is_deterministic) else self.visits_to_wiping(board[0], work_state, len(facts))
-                    )
+                if const_expr(self.config.has_entries):
+                    until = self.visits_to_wiping(board[0], work_state, len(facts))
+                    if const_expr(self.config.is_deterministic):  # begins with the last row tile
+                        until = Int32(1)
                 for i in cutlass.range(total, unroll=1):
                     if const_expr(self.config.has_entries):
                         until -= 1
