@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +27,6 @@ from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sequences.tile_order import counted
 from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
@@ -36,17 +35,7 @@ __all__ = ["backward"]
 
 _NO_TABLES = Tables()
 _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-
-
-class _Lists(NamedTuple):
-    """lists: with ranks. rows: ``order_of_lists``, None if the lists are not kept. tables: for a call whose guard is None."""
-
-    lists: tuple[Tensor | None, ...]
-    rows: Tensor | None
-    tables: Tables
-
-
-_of_lists: WeakKeyDictionary[Any, dict[tuple, _Lists]] = WeakKeyDictionary()
+_of_lists: WeakKeyDictionary[Any, dict[tuple, Tables]] = WeakKeyDictionary()
 
 
 class _Shared:
@@ -107,11 +96,10 @@ def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradie
         tables = Tables(NO_LISTS, order, kinds_of(order)[0])
         launch_all(call.over_sequences(), ways.within, tables, results, gradients, empty)
     if call.by_lists:
-        found = _lists_of(problem, ways.special)
-        tables = found.tables
+        tables = _tables_of_lists(problem, ways.special)
         if (guard := call.guard) is not None:
-            order = order_where(found.rows, ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n), guard)
-            tables = Tables(found.lists, order, kinds_of((found.lists, order, guard))[0], guard)
+            order = order_where(tables.order, ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n), guard)
+            tables = Tables(tables.lists, order, kinds_of((tables.lists, order, guard))[0], guard)
         launch_all(problem, ways.special, tables, results, gradients, empty)
 
 
@@ -120,7 +108,7 @@ def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) ->
     if problem.sequences is None:
         if special.listed is None:
             return _NO_TABLES
-        return _lists_of(problem, special).tables
+        return _tables_of_lists(problem, special)
     order = key_order(problem, special.config, *gradients)
     if special.listed is None:
         return Tables(NO_LISTS, order, kinds_of(order)[0])
@@ -167,14 +155,13 @@ def _are_readable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -
     return strides[3] == 1 and not any(s * size % 16 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1)
 
 
-def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
-    """The lists and ranks of ``backward.scheduler.KeyTables``; cached with block lists, if the call has some."""
+def _tables_of_lists(problem: Problem, special: BackwardSpecial) -> Tables:
+    """The lists and ranks of ``backward.scheduler.KeyTables``; cached with block lists, and then with an order, if the call has some."""
     blocks, config = problem.blocks, special.config
     assert special.listed is not None
     if blocks is None:
-        made = made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head)
-        lists = _tensors(made, config.has_ranks)
-        return _Lists(lists, None, Tables(lists, kinds=kinds_of(lists)[0]))
+        lists = _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
+        return Tables(lists, kinds=kinds_of(lists)[0])
     assert special.list_tile is not None
     known = _of_lists.setdefault(blocks, {})
     key: tuple = (special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
@@ -184,15 +171,10 @@ def _lists_of(problem: Problem, special: BackwardSpecial) -> _Lists:
         found = known.get(key)
     if found is None:
         fits = special.list_tile == tile_of(blocks)
-        lists = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks)
-        if config.has_ranks:  # key tiles wait for those before them
-            found = _Lists(lists, None, Tables(lists, kinds=kinds_of(lists)[0]))
-        else:
-            tiles = ceil_div(problem.k.shape[2], config.tiles.tile_n)
-            rows = order_of_lists(lists, config.list_cut[1], tiles)
-            order = KeyOrder(counted(rows, tiles))
-            found = _Lists(lists, rows, Tables(lists, order, kinds_of((lists, order))[0]))
-        known[key] = found
+        lists, order = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks), KeyOrder()
+        if not config.has_ranks:  # else key tiles wait for those before them
+            order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))
+        found = known[key] = Tables(lists, order, kinds_of((lists, order))[0])
     return found
 
 

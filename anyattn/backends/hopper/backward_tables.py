@@ -82,23 +82,26 @@ def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | N
     return tuple(None if t is None else t.contiguous() for t in tensors), found.entries(sequences)
 
 
-def order_of_lists(lists: tuple[Tensor | None, ...], cut: int, tiles: int) -> Tensor:
-    """The key tiles of dense lists, those that most row tiles see first: int32 (N, 3), n_block and zeros. Tiles seen by about as many row
-    tiles keep their order, so that neighbours read the same rows from the L2 cache together.
+def order_of_lists(lists: tuple[Tensor | None, ...], cut: int, tiles: int) -> KeyOrder:
+    """The order of a dense call with lists: key tiles that most row tiles see first. Tiles seen by about as many row tiles keep their
+    order, so that neighbours read the same rows from the L2 cache together.
 
     lists: ``backward.scheduler.KeyTables.partial_count`` to ``full_index``. cut: how many of the kernel's key tiles make one of theirs.
+    tiles: the number of the kernel's.
     """
     visits = sum(count.sum((0, 1)) for count in lists[:3:2] if count is not None)
     assert isinstance(visits, Tensor)
-    return most_visits_first((visits // (visits.max() // _CLASSES + 1))[None, None], cut, tiles)
+    return KeyOrder(counted(most_visits_first((visits // (visits.max() // _CLASSES + 1))[None, None], cut, tiles), tiles))
 
 
-def order_where(rows: Tensor | None, tiles: int, guard: Tensor) -> KeyOrder:
-    """The order for a dense call with lists: all ``tiles`` key tiles if ``guard`` is 0, none if it is 1. rows: ``order_of_lists``; None for
-    ascending order."""
-    if rows is None:
+def order_where(order: KeyOrder, tiles: int, guard: Tensor) -> KeyOrder:
+    """The order for a dense call with lists: all ``tiles`` key tiles if ``guard`` is 0, none if it is 1. order: ``order_of_lists``; without
+    tables for ascending order."""
+    if order.order is None:
         rows = torch.zeros((tiles, 3), dtype=torch.int32, device=guard.device)
         rows[:, 0] = torch.arange(tiles, dtype=torch.int32, device=guard.device)
+    else:
+        rows = order.order[:-1]
     return KeyOrder(counted(rows, tiles * (1 - guard)))
 
 

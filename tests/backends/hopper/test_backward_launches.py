@@ -13,7 +13,7 @@ from anyattn import masks, planner
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper import backward_launches
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
-from anyattn.backends.hopper.backward_tables import order_of_lists, order_where
+from anyattn.backends.hopper.backward_tables import KeyOrder, order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward
 from anyattn.backends.hopper.tables_config import TablesConfig
@@ -176,9 +176,9 @@ def test_ahead_of_time_both_are_compiled(launched: list[Launch], monkeypatch: py
 
 
 def test_an_order_that_a_guard_empties() -> None:
-    rows = torch.tensor([[2, 0, 0], [0, 0, 0], [1, 0, 0]], dtype=torch.int32)
+    rows = torch.tensor([[2, 0, 0], [0, 0, 0], [1, 0, 0], [3, 0, 0]], dtype=torch.int32)
     for guard, tiles in ((0, 3), (1, 0)):
-        for given, numbers in ((rows, [2, 0, 1]), (None, [0, 1, 2])):
+        for given, numbers in ((KeyOrder(rows), [2, 0, 1]), (KeyOrder(), [0, 1, 2])):
             order, entries = order_where(given, 3, torch.tensor([guard], dtype=torch.int32))
             assert order is not None and order.tolist() == [[n, 0, 0] for n in numbers] + [[tiles, 0, 0]]
             assert order.dtype is torch.int32 and entries is None
@@ -188,8 +188,10 @@ def test_key_tiles_that_most_rows_see_come_first() -> None:
     """In classes of an eighth of the most, in which they keep their order; lists of entries and heads are added up."""
     partial, full = torch.tensor([[[1, 9, 0, 30]], [[0, 9, 1, 31]]]), torch.tensor([[[0, 2, 1, 1]], [[1, 0, 1, 1]]])
     lists = (partial, None, full, None)
-    assert order_of_lists(lists, 1, 4)[:, 0].tolist() == [3, 1, 0, 2]
-    assert order_of_lists((partial, None, None, None), 2, 7).tolist() == [[n, 0, 0] for n in (6, 2, 3, 0, 1, 4, 5)]
+    orders = order_of_lists(lists, 1, 4), order_of_lists((partial, None, None, None), 2, 7)
+    for (order, entries), numbers in zip(orders, ([3, 1, 0, 2], [6, 2, 3, 0, 1, 4, 5]), strict=True):
+        assert order is not None and entries is None
+        assert order.tolist() == [[n, 0, 0] for n in numbers] + [[len(numbers), 0, 0]]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

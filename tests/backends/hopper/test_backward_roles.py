@@ -21,7 +21,6 @@ from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from anyattn.sequences.tile_order import counted
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.covering import few
@@ -224,7 +223,9 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
         call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
         if case.is_sorted:
             lists = tuple(None if t is None else torch.from_numpy(t) for t in prepared.lists)
-            call.order = counted(order_of_lists(lists, config.list_cut[1], call.work[0]), call.work[0]).numpy()
+            order = order_of_lists(lists, config.list_cut[1], call.work[0]).order
+            assert order is not None
+            call.order = order.numpy()
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
         dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, is_first_late)
         return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]

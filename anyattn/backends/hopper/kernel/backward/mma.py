@@ -103,7 +103,7 @@ class MultipliesBack:
                 self.hold(fixed, in_smem)
                 total, until = facts.total, Int32(0)  # until: the visits up to the next that may have rows past the last, itself included
                 if const_expr(self.config.has_entries):
-                    until = self.visits_to_wiping(board[0], work_state, len(facts))
+                    until = self.visits_to_wiping(board[0], work_state)
                     if const_expr(self.config.is_deterministic):  # begins with the last row tile
                         until = Int32(1)
                 for i in cutlass.range(total, unroll=1):
@@ -111,7 +111,7 @@ class MultipliesBack:
                         until -= 1
                         if until == 0:
                             self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
-                            until = self.visits_to_wiping(board[0], work_state, len(KeyFacts._fields))
+                            until = self.visits_to_wiping(board[0], work_state)
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()

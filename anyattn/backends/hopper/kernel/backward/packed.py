@@ -12,6 +12,7 @@ from cutlass import Int32, const_expr
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.emit import select
+from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.sequences.seqlen_info import aligned_offset
 
@@ -79,9 +80,9 @@ class Packed:
         is_cut = facts.seqlen_q % self.config.tiles.tile_m != 0
         return (*place, select(is_cut, every, facts.total + 1, "int"))
 
-    def visits_to_wiping(self, board: Any, state: Any, key_facts: int) -> Any:
-        """The number of visits up to the next one that may have rows past the last, itself included. key_facts: numbers of ``KeyFacts``."""
-        return board[key_facts + len(Place._fields), state.index]
+    def visits_to_wiping(self, board: Any, state: Any) -> Any:
+        """The number of visits up to the next one that may have rows past the last, itself included."""
+        return board[len(KeyFacts._fields) + len(Place._fields), state.index]
 
     def place_told(self, board: Any, state: Any, facts: Any) -> Any:
         """The ``Place`` that the producer has posted; without entries, the entry's number."""
