@@ -20,7 +20,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.integers import minimum
 
-__all__ = ["counted", "keys_up_to", "longest_first", "most_tiles", "most_visits_first", "numbered_tiles", "of_all_heads", "rows_from"]
+__all__ = ["counted", "keys_up_to", "longest_first", "most_tiles", "most_visits_first", "numbered_tiles", "of_all_heads"]
 
 
 def keys_up_to(m_block: Any, tile_m: int, seqlen_q: Any, seqlen_k: Any) -> Any:
@@ -31,16 +31,6 @@ def keys_up_to(m_block: Any, tile_m: int, seqlen_q: Any, seqlen_k: Any) -> Any:
     ([1, 5, 7], -4)
     """
     return minimum(seqlen_k, (m_block + 1) * tile_m + seqlen_k - seqlen_q)
-
-
-def rows_from(n_block: Any, tile_n: int, seqlen_q: Any, seqlen_k: Any) -> Any:
-    """The number of queries that see a key of tile ``n_block`` or a later one, where a query sees keys up to its own position and the last
-    one sees all. For Python ints, integer tensors and CuTe DSL integers.
-
-    >>> [rows_from(n, 4, 7, 10) for n in range(3)]
-    [7, 6, 2]
-    """
-    return minimum(seqlen_q, seqlen_k - n_block * tile_n)
 
 
 def most_tiles(batch: int, bound: int, rows: int, tile: int) -> int:

@@ -27,7 +27,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory 
 TILE_N = 128  # keys per tile, 64 for each consumer warp group
 TALL = 80  # query rows of a tall tile, not a multiple of 64
 SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ
-ACCUMULATORS = 128  # registers per thread for dK and dV together
+ACCUMULATORS = {1: 128, 2: 160}  # registers per thread for dK and dV together, by the steps of dP
 REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp group that loads and adds
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
 # registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
@@ -36,6 +36,7 @@ _PLACES = 8  # registers that the places of packed sequences take in a kernel wi
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
+_HALVED = (64, TILE_N, 2, 2, 0, 0, "before")  # what the kernel that computes dP by halves supports: tile_m to delta of ``BackwardTiles``
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class BackwardTiles:
 
     ds_stages: tiles of dS; if keys are shared, of P. dq_steps: the number of parts in which a warp group's dQ passes through shared memory.
     dq_eighths: the number of eighths of dQ that are added to global memory from registers and never pass through shared memory.
+    dp_steps: the number of parts of its rows, one after the other, in which dP is computed: 2 leave room for wider dK and dV.
     holds_k, holds_v: the number of first columns of K and of V that a warp group keeps in registers as first operand of the products S and
     dP; each product reads the other columns from shared memory.
     delta: when a row's delta is subtracted from dP. "behind": from the finished product. "before": the accumulators of dP begin at -delta,
@@ -59,6 +61,7 @@ class BackwardTiles:
     ds_stages: int = 2
     dq_steps: int = 1
     dq_eighths: int = 0
+    dp_steps: int = 1
     holds_k: int = 0
     holds_v: int = 0
     delta: str = "behind"
@@ -75,6 +78,11 @@ class BackwardTiles:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted 1 or 2")
         if self.shares_keys and (self.tile_m, self.ds_stages) != (64, 2):
             raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
+        if self.dp_steps not in ACCUMULATORS:
+            raise ValueError(f"dp_steps={self.dp_steps}; wanted 1 or 2")
+        halved = (self.tile_m, self.tile_n, self.ds_stages, self.dq_steps, self.holds_k, self.holds_v, self.delta)
+        if self.halves_dp and halved != _HALVED:
+            raise ValueError(f"dp_steps=2 with {self}; wanted tiles of 64 x {TILE_N}, 2 stages of dS, nothing held, delta='before'")
         if not 0 <= self.dq_eighths <= 7:
             raise ValueError(f"dq_eighths={self.dq_eighths}; wanted 0 to 7: a part of dQ passes through shared memory")
         if self.delta not in (_DELTA[:1] if self.shares_keys else _DELTA):
@@ -90,6 +98,11 @@ class BackwardTiles:
     def shares_keys(self) -> bool:
         """Whether each warp group works on all keys of a tile: on half the rows of the scores, and half the columns of the gradients."""
         return self.tile_n == SHARED_TILE_N
+
+    @property
+    def halves_dp(self) -> bool:
+        """Whether dP is computed for half the rows of a tile at a time, for which registers suffice where dK and dV take more of them."""
+        return self.dp_steps == 2
 
     @property
     def transposes_dq(self) -> bool:
@@ -159,6 +172,8 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.frees_keys and self.head_dim_v > (room := self.tiles.exchanged * self.tiles.tile_m):
             raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
+        if self.tiles.halves_dp and (self.score is not None or self.has_entries):
+            raise ValueError("dp_steps=2 with a score mod or with entries; wanted 1: its kernel has no registers for them")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
         if self.tiles.transposes_dq and self.head_dim != 64 * self.tiles.warp_groups:
@@ -172,8 +187,9 @@ class BackwardConfig(ModsOfConfig):
                 raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
         if self.is_deterministic and self.tiles.dq_eighths:
             raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
-        if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
-            raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {ACCUMULATORS}")
+        most = ACCUMULATORS[self.tiles.dp_steps]
+        if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > most:
+            raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {most}")
         if self.shared_memory > SHARED_MEMORY:
             raise ValueError(
                 f"{self.tiles} at head_dim {self.head_dim} takes {self.shared_memory} bytes of shared memory; an SM has {SHARED_MEMORY}"
@@ -213,7 +229,7 @@ class BackwardConfig(ModsOfConfig):
         If all rows see all keys, this takes 3 % longer: thread blocks in step read the same rows of Q and dO from the L2 cache together,
         and freeing early puts them out of step.
         """
-        return not self.tiles.shares_keys and (bool(self.bands) or self.lists is not None or self.has_entries)
+        return not self.tiles.shares_keys and not self.tiles.halves_dp and (bool(self.bands) or self.lists is not None or self.has_entries)
 
     @property
     def sums_while_made(self) -> bool:
@@ -290,6 +306,8 @@ def backward_tiles_for(
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
+        if is_bare and 128 <= head_dim <= 192 and head_dim + head_dim_v <= 320:  # 160 registers for dK and dV; a wider dQ would not fit
+            return BackwardTiles(64, TILE_N, dq_steps=2, dp_steps=2, delta="before")
         return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0), is_bare)
     if is_plain and head_dim == head_dim_v == 64:
         return BackwardTiles(128, TILE_N, holds_v=64, delta="between")

@@ -26,7 +26,9 @@ from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
 
 __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 
-_ROUNDS = 2  # key tiles per multiprocessor in a group of heads, whose longest tiles go first
+# key tiles per multiprocessor in a group of heads, whose longest tiles go first, and of packed ones, whose longest sequences do
+_ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
+_IN_TURN = 9  # most key tiles of one head in progress that add to the same row tiles in turn: with more, each waits for all before it
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 _ONE_ROUND = 0.95  # least share of the multiprocessors that key tiles of one round occupy
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
@@ -145,10 +147,13 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
     size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + width) + 4 * config.head_dim)
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
-    if config.lists is not None or config.has_left != config.has_right:
+    if config.lists is not None or config.has_left != config.has_right or config.has_entries:
         drifts = problem.qhead_per_kvhead > 1 and not config.is_deterministic  # else tiles wait for one another
         in_one_round = _heads_in_one_round(spread, key_tiles, processors) if drifts else 0
-        together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors)
+        rounds = _ROUNDS_OF_SEQUENCES if config.has_entries else _ROUNDS
+        if config.is_deterministic:
+            together = max(together, min(spread, ceil_div(processors, _IN_TURN)))
+        together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors, rounds)
     numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
     return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers)
 
@@ -172,15 +177,15 @@ def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int) -> int:
+def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int, rounds: int = _ROUNDS) -> int:
     """The number of heads that go side by side if some key tiles are seen by more rows than others: these long tiles come first, and there
     are enough heads that none of them starts last and runs alone. With many tiles in all, fewer heads suffice (``_MANY_ROUNDS``).
 
-    together: heads whose rows fit the L2 cache.
+    together: heads whose rows fit the L2 cache. rounds: key tiles per multiprocessor of these heads, unless there are many in all.
 
     >>> _heads_of_uneven_tiles(3, 32, 64, 132), _heads_of_uneven_tiles(61, 1024, 4, 132)
     (8, 64)
     """
-    rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else _ROUNDS
+    rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else rounds
     least = max(together, ceil_div(rounds * processors, key_tiles))
     return min(range(least, 2 * least), key=lambda n: -heads % n)  # prefers a last group of the same size as the others

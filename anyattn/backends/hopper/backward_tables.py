@@ -140,5 +140,4 @@ def _in_order(s: Sequences, config: BackwardConfig, most: int) -> KeyOrder:
 
 @lru_cache(maxsize=256)
 def _tables_config(config: BackwardConfig, is_large: bool) -> TablesConfig:
-    ends_with_row = config.has_right and not config.is_deterministic
-    return TablesConfig(config.tiles.tile_n, ends_with_row, MOST_ENTRIES[is_large], by_key=True, is_sorted=not config.is_deterministic)
+    return TablesConfig(config.tiles.tile_n, False, MOST_ENTRIES[is_large], by_key=True)

@@ -47,10 +47,8 @@ _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(rang
 _MOST_WORK = 64  # operations per pair of the mod and its derivative together; see ``plan``
 _WIDEST_SUMS = 128  # head dimension of the kernels whose fragments support captured sums
 _MOST_SUMS = 4  # loads whose derivatives are summed
-_TALL_COST = (
-    0.955,
-    0.965,
-)  # time per pair in a tall tile relative to another one, without a mask and under a causal one (docs/measured.md)
+# time per pair in a tall tile relative to another one, without a mask and under a causal one; by whether sequences are packed
+_TALL_COST = {False: (0.955, 0.965), True: (0.98, 0.985)}
 _ROWS = 64  # a list's tiles are joined until their rows are a multiple of this
 
 
@@ -212,7 +210,8 @@ def _tall_pays(dims: tuple[int, int], entries: float | None, queries: float, key
         edge = (t.tile_m + t.tile_n - math.gcd(t.tile_m, t.tile_n)) / 2
         return rows * (max(keys / 2, keys - queries / 2) + edge if is_causal else keys)
 
-    return time(tall, False) * _TALL_COST[0] < time(tiles, False), time(tall, True) * _TALL_COST[1] < time(tiles, True)
+    without, causal = _TALL_COST[entries is not None]
+    return time(tall, False) * without < time(tiles, False), time(tall, True) * causal < time(tiles, True)
 
 
 def _padded(problem: Problem) -> tuple[int, int]:

@@ -12,18 +12,17 @@ MOST_ENTRIES = (2048, 16384)  # largest batches of the two variants; four bytes 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """tile_m: query rows of the attention kernel's tiles. ends_with_row: a row sees keys up to its own
-    position. most_entries: largest batch.
+    """tile_m: query rows of the attention kernel's tiles. ends_with_row: a row sees keys up to its own position; of no account with
+    ``by_key``. most_entries: largest batch.
 
-    by_key: the tiles are key tiles, keys are passed as queries, and the order has one row more, which holds the number of tiles.
-    is_sorted: the most expensive tiles come first; else all tiles are in the order of their sequences, from each one's first tile on.
+    by_key: the tiles are key tiles, keys are passed as queries, and the order has one row more, which holds the number of tiles. Sequences
+    with most rows come first, all tiles of each one after another; otherwise the most expensive tiles of all sequences come first.
     """
 
     tile_m: int
     ends_with_row: bool
     most_entries: int
     by_key: bool = False
-    is_sorted: bool = True
 
     def __post_init__(self) -> None:
         if self.most_entries not in MOST_ENTRIES:

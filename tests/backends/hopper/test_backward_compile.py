@@ -69,7 +69,7 @@ FAMILIES = ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "tal
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 192)], ids=str)
 def test_every_kernel_compiles_without_spilling_in_its_loops(dims: tuple[int, int], tmp_path: Path) -> None:
     done = python("-m", "tests.support.hopper.cross_compile_backward", str(tmp_path), *map(str, dims), CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -287,6 +287,15 @@ def test_ranks_of_tiles_of_keys() -> None:
         ),
         (lambda: BackwardTiles(128, 64), "tile_m=128, ds_stages=2 where warp groups share keys"),
         (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
+        (lambda: BackwardTiles(64, 128, dp_steps=3), "dp_steps=3; wanted 1 or 2"),
+        (
+            lambda: BackwardTiles(64, 128, dq_steps=2, dp_steps=2),
+            "dp_steps=2 with .* wanted tiles of 64 x 128, 2 stages of dS, .*, delta='before'",
+        ),
+        (
+            lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before"), has_entries=True),
+            "dp_steps=2 with a score mod or with entries",
+        ),
         (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before")), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
         (lambda: BackwardConfig(64, 128, True, BackwardTiles(64, 128, ds_stages=1), has_entries=True), "wanted 2 stages of dS"),
@@ -311,8 +320,11 @@ def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=32)
     assert backward_tiles_for(128, 128) == BackwardTiles(64, 128, delta="before")
     assert backward_tiles_for(192, 128) == shared(holds_k=128, holds_v=128, dq_eighths=2)
-    assert backward_tiles_for(192, 128, True, True) == shared(holds_k=192, holds_v=128, dq_eighths=2)
-    assert backward_tiles_for(192, 128, True, True, is_deterministic=True) == shared(holds_k=192, holds_v=128)
+    halved = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
+    for dims in ((192, 128), (192, 64), (128, 192)):
+        assert backward_tiles_for(*dims, True, True) == backward_tiles_for(*dims, True, True, is_deterministic=True) == halved
+    assert backward_tiles_for(256, 64, True, True) == shared(holds_k=192, holds_v=64, dq_eighths=4)
+    assert backward_tiles_for(192, 192, True, True, is_deterministic=True) == shared(holds_k=64, holds_v=192)
     assert backward_tiles_for(192, 192, True, True) == shared(holds_k=64, holds_v=192, dq_eighths=2)
     assert backward_tiles_for(256, 128, True, True) == shared(dq_steps=2, holds_k=64, holds_v=128, dq_eighths=4)
     assert backward_tiles_for(256, 256) == shared(do_stages=1, dq_steps=2, holds_v=32, dq_eighths=4)
@@ -330,7 +342,7 @@ def test_tiles_of_head_dimensions() -> None:
             if padded_for_backward(d, dv) != (d, dv):
                 continue
             config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
-            assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128)
+            assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128 and not config.tiles.halves_dp)
 
 
 @pytest.mark.parametrize(

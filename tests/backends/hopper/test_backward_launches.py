@@ -60,7 +60,7 @@ def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch])
     assert [type(c) for c, _ in found] == [TablesConfig, RowsConfig, BackwardConfig, RowsConfig]
     by_key, tables = found[0]
     order, entries = tables[5], tables[4]
-    assert by_key.by_key and by_key.ends_with_row and by_key.is_sorted and by_key.tile_m == 128
+    assert by_key.by_key and not by_key.ends_with_row and by_key.tile_m == 128
     assert tables[0].equal(ENDS) and tables[:4] == (tables[0], tables[0], None, None)
     assert order.shape == (200 // 128 + 4 + 1, 3) and entries.shape == (4, 9)
     assert [t.shape for t in tables[6:8]] == [(1, 2, 200, 64)] * 2 and tables[8] is None
@@ -89,10 +89,51 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
     assert products[20:24] == (2, 4, 4, 4)  # there tiles wait for one another
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_causal", "is_deterministic", "section"),
+    [
+        ((2, 16, 8192), False, True, 4),  # full attention: each tile waits once, for as long as the one before it is ahead
+        ((2, 16, 8192), True, True, 16),
+        ((2, 16, 8192), True, False, 8),
+        ((1, 4, 8192), True, True, 4),
+        ((8, 16, 2048), True, True, 32),
+    ],
+)
+def test_few_tiles_of_a_head_take_turns(
+    sizes: tuple[int, int, int],
+    is_causal: bool,
+    is_deterministic: bool,
+    section: int,
+    launched: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 132)
+    batch, heads, length = sizes
+    q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16).expand(batch, heads, length, 128).requires_grad_()
+    given = {"mask_mod": masks.causal()} if is_causal else {}
+    out = anyattn.flex_attention(q, q, q, **given, backend="hopper", deterministic=is_deterministic)
+    ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+    assert products[20:24] == (length // 128, batch * heads, section, 132)
+
+
+@pytest.mark.parametrize(("total", "entries", "section"), [(16_384, 8, 4), (65_536, 256, 1)])
+def test_heads_of_packed_sequences_go_side_by_side(
+    total: int, entries: int, section: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many that the longest sequences of some heads do not end the launch, unless there are many tiles in all."""
+    monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, 1, 128, dtype=torch.bfloat16).expand(total, 16, 128).requires_grad_()
+    ends = torch.arange(0, total + 1, total // entries, dtype=torch.int32)
+    for is_causal in (False, True):
+        out = anyattn.flash_attn_varlen_func(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=is_causal, backend="hopper")
+        ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+        assert products[21:23] == (16, section)
+
+
 def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
     found = gradients_of(packed(causal=True, deterministic=True), launched)
     ((config, products),) = of_kind(found, BackwardConfig)
-    assert config.is_deterministic and not found[0][0].is_sorted
+    assert config.is_deterministic and found[0][0].by_key
     assert (
         products[9].shape == (1, 4, ceil_div(200, config.tiles.tile_m) + 4) and products[9].dtype is torch.int32 and not products[9].any()
     )

@@ -57,6 +57,7 @@ BUCKETS = (torch.arange(349) // 9) % 5
 IDS = torch.arange(400) * 3 // 70
 EXACT = 1e-4  # of the greatest gradient of a captured tensor, whose terms have 24 bits
 SLOPES = torch.tensor([0.02, -0.05])
+HALVED = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
 CASES = {
     "one tile": Case((64, 128), (1, 1)),
     "full": Case(),
@@ -110,7 +111,12 @@ CASES = {
     "alibi": Case(score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=masks.causal()),
     "96 columns": Case((150, 200), mask=masks.causal(), dims=(80, 96)),
     "96 columns of K": Case((150, 200), dims=(96, 128)),
-    "wide": Case((150, 150), dims=(192, 128), workers=2),
+    "wide": Case((150, 150), dims=(192, 192), workers=2),
+    "dP by halves": Case((150, 300), (4, 2), dims=(192, 128), tiles=HALVED, workers=2),
+    "dP by halves, causal": Case((300, 200), (2, 1), mask=masks.causal(), dims=(160, 96), tiles=HALVED),
+    "dP by halves, deterministic": Case(
+        (200, 300), mask=masks.sliding_window(100, 9), dims=(128, 192), tiles=HALVED, is_deterministic=True, workers=3
+    ),
     "wide through shared memory": Case((150, 150), dims=(192, 128), tiles=BackwardTiles(64, 64, holds_k=192, delta="before"), workers=2),
     "widest": Case((150, 150), (4, 2), mask=masks.causal(), dims=(256, 256), workers=2),
     "odd and wide": Case((100, 100), dims=(136, 200), mask=masks.sliding_window(50, 9)),
@@ -340,14 +346,14 @@ def test_the_order_of_sums_is_fixed(name: str) -> None:
     assert run(CASES[name], orders=6)["rerun"] == 0.0
 
 
-MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE = (
+MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE, HALVES = (
     "backward/mma", "backward/adder", "backward/scores", "backward/scheduler", "backward/producer", "backward/epilogue", "backward/rows",
-    "captured/sums", "backward/wide_mma",
+    "captured/sums", "backward/wide_mma", "backward/halved_mma",
 )  # fmt: skip
 MUTANTS: dict[str, tuple[str, Changes]] = {
     "dS is not exchanged": (
         "full",
-        ((MMA, "        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * tiles.warp_groups)\n", ""),),
+        ((MMA, "        cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=128 * tiles.warp_groups)\n", ""),),
     ),
     "dS is not fenced": ("full", ((MMA, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier(', "        cute.arch.barrier("),)),
     "dS has one stage and nobody waits": ("one stage of dS", ((MMA, "if const_expr(tiles.ds_stages == 1):", "if const_expr(False):"),)),
@@ -488,6 +494,26 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "tall: dQ is not transposed": ("tall tiles", ((MMA, "*(of_dq[::-1] if tiles.transposes_dq else of_dq)", "*of_dq"),)),
     "tall: the second warp group's columns are read at the first one's": ("tall tiles", ((ROWS, "((warp // 4) * chunks + chunk)", "chunk"),)),
     "tall: 16 columns are read as those of the next warp": ("tall tiles", ((ROWS, "warp % 4 * 32 + lane", "(warp + 1) % 4 * 32 + lane"),)),
+    "halves: dS is not exchanged": ("dP by halves", ((HALVES, "        cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),)),
+    "halves: dS is not fenced": ("dP by halves", ((HALVES, '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),)),
+    "halves: S is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        self.probabilities", "        self.probabilities"),)),
+    "halves: the first half of dP is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        p = ", "        p = "),)),
+    "halves: the second half of dP is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        p = ", "        p = "),)),
+    "halves: dV is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        pipes[1]", "        pipes[1]"),)),
+    "halves: dQ is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        for step", "        for step"),)),
+    "halves: dK is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        pipes[0]", "        pipes[0]"),)),
+    "halves: dO is not given back": ("dP by halves", ((HALVES, "        pipes[1].consumer_release(do_state)\n", ""),)),
+    "halves: Q is not given back": ("dP by halves", ((HALVES, "        pipes[0].consumer_release(q_state)\n", ""),)),
+    "halves: both are stored in one place": ("dP by halves", ((HALVES, "(0, half))", "(0, 0))"),)),
+    "halves: both have the first rows of dO": ("dP by halves", ((HALVES, "dout[1][None", "dout[0][None"),)),
+    "halves: both have the first rows of dO for dV": ("dP by halves", ((HALVES, "dout_t[1][None", "dout_t[0][None"),)),
+    "halves: both have the first rows' delta": ("dP by halves", ((HALVES, "self.of_rows(delta, positions, 1, 2)", "self.of_rows(delta, positions, 0, 2)"),)),
+    "halves: delta of the last rows is read at the first": ("dP by halves", ((SCORES, " + 2 * columns * part", ""),)),
+    "halves: dS stays in one stage": ("dP by halves", ((HALVES, "places[1][None, None, stage]", "places[1][None, None, 0]"),)),
+    "halves: dK is multiplied from the tile before": ("dP by halves", ((HALVES, "dk, ds[None, None, None, stage]", "dk, ds[None, None, None, 1 - stage]"),)),
+    "halves: dQ's halves are exchanged": ("dP by halves", ((HALVES, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
+    "halves: nothing is hidden": ("dP by halves, causal", ((HALVES, "        self.hidden((scores,), positions, said, captured)\n", ""),)),
+    "halves: K is overwritten while another group reads it": ("dP by halves", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n        self._into", "        self._into"),)),
     "wide: dQ's halves have one turn": ("wide and deterministic", ((ADDER, "if step == steps - 1:", "if step == 0:"),)),
     "wide: K is overwritten while another group reads it": ("wide through shared memory", ((WIDE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=threads)\n", ""),)),
     "wide: dK leaves before both groups have written it": ("wide", ((WIDE, "        cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)\n", ""),)),

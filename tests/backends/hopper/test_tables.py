@@ -48,7 +48,7 @@ def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -
     out, lse = (np.full((storage, heads, s.sizes.rows_q, *more), np.nan, np.float32) for more in ((8,), ()))
     bin_keys = ceil_div(s.bound_k + 1, THREADS)
     kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, ends_with_row, 2048))
-    kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
+    kernel.shared = lambda: {"ends": 2048, "chosen": 2048, "counts": THREADS, "sums": 32}
     given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
     arrays = [python.Memory(x) for x in (entries, order, out, lse)]
     outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
@@ -82,17 +82,14 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-def both_ways(quick: bool) -> list:
-    """Every case with either choice; of many entries, for which Python takes seconds, ``make test`` runs the quick one."""
-    return [
-        pytest.param(name, way, marks=[pytest.mark.slow] * (way is not quick and name.startswith("more")))
-        for name in CASES
-        for way in (False, True)
-    ]
+# of many entries, for which Python takes seconds, ``make test`` runs the quick way
+BOTH_WAYS = [
+    pytest.param(name, way, marks=[pytest.mark.slow] * (way and name.startswith("more"))) for name in CASES for way in (False, True)
+]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("name", "ends_with_row"), both_ways(quick=False))
+@pytest.mark.parametrize(("name", "ends_with_row"), BOTH_WAYS)
 def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool) -> None:
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k, torch.int64 if ends_with_row else torch.int32)
@@ -110,8 +107,8 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("name", "is_sorted"), both_ways(quick=True))
-def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_tables_of_tiles_of_keys(name: str) -> None:
     """Those of a backward pass: queries and keys have changed places, dk, dv and dq are cleared together, and the tiles are counted."""
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k).turned()
@@ -124,8 +121,8 @@ def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     assert isinstance(turned, StoredSequences)
     dq = np.full((1 if turned.tables.cu_seqlens_q is not None else s.batch, 2, turned.sizes.rows_q, 8), np.nan, np.float32)
     bin_rows = ceil_div(s.bound_k + 1, THREADS)
-    kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, True, 2048, by_key=True, is_sorted=is_sorted))
-    kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
+    kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, False, 2048, by_key=True))
+    kernel.shared = lambda: {"ends": 2048, "chosen": 2048, "counts": THREADS, "sums": 32}
     given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
     arrays = [python.Memory(x) for x in (entries, order, dk, dv, dq)]
     outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
@@ -137,10 +134,10 @@ def test_tables_of_tiles_of_keys(name: str, is_sorted: bool) -> None:
     assert (order[count:most] == [-1, 0, 0]).all() and (order[:count, 0] >= 0).all()
     found = [(b, n) for n, _, b in order[:count].tolist()]
     wanted = [(b, n) for b, length in enumerate(s.seqlens_q.tolist()) for n in range(ceil_div(length, TILE))]
-    assert (sorted(found) if is_sorted else found) == wanted
-    if is_sorted:
-        seen = [max(0, min(int(entries[b, 5]), int(entries[b, 2]) - n * TILE)) // bin_rows for b, n in found]
-        assert all(x >= y for x, y in pairwise(seen))
+    assert sorted(found) == wanted
+    assert all(n == (before + 1 if b == of else 0) for (of, before), (b, n) in pairwise([(-1, -1), *found])), "tiles of a sequence part"
+    rows = [int(entries[b, 5]) // bin_rows for b, _ in found]
+    assert all(x >= y for x, y in pairwise(rows))
     for gradient, of in ((dk, s), (dv, s), (dq, turned)):
         assert_cleared(gradient, of)
 
@@ -189,10 +186,9 @@ def test_it_compiles(has_tables: bool, has_results: bool) -> None:
     assert build.compiled_object(TablesConfig(128, True, 16384), kinds)
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_the_backward_s_compiles(is_sorted: bool) -> None:
+def test_the_backward_s_compiles() -> None:
     ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     dk, dv, dq = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(3))
     made = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     kinds, _ = launch.kinds_of((ends, None, used, used, *made, dk, dv, None, dq, 2, 8, 8, 1, 2, 1))
-    assert build.compiled_object(TablesConfig(128, True, 16384, by_key=True, is_sorted=is_sorted), kinds)
+    assert build.compiled_object(TablesConfig(128, True, 16384, by_key=True), kinds)

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Held", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
+__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Held", "Mma", "Pipe", "Regs", "Run", "Shared", "View", "narrow"]
 
 LANES = np.arange(128, dtype=np.int32)
 ROW = LANES // 32 * 16 + LANES % 32 // 4  # of a wgmma accumulator's 64 rows, the first that a thread holds; the other lies 8 below
@@ -178,6 +178,18 @@ class View:
         return Behind(self, numbers) if numbers else self
 
 
+class Run:
+    """A run of rows of a tile in shared memory, in all its stages."""
+
+    def __init__(self, of: Shared, rows: slice, is_transposed: bool = False):
+        self.of, self.rows, self.is_transposed = of, rows, is_transposed
+        self.iterator, self.layout = self, "as stored"
+
+    def read(self, stage: Any) -> np.ndarray:
+        found = View(self.of, (None, None, stage)).read("a product")[self.rows]
+        return found.T if self.is_transposed else found
+
+
 class Behind:
     """What stands behind the first numbers of a part of shared memory."""
 
@@ -334,13 +346,15 @@ class Operand:
 
     @property
     def of(self) -> Shared:
-        found: Shared = self.tile.of if isinstance(self.tile, View) else self.tile
+        found: Shared = self.tile.of if isinstance(self.tile, (View, Run)) else self.tile
         return found
 
     def sizes(self) -> tuple[int, int, int]:
         return (0, 0, self._tile().shape[1] // 16)
 
     def _tile(self) -> np.ndarray:
+        if isinstance(self.tile, Run):
+            return self.tile.read(self.stage)
         is_transposed = isinstance(self.tile, View) and self.tile.is_transposed
         return View(self.of, (None, None, self.stage), is_transposed).read("a product")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
-from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Run, Shared, View, narrow
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
@@ -34,7 +34,8 @@ __all__ = ["MODULES", "Call", "Table", "compiled", "run_grid", "vectorised"]
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
-    "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
+    "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
+    "backward/rows",
 )  # fmt: skip
 _KEPT = (
     "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.backward_config",
@@ -335,9 +336,12 @@ class _Device:
             self.group.has_tiles = True
         else:  # a warp group's part of an accumulator into shared memory
             self.schedule.step()
-            target.of.values[target.index()][atom.mma.part()] = source.matrix()
-            target.of.unfenced.add((self.group.number, target.key[-1]))
-            target.of.written()
+            whole = target.of if isinstance(target, _Part) else target
+            values = whole.of.values[whole.index()]
+            own = values[target.slices()] if isinstance(target, _Part) else values
+            own[atom.mma.part()] = source.matrix()
+            whole.of.unfenced.add((self.group.number, whole.key[-1]))
+            whole.of.written()
 
     def vector(self, source: Any, target: Any) -> None:
         if isinstance(source, Regs) and isinstance(target, View):
@@ -362,6 +366,8 @@ def _registers(shape: Any, dtype: Any) -> Any:
 
 
 def _tensor(iterator: Any, layout: Any) -> Any:
+    if isinstance(iterator, Run):
+        return Run(iterator.of, iterator.rows, layout == ("select", (1, 0, 2)))
     if isinstance(iterator, Shared):
         return View(iterator, (None, None, None), is_transposed=layout == ("select", (1, 0, 2)))
     return iterator
@@ -420,6 +426,8 @@ class _Atom:
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
     if len(shape) == 1:  # of a row
         return x, place[0]
+    if isinstance(x, Shared):
+        return Run(x, slice(place[0] * shape[0], (place[0] + 1) * shape[0]))
     return _Part(x, place, shape) if isinstance(x, View) else Box(x, shape, place)
 
 
@@ -429,6 +437,9 @@ class _Part(NamedTuple):
     of: View
     place: tuple[int, int]
     shape: tuple[int, int]
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(at * size, (at + 1) * size) for at, size in zip(self.place, self.shape, strict=True))
 
 
 def _narrowed(x: Acc, dtype: Any) -> _Operand:
@@ -517,12 +528,14 @@ def run_grid(
     names = device.names()
     for code in codes:
         exec(code, names)
-    multiplies = "MultipliesWide" if config.tiles.shares_keys else "MultipliesBack"
+    own = config.tiles
+    multiplies = "MultipliesWide" if own.shares_keys else "MultipliesHalves" if own.halves_dp else "MultipliesBack"
     parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys", "Packed")
     kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
     kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
     by_rows = 1 if config.tiles.shares_keys else config.tiles.warp_groups
     kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, by_rows)
+    kernel.half_of_dp = lambda: Mma(device.block, own.tile_n, own.tile_m // 2, own.warp_groups)
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always

@@ -135,6 +135,7 @@ def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
 def kernel_of(config: AnyConfig) -> Any:
     """The object to compile, whose kernel is specialised for ``config``."""
     from anyattn.backends.hopper.kernel.backward.backward import HopperBackward
+    from anyattn.backends.hopper.kernel.backward.halved import HopperHalvedBackward
     from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
     from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
@@ -145,6 +146,8 @@ def kernel_of(config: AnyConfig) -> Any:
     if isinstance(config, RowsConfig):
         return RowsAfter(config) if config.is_after else RowsBefore(config)
     if isinstance(config, BackwardConfig):
+        if config.tiles.halves_dp:
+            return HopperHalvedBackward(config)
         return HopperWideBackward(config) if config.tiles.shares_keys else HopperBackward(config)
     return HopperForward(config)
 

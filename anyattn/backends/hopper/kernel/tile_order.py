@@ -11,7 +11,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.tables_config import THREADS, TablesConfig
-from anyattn.sequences.tile_order import keys_up_to, rows_from
+from anyattn.sequences.tile_order import keys_up_to
 
 __all__ = ["SequenceTables"]
 
@@ -33,8 +33,9 @@ class SequenceTables:
     """The kernel for one ``TablesConfig``: its first block makes the tables, the others clear rows.
 
     Row tiles are ordered by a counting sort of their costs (``sequences.tile_order``): there are as many bins as threads; the bins are
-    concatenated, most expensive first, and each tile takes the next place of its bin. Nothing outside storage is written, even if
-    the tables are wrong.
+    concatenated, most expensive first, and each tile takes the next place of its bin. For key tiles, sequences are sorted instead, in the
+    same way: a sequence's tiles follow one another in ascending order, so that they find its rows in the L2 cache, and deterministic sums
+    never wait for a tile that comes later. Nothing outside storage is written, even if the tables are wrong.
     """
 
     def __init__(self, config: TablesConfig):
@@ -95,6 +96,7 @@ class SequenceTables:
         @cute.struct
         class Storage:
             ends: cute.struct.MemRange[Int32, most]  # type: ignore[valid-type]
+            chosen: cute.struct.MemRange[Int32, most if self.config.by_key else 1]  # type: ignore[valid-type]
             counts: cute.struct.MemRange[Int32, THREADS]
             sums: cute.struct.MemRange[Int32, 32]
 
@@ -105,14 +107,23 @@ class SequenceTables:
         storage = SmemAllocator().allocate(self.shared())
         ends = storage.ends.get_tensor(cute.make_layout(self.config.most_entries))
         counts, sums = storage.counts.get_tensor(cute.make_layout(THREADS)), storage.sums.get_tensor(cute.make_layout(32))
+        chosen = None
+        if const_expr(self.config.by_key):
+            chosen = storage.chosen.get_tensor(cute.make_layout(self.config.most_entries))
         thread, _, _ = cute.arch.thread_idx()
         counts[thread] = Int32(0)
-        # ends[i]: the row tiles of entries 0 to i
         each = ceil_div(given.batch, THREADS)
         first, mine = thread * each, Int32(0)
         for i in cutlass.range(each, unroll=1):
             if first + i < given.batch:
-                mine += self.entered(first + i, given, entries)
+                ends[first + i] = self.entered(first + i, given, entries)
+        cute.arch.sync_threads()
+        if const_expr(chosen is not None):
+            self.choose(given, entries, (ends, chosen, counts, sums), bin_keys, thread)
+        # ends[i]: the row tiles of entries 0 to i, or of entries chosen[0] to chosen[i]
+        for i in cutlass.range(each, unroll=1):
+            if first + i < given.batch:
+                mine += ends[first + i]
                 ends[first + i] = mine
         before = self.scanned(mine, sums, thread) - mine
         for i in cutlass.range(each, unroll=1):
@@ -122,20 +133,17 @@ class SequenceTables:
         room = order.shape[0] - 1 if const_expr(self.config.by_key) else order.shape[0]
         total = cutlass.min(ends[given.batch - 1], room)
         rounds = ceil_div(total, THREADS)
+        if const_expr(chosen is None):
+            for i in cutlass.range(rounds, unroll=1):
+                if i * THREADS + thread < total:
+                    _, _, place = self.located(i * THREADS + thread, given, ends, entries, bin_keys, chosen)
+                    cute.arch.atomic_add(counts.iterator + place, Int32(1))
+            self.started(counts, sums, thread)
         for i in cutlass.range(rounds, unroll=1):
             if i * THREADS + thread < total:
-                _, _, place = self.located(i * THREADS + thread, given, ends, entries, bin_keys)
-                cute.arch.atomic_add(counts.iterator + place, Int32(1))
-        cute.arch.sync_threads()
-        count = counts[thread]
-        start = self.scanned(count, sums, thread) - count
-        counts[thread] = start  # from here on the next place of the bin
-        cute.arch.sync_threads()
-        for i in cutlass.range(rounds, unroll=1):
-            if i * THREADS + thread < total:
-                entry, m_block, place = self.located(i * THREADS + thread, given, ends, entries, bin_keys)
+                entry, m_block, place = self.located(i * THREADS + thread, given, ends, entries, bin_keys, chosen)
                 row = i * THREADS + thread
-                if const_expr(self.config.is_sorted):
+                if const_expr(chosen is None):
                     row = cute.arch.atomic_add(counts.iterator + place, Int32(1))
                 self.put(order, row, m_block, entry)
         for i in cutlass.range(ceil_div(room - total, THREADS), unroll=1):
@@ -145,6 +153,39 @@ class SequenceTables:
         if const_expr(self.config.by_key):
             if thread == 0:
                 self.put(order, room, total, Int32(0))
+
+    @cute.jit
+    def choose(self, given, entries, storage, bin_keys, thread):
+        """Sorts entries by the cost of their first tiles: ``chosen`` holds them, most expensive first, and ``ends`` their row tiles in this
+        order."""
+        ends, chosen, counts, sums = storage
+        rounds = ceil_div(given.batch, THREADS)
+        for i in cutlass.range(rounds, unroll=1):
+            if i * THREADS + thread < given.batch:
+                place = self.bin_of(entries[i * THREADS + thread, 5], bin_keys)
+                cute.arch.atomic_add(counts.iterator + place, Int32(1))
+        self.started(counts, sums, thread)
+        for i in cutlass.range(rounds, unroll=1):
+            if i * THREADS + thread < given.batch:
+                place = self.bin_of(entries[i * THREADS + thread, 5], bin_keys)
+                chosen[cute.arch.atomic_add(counts.iterator + place, Int32(1))] = i * THREADS + thread
+        cute.arch.sync_threads()
+        for i in cutlass.range(rounds, unroll=1):
+            if i * THREADS + thread < given.batch:
+                ends[i * THREADS + thread] = ceil_div(entries[chosen[i * THREADS + thread], 2], self.config.tile_m)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def started(self, counts, sums, thread):
+        """Replaces the size of each bin by its first place, and from there on by the next one that is free."""
+        cute.arch.sync_threads()
+        count = counts[thread]
+        start = self.scanned(count, sums, thread) - count
+        counts[thread] = start
+        cute.arch.sync_threads()
+
+    def bin_of(self, cost: Any, bin_keys: Any) -> Any:
+        return THREADS - 1 - cutlass.min(cutlass.max(cost, 0) // bin_keys, THREADS - 1)
 
     @cute.jit
     def put(self, order, row, m_block, entry):
@@ -199,8 +240,8 @@ class SequenceTables:
         return value
 
     @cute.jit
-    def located(self, number, given, ends, entries, bin_keys):
-        """(entry, m_block, bin) of row tile ``number``, counted entry after entry."""
+    def located(self, number, given, ends, entries, bin_keys, chosen):
+        """(entry, m_block, bin) of row tile ``number``, counted entry after entry in the order of ``chosen``, if that is given."""
         low, high = Int32(0), given.batch - 1  # finds the first entry that ends after it
         while low < high:
             middle = (low + high) // 2
@@ -212,13 +253,12 @@ class SequenceTables:
         if low > 0:
             before = ends[low - 1]
         m_block = number - before
+        if const_expr(chosen is not None):
+            low = chosen[low]
         cost = entries[low, 5]
         if const_expr(self.config.ends_with_row):
-            if const_expr(self.config.by_key):
-                cost = rows_from(m_block, self.config.tile_m, cost, entries[low, 2])
-            else:
-                cost = keys_up_to(m_block, self.config.tile_m, entries[low, 2], cost)
-        return low, m_block, THREADS - 1 - cutlass.min(cutlass.max(cost, 0) // bin_keys, THREADS - 1)
+            cost = keys_up_to(m_block, self.config.tile_m, entries[low, 2], cost)
+        return low, m_block, self.bin_of(cost, bin_keys)
 
     # ---- rows of no sequence
 

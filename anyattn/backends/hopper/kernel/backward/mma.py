@@ -16,9 +16,9 @@ from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.mma import Multiplies
 
-__all__ = ["MultipliesBack"]
+__all__ = ["EXCHANGED", "MultipliesBack", "transposed"]
 
-_EXCHANGED = 4  # named barrier: all warp groups have written their keys' part of dS
+EXCHANGED = 4  # named barrier: all warp groups have written their keys' part of dS
 _EMPTIED = 5  # named barrier if dS has one stage: all warp groups have read dS
 
 
@@ -63,7 +63,7 @@ class MultipliesBack:
         a warp group's slices of the tiled MMAs."""
         tiles, (of_scores, of_v, of_k, of_q) = self.config.tiles, slices
         q, dout, k, v, ds = in_smem
-        ds_t, k_t = _transposed(ds), _transposed(k)
+        ds_t, k_t = transposed(ds), transposed(k)
         if self.config.tiles.transposes_dq:
             of_dq = of_q.make_fragment_B(of_q.partition_B(ds_t)), of_q.make_fragment_A(of_q.partition_A(k_t))
         else:
@@ -73,8 +73,8 @@ class MultipliesBack:
             of_scores.make_fragment_B(of_scores.partition_B(q)),
             (self._held(tiles.holds_v), of_scores.make_fragment_A(of_scores.partition_A(v))),
             of_scores.make_fragment_B(of_scores.partition_B(dout)),
-            of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
-            of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
+            of_v.make_fragment_B(of_v.partition_B(transposed(dout))),
+            of_k.make_fragment_B(of_k.partition_B(transposed(q))),
             *of_dq,
         )
 
@@ -231,12 +231,12 @@ class MultipliesBack:
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * tiles.warp_groups)
-        self._stored(places, dp, stage)
+        self._stored((places[0], places[1][None, None, stage]), dp)
         self._product(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.sums):
             self.add_sums(dp, late, positions, said, captured)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * tiles.warp_groups)
+        cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=128 * tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
         of_dq = ds_in_smem[None, None, None, stage], k_t[None, None, None, 0]
         self._product(to_q, dq, *(of_dq[::-1] if tiles.transposes_dq else of_dq), True)
@@ -251,9 +251,10 @@ class MultipliesBack:
         pipes[0].consumer_release(q_state)
 
     @cute.jit
-    def _stored(self, places, ds, stage):
-        """Writes a warp group's keys of dS to shared memory, where all warp groups read them: dQ sums over all keys."""
-        store, target = places[0], places[1][None, None, stage]
+    def _stored(self, place, ds):
+        """Writes a warp group's keys of dS to shared memory, where all warp groups read them: dQ sums over all keys. place: (a thread's
+        copy, the tile)."""
+        store, target = place
         narrow = cute.make_rmem_tensor_like(ds, self.dtype)
         narrow.store(ds.load().to(self.dtype))
         cute.copy(store, store.retile(narrow), store.partition_D(target))
@@ -294,6 +295,6 @@ class MultipliesBack:
             add_four_to((first + c * DQ_CHUNK).toint(), [own[i // 2, 2 * c + i % 2] for i in range(4)])
 
 
-def _transposed(x: Any) -> Any:
+def transposed(x: Any) -> Any:
     """A staged tile in shared memory with its columns first."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))

@@ -32,11 +32,12 @@ class Scores:
     pairs_are_words = False  # a thread has many rows for each key: words of per-pair bits would take more registers
     _narrow, _see_words, _see_if_wide, _ask_rest = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._ask_rest
 
-    def of_rows(self, statistic: Any, positions: Any) -> Any:
-        """The statistic of a thread's query rows, read in pairs: a thread's columns are pairs of neighbours, 8 apart."""
-        columns = cute.size(positions, mode=[1])
+    def of_rows(self, statistic: Any, positions: Any, part: int = 0, parts: int = 1) -> Any:
+        """The statistic of a thread's query rows, or of one of ``parts`` runs of them, read in pairs: a thread's columns are pairs of
+        neighbours, 8 apart."""
+        columns = cute.size(positions, mode=[1]) // parts
         found = cute.make_rmem_tensor(columns, Float32)
-        first = positions[0, 0][1] // 2
+        first = positions[0, 0][1] // 2 + 2 * columns * part
         pairs = cute.logical_divide(statistic, cute.make_layout(2))
         for c in range(columns // 2):
             cute.autovec_copy(pairs[None, first + 4 * c], cute.make_tensor(found.iterator + 2 * c, cute.make_layout(2)))

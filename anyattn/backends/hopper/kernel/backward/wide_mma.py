@@ -79,7 +79,7 @@ class MultipliesWide(MultipliesBack):
     @cute.jit
     def _exchanged(self, places, rows, stage, barrier: cutlass.Constexpr):
         """Writes a warp group's rows of P or dS to shared memory, as operands of both groups."""
-        self._stored(places, rows, stage)
+        self._stored((places[0], places[1][None, None, stage]), rows)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
 
