@@ -98,14 +98,22 @@ def test_grouped_heads(heads: int, kv_heads: int) -> None:
     judged("causal", "packed", heads=heads, kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize(("d", "dv"), [(8, 8), (72, 40), (64, 128), (128, 64)])
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (72, 40), (64, 128), (128, 64), (192, 128), (136, 40), (104, 192)])
 def test_head_dims(d: int, dv: int) -> None:
     judged("causal", "partly used", d=d, dv=dv)
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "window", "empty band", "sink"])
+def test_wide_heads(name: str) -> None:
+    for form in ("packed", "partly used", "padded"):
+        judged(name, form, EDGES_BOTH if form == "packed" else LENGTHS, d=192, dv=128)
+    judged(name, "packed", SAME, {"deterministic": True}, d=192, dv=128)
+
+
 @pytest.mark.parametrize("kind", judging.KINDS)
-def test_float16(kind: str) -> None:
-    judged("causal", "partly used", dtype=torch.float16, kind=kind)
+@pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128)])
+def test_float16(kind: str, d: int, dv: int) -> None:
+    judged("causal", "partly used", dtype=torch.float16, kind=kind, d=d, dv=dv)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +189,10 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("rest", ["alone", "causal", "window"])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(name: str, rest: str, d: int) -> None:
+def test_documents(name: str, rest: str, d: int, dv: int) -> None:
     """As sequences where the ids are documents, by block lists where they are not; at first the host does not know which."""
 
     def make(to: Any) -> Any:
@@ -194,6 +202,6 @@ def test_documents(name: str, rest: str, d: int) -> None:
     mask = Capturing(make)
     lists = anyattn.create_block_mask(make(judging.for_library), 2, None, 700, 700, device=DEVICE)
     for _ in range(2):
-        judge(qkv(2, 4, 2, sq=700, sk=700, d=d), mask=mask, block_mask=lists, backward=True)
+        judge(qkv(2, 4, 2, sq=700, sk=700, d=d, dv=dv), mask=mask, block_mask=lists, backward=True)
         if judging.MODE == "gpu":
             torch.cuda.synchronize()

@@ -18,6 +18,7 @@ __all__ = [
     "RowsConfig",
     "backward_tiles_for",
     "bytes_of",
+    "fits_halved",
     "padded_for_backward",
     "tall_tiles_for",
 ]
@@ -172,8 +173,10 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.frees_keys and self.head_dim_v > (room := self.tiles.exchanged * self.tiles.tile_m):
             raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
-        if self.tiles.halves_dp and (self.score is not None or self.has_entries):
-            raise ValueError("dp_steps=2 with a score mod or with entries; wanted 1: its kernel has no registers for them")
+        if self.tiles.halves_dp and self.score is not None:
+            raise ValueError("dp_steps=2 with a score mod; wanted 1: its kernel has no registers for one")
+        if self.tiles.shares_keys and self.has_entries:
+            raise ValueError(f"{self.tiles} with entries, whose cut tiles this kernel does not store; wanted tiles of {TILE_N} keys")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
         if self.tiles.transposes_dq and self.head_dim != 64 * self.tiles.warp_groups:
@@ -284,6 +287,16 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return d, dv
 
 
+def fits_halved(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel that computes dP by halves takes padded head dimensions above 128: dK and dV fit 160 registers of a thread, and a
+    warp group's half of dQ fits the others.
+
+    >>> fits_halved(192, 128), fits_halved(192, 192), fits_halved(64, 256)
+    (True, False, False)
+    """
+    return 128 <= head_dim <= 192 and head_dim + head_dim_v <= 320
+
+
 def tall_tiles_for(head_dim: int, head_dim_v: int, is_packed: bool = False) -> BackwardTiles | None:
     """Tiles of more rows, for calls in which no score mod, list or predicate needs registers: fewer visits, and fewer products read K and
     V. None if there are none for these head dimensions. is_packed: a table says where sequences are, which takes registers too."""
@@ -306,7 +319,7 @@ def backward_tiles_for(
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
-        if is_bare and 128 <= head_dim <= 192 and head_dim + head_dim_v <= 320:  # 160 registers for dK and dV; a wider dQ would not fit
+        if is_bare and fits_halved(head_dim, head_dim_v):
             return BackwardTiles(64, TILE_N, dq_steps=2, dp_steps=2, delta="before")
         return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0), is_bare)
     if is_plain and head_dim == head_dim_v == 64:

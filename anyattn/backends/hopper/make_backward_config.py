@@ -16,6 +16,7 @@ from anyattn.backends.hopper.backward_config import (
     BackwardConfig,
     BackwardTiles,
     backward_tiles_for,
+    fits_halved,
     padded_for_backward,
     tall_tiles_for,
 )
@@ -154,10 +155,11 @@ class BackwardWays(NamedTuple):
 def backward_ways(problem: Problem) -> BackwardWays:
     """How ``problem`` is launched; reads no tensor."""
     special = specialised_backward(problem)
-    as_sequences = not (special.wanted or special.config.tiles.shares_keys)
-    if special.listed is None or not as_sequences or (found := over_unknown_documents(problem)) is None:
+    if special.listed is None or special.wanted or (found := over_unknown_documents(problem)) is None:
         return BackwardWays(special)
     form, over_documents = found
+    if reason_against_backward(over_documents):
+        return BackwardWays(special)
     within = specialised_backward(over_documents)
     if within.listed is not None or within.config.always:
         return BackwardWays(special)
@@ -238,8 +240,8 @@ def reason_against_backward(problem: Problem) -> str | None:
         return f"its backward kernel sums no gradients of captured tensors for {of_what}"
     if sequences is not None and (sequences.page_table is not None or sequences.is_cache):
         return "its backward kernel takes no keys in pages and no caches that grow"
-    if sequences is not None and is_wide:
-        return f"its backward kernel takes packed and padded sequences up to head dimension {_WIDEST_SUMS}"
+    if sequences is not None and is_wide and (against := _against_wide_sequences(problem)):
+        return against
     against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
     if against:
         return against
@@ -255,6 +257,19 @@ def reason_against_backward(problem: Problem) -> str | None:
         if wanted != tile and not joins:
             own, given = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
             return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"
+    return None
+
+
+def _against_wide_sequences(problem: Problem) -> str | None:
+    """The reason against packed or padded sequences of heads wider than 128."""
+    d, dv = _padded(problem)
+    if not fits_halved(d, dv):
+        most = "192 with value head dimension 128, or 128 with 192"
+        return f"its backward kernel takes packed and padded sequences up to head dimension {most}; these have {d} and {dv}, padded"
+    plan = mask_plan(problem, _ABILITIES)
+    if problem.score is not None or plan.has_lists or plan.uses_blocks or plan.always:
+        kinds = "score mods, block lists and masks other than bands"
+        return f"its backward kernel takes packed and padded sequences of head dimensions above {_WIDEST_SUMS} without {kinds}"
     return None
 
 

@@ -22,9 +22,10 @@ from anyattn.backends.hopper.backward_config import (
     BackwardConfig,
     BackwardTiles,
     backward_tiles_for,
+    fits_halved,
     padded_for_backward,
 )
-from anyattn.backends.hopper.captured_sums import CapturedSum
+from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
@@ -64,7 +65,12 @@ MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
 
 
 # at each width that has tiles of its own the mod that needs most registers, which test_families_compile.py compiles
-FAMILIES = ((64, 64, "summed capped", "image"), (128, 128, "packed causal", "tall packed causal", "summed by key"), (256, 256, "capped"))
+FAMILIES = (
+    (64, 64, "summed capped", "image"),
+    (128, 128, "packed causal", "tall packed causal", "summed by key"),
+    (192, 128, "packed window", "capped"),
+    (256, 256, "capped"),
+)
 
 
 @pytest.mark.slow
@@ -79,7 +85,8 @@ def test_every_kernel_compiles_without_spilling_in_its_loops(dims: tuple[int, in
 def check_loops(parts: tuple[tuple, ...], results: list[dict[str, tuple[int, int]]]) -> None:
     """parts: head dimensions and which kernels of them, all if none is named. results: of each what ``cross_compile_backward`` found."""
     for (head_dim, head_dim_v, *names), found in zip(parts, results, strict=True):
-        count = len(names) or (12 if max(head_dim, head_dim_v) > 128 else {64: 30, 96: 29, 128: 29 + 6}[head_dim])
+        of_wide = 15 if fits_halved(head_dim, head_dim_v) else 12
+        count = len(names) or (of_wide if max(head_dim, head_dim_v) > 128 else {64: 30, 96: 29, 128: 29 + 6}[head_dim])
         assert len(found) == count + 4 * (1 + any(name.startswith("tall") for name in found))
         spilled = {name: accesses for name, (_, accesses) in found.items() if accesses > (MOST.get(name, 0) if head_dim == 128 else 0)}
         assert not spilled, f"of {head_dim}, {head_dim_v}: {spilled}"
@@ -111,6 +118,12 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
     by_head = trace(LEARNED["head"](table), "score")
     by_score = trace(lambda s, b, h, i, j: s + table[h, torch.clamp(s.to(torch.int64), 0, 9)], "score")
     wide = dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16))
+    q, v = (torch.randn(1, 2, 64, d, dtype=torch.bfloat16) for d in (192, 128))
+    packed = {"sequences": Sequences(*(torch.zeros(1, dtype=torch.int64) for _ in range(7)))}
+    longest = {"q": q, "k": q, "v": v, **packed}
+    for mask in ((), traced(masks.causal()), traced(masks.sliding_window(9, 0))):
+        for is_deterministic in (False, True):
+            assert reason_against_backward(problem(**longest, predicates=mask, deterministic=is_deterministic)) is None
     every = torch.zeros(1, 2, 64, 64, requires_grad=True)
     by_pair = trace(lambda s, b, h, i, j: s + every[b, h, i, j], "score")
     assert reason_against_backward(problem(score=by_pair, deterministic=True)) is None
@@ -120,7 +133,10 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
         ({"score": by_row}, "no registers"),
         ({"score": by_score}, "depends on the score"),
         ({"score": by_head, **wide}, "for head dimensions above 128"),
-        ({"score": by_head, "sequences": Sequences(*(torch.zeros(1, dtype=torch.int64) for _ in range(7)))}, "for packed"),
+        ({"score": by_head, **packed}, "for packed"),
+        ({**wide, **packed}, "these have 256 and 256, padded"),
+        ({**longest, "score": trace(lambda s, b, h, i, j: s * 2.0, "score")}, "without score mods, block lists and masks"),
+        ({**longest, "predicates": traced(masks.dilated(3, 2))}, "without score mods, block lists and masks"),
         ({"score": often}, "5 times"),
         ({"score": by_head, "deterministic": True}, "no exact sums"),
         ({"blocks": small, "predicates": traced(masks.causal())}, "tiles of 48 x 48"),
@@ -183,6 +199,10 @@ def test_lengths_choose_tall_tiles() -> None:
     blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
     ways = backward_ways(problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document)))
     assert ways.within is not None and ways.within.config.tiles.tile_m == 64
+    for v, runs in ((q, True), (q[..., :96], True), (torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16), False)):
+        wide = torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16)
+        ways = backward_ways(problem(q=wide, k=wide, v=v, blocks=blocks, blocks_follow=True, predicates=traced(document)))
+        assert (ways.within is not None) == runs and ways.special.config.tiles.shares_keys
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
@@ -293,9 +313,16 @@ def test_ranks_of_tiles_of_keys() -> None:
             "dp_steps=2 with .* wanted tiles of 64 x 128, 2 stages of dS, .*, delta='before'",
         ),
         (
-            lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before"), has_entries=True),
-            "dp_steps=2 with a score mod or with entries",
+            lambda: BackwardConfig(
+                64,
+                64,
+                True,
+                BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before"),
+                with_derivatives(trace(lambda s, b, h, i, j: s * s, "score").expr)[0],
+            ),
+            "dp_steps=2 with a score mod",
         ),
+        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before"), has_entries=True), "with entries, whose cut tiles"),
         (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before")), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
         (lambda: BackwardConfig(64, 128, True, BackwardTiles(64, 128, ds_stages=1), has_entries=True), "wanted 2 stages of dS"),

@@ -51,6 +51,7 @@ class Case(NamedTuple):
 
 
 ENDS = torch.tensor([0, 60, 2, 30, 7])
+HALVED = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
 CASES = {
     "packed": Case(),
     "one": Case(([65], [129])),
@@ -76,6 +77,11 @@ CASES = {
     "large tiles": Case(tiles=BackwardTiles(128, 128, ds_stages=1), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
     "tall tiles, causal": Case(([100, 170, 1], [100, 170, 1]), d=128, tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=2),
     "tall tiles": Case(d=128, tiles=BackwardTiles(80, 128), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
+    "dP by halves": Case(d=128, tiles=HALVED, gaps=([3, 1, 2, 0], [0, 4, 0, 70])),
+    "dP by halves, causal": Case(([100, 170, 1], [100, 170, 1]), heads=(4, 2), d=128, tiles=HALVED, mask=masks.causal(), workers=2),
+    "dP by halves, deterministic": Case(
+        ([200, 70], [300, 200]), d=128, tiles=HALVED, mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2
+    ),
     "one stage": Case(tiles=BackwardTiles(64, 128, 1, 1, 1), gaps=([3, 1, 2, 0], [1, 1, 1, 1])),
 }
 

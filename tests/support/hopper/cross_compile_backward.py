@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
 from anyattn import masks, scores
-from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for, tall_tiles_for
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for, fits_halved, tall_tiles_for
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
@@ -160,10 +160,10 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     result: dict[str, tuple[int, int]] = {}
     own, heights = backward_tiles_for(head_dim, head_dim_v), set[int]()
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
-        if max(head_dim, head_dim_v) > 128 and fields.keys() & {"has_entries", "sums"}:  # which are another backend's
-            continue
         is_bare, is_fixed = not fields.keys() & {"score", "lists", "always"}, bool(fields.get("is_deterministic"))
-        is_packed = "has_entries" in fields
+        is_packed, packs = "has_entries" in fields, is_bare and fits_halved(head_dim, head_dim_v)
+        if max(head_dim, head_dim_v) > 128 and ("sums" in fields or (is_packed and not packs)):  # which are another backend's
+            continue
         forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
         if is_bare and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall

@@ -49,10 +49,29 @@ class StoresKeys:
     @cute.jit
     def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):
         """Each warp group stores its 64 keys; TMA leaves out keys past the tensor's last one."""
-        _, to_v, to_k, _ = mmas
-        group, thread, _ = about
+        group, _, _ = about
         # another warp group's product dQ of the last row tile may still read these keys of K
         cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
+        if const_expr(self.config.has_entries):
+            if self.is_cut(group, facts):
+                self._plainly_stored(sums, mmas, keys, about, facts, place)
+            else:
+                self._part_stored(sums, mmas, leaving, keys, about, facts, place)
+        else:
+            self._part_stored(sums, mmas, leaving, keys, about, facts, place)
+
+    @cute.jit
+    def _plainly_stored(self, sums, mmas, keys, about, facts, place):
+        """Stores a warp group's keys row by row: the next keys belong to another sequence."""
+        _, to_v, to_k, _ = mmas
+        self.keys_stored(sums[0], to_k, self.config.head_dim, keys[2], facts, place, about[1])
+        self.keys_stored(sums[1], to_v, self.config.head_dim_v, keys[3], facts, place, about[1])
+
+    @cute.jit
+    def _part_stored(self, sums, mmas, leaving, keys, about, facts, place):
+        """Stores a warp group's keys by TMA."""
+        _, to_v, to_k, _ = mmas
+        group, thread, _ = about
         self._into(sums[0], to_k, leaving[0], thread)
         self._into(sums[1], to_v, leaving[1], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -74,10 +93,9 @@ class StoresKeys:
         cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
         is_whole = Int32(1)
         if const_expr(self.config.has_entries):
-            if self.is_cut(group, facts):  # the next keys belong to another sequence
+            if self.is_cut(group, facts):
                 is_whole = Int32(0)
-                self.keys_stored(dk, to_k, self.config.head_dim, keys[2], facts, place, thread)
-                self.keys_stored(dv, to_v, self.config.head_dim_v, keys[3], facts, place, thread)
+                self._plainly_stored(sums, mmas, keys, about, facts, place)
             else:
                 self._into(dk, to_k, leaving[0], thread)
                 self._into(dv, to_v, leaving[1], thread)
