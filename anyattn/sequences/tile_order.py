@@ -6,7 +6,8 @@ the order, with torch operations that do not synchronise. Kernels compute the sa
 
 - ``sequences.tile_order_kernel`` (Triton): the same order for a ``StoredSequences``, by lengths.
 - ``documents.kernels.order_documents`` (Triton): the same order for documents, whose queries and keys are the same positions.
-- ``backends.hopper.kernel.tile_order`` (CuTe): a counting sort by the same costs, in bins; the order within a bin is arbitrary.
+- ``backends.hopper.kernel.tile_order`` (CuTe): a counting sort by the same costs, in bins; the order within a bin is arbitrary. For key
+  tiles, sequences are sorted, by their rows, and the tiles of each one follow one another.
 """
 
 from __future__ import annotations

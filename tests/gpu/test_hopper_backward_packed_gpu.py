@@ -130,6 +130,11 @@ def test_many_and_long() -> None:
     judged("full", "packed", ([17, 40, 3, 90] * 40, [17, 40, 3, 90] * 40), d=64)
 
 
+def test_more_entries_than_the_smaller_tables_hold() -> None:
+    lengths = [i * 7 % 5 for i in range(2049)]
+    judged("causal", "packed", (lengths, lengths), heads=1, kv_heads=1, d=64)
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
 def test_deterministic(name: str) -> None:
     judged(name, "packed", SAME, {"deterministic": True}, d=64)
@@ -150,6 +155,21 @@ def test_deterministic_reruns_agree_bitwise(name: str) -> None:
     first = gradients()
     for _ in range(RERUNS):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+
+
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_deterministic_reruns_of_long_sequences_agree_bitwise(is_causal: bool, d: int, dv: int) -> None:
+    """Tiles of sequences and heads take turns on all multiprocessors at once."""
+    stored = ragged.packed(drawn(([700, 4100, 90, 2500], [700, 4100, 90, 2500]), heads=16, kv_heads=16, d=d, dv=dv))
+    leaves = [t.detach().requires_grad_() for t in (stored.q, stored.k, stored.v)]
+    out, _ = ragged.call(stored._replace(q=leaves[0], k=leaves[1], v=leaves[2]), deterministic=True, causal=is_causal)
+    dout = random(*out.shape, seed=1).to(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(RERUNS):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @judging.on_the_gpu_alone

@@ -37,7 +37,7 @@ _PLACES = 8  # registers that the places of packed sequences take in a kernel wi
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
-_HALVED = (64, TILE_N, 2, 2, 0, 0, "before")  # what the kernel that computes dP by halves supports: tile_m to delta of ``BackwardTiles``
+_HALVED = {"tile_m": 64, "tile_n": TILE_N, "ds_stages": 2, "dq_steps": 2, "holds_k": 0, "holds_v": 0, "delta": "before"}
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class BackwardTiles:
             raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
         if self.dp_steps not in ACCUMULATORS:
             raise ValueError(f"dp_steps={self.dp_steps}; wanted 1 or 2")
-        halved = (self.tile_m, self.tile_n, self.ds_stages, self.dq_steps, self.holds_k, self.holds_v, self.delta)
-        if self.halves_dp and halved != _HALVED:
-            raise ValueError(f"dp_steps=2 with {self}; wanted tiles of 64 x {TILE_N}, 2 stages of dS, nothing held, delta='before'")
+        for name, wanted in _HALVED.items():
+            if self.halves_dp and (given := getattr(self, name)) != wanted:
+                raise ValueError(f"{name}={given!r} with dp_steps=2; wanted {wanted!r}: its kernel supports nothing else")
         if not 0 <= self.dq_eighths <= 7:
             raise ValueError(f"dq_eighths={self.dq_eighths}; wanted 0 to 7: a part of dQ passes through shared memory")
         if self.delta not in (_DELTA[:1] if self.shares_keys else _DELTA):
@@ -102,7 +102,7 @@ class BackwardTiles:
 
     @property
     def halves_dp(self) -> bool:
-        """Whether dP is computed for half the rows of a tile at a time, for which registers suffice where dK and dV take more of them."""
+        """Whether dP is computed for half the rows of a tile at a time: where dK and dV take 160 registers, there is room for no more."""
         return self.dp_steps == 2
 
     @property
@@ -227,7 +227,7 @@ class BackwardConfig(ModsOfConfig):
     @property
     def frees_keys(self) -> bool:
         """Whether a finished key tile frees the stages of K and V at once: dK and dV then leave through the buffers of dQ and dS, which are
-        large enough unless the warp groups share keys, while the next keys are loaded.
+        large enough unless the warp groups share keys or dP is computed by halves, while the next keys are loaded.
 
         If all rows see all keys, this takes 3 % longer: thread blocks in step read the same rows of Q and dO from the L2 cache together,
         and freeing early puts them out of step.
@@ -288,8 +288,8 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def fits_halved(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the kernel that computes dP by halves takes padded head dimensions above 128: dK and dV fit 160 registers of a thread, and a
-    warp group's half of dQ fits the others.
+    """Whether the kernel that computes dP by halves is used at padded head dimensions above 128: dK and dV fit 160 registers of a thread,
+    and a warp group's half of dQ fits the others. At (64, 256) it would fit too, but takes 3 % longer than the one that shares keys.
 
     >>> fits_halved(192, 128), fits_halved(192, 192), fits_halved(64, 256)
     (True, False, False)

@@ -28,7 +28,7 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 
 # key tiles per multiprocessor in a group of heads, whose longest tiles go first, and of packed ones, whose longest sequences do
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
-_IN_TURN = 9  # most key tiles of one head in progress that add to the same row tiles in turn: with more, each waits for all before it
+_IN_TURN = 9  # deterministic sums: key tiles of one head at a time; each begins when the one before it has added to the first row tile
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 _ONE_ROUND = 0.95  # least share of the multiprocessors that key tiles of one round occupy
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
@@ -178,8 +178,9 @@ def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int, rounds: int = _ROUNDS) -> int:
-    """The number of heads that go side by side if some key tiles are seen by more rows than others: these long tiles come first, and there
-    are enough heads that none of them starts last and runs alone. With many tiles in all, fewer heads suffice (``_MANY_ROUNDS``).
+    """The number of heads that go side by side if some key tiles are seen by more rows than others: these, or the longest sequences, come
+    first, and there are enough heads that none of them starts last and runs alone. With many tiles in all, fewer heads suffice
+    (``_MANY_ROUNDS``).
 
     together: heads whose rows fit the L2 cache. rounds: key tiles per multiprocessor of these heads, unless there are many in all.
 

@@ -308,10 +308,8 @@ def test_ranks_of_tiles_of_keys() -> None:
         (lambda: BackwardTiles(128, 64), "tile_m=128, ds_stages=2 where warp groups share keys"),
         (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
         (lambda: BackwardTiles(64, 128, dp_steps=3), "dp_steps=3; wanted 1 or 2"),
-        (
-            lambda: BackwardTiles(64, 128, dq_steps=2, dp_steps=2),
-            "dp_steps=2 with .* wanted tiles of 64 x 128, 2 stages of dS, .*, delta='before'",
-        ),
+        (lambda: BackwardTiles(64, 128, dq_steps=2, dp_steps=2), "delta='behind' with dp_steps=2; wanted 'before'"),
+        (lambda: BackwardTiles(64, 128, dp_steps=2, delta="before"), "dq_steps=1 with dp_steps=2; wanted 2"),
         (
             lambda: BackwardConfig(
                 64,

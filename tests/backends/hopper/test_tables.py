@@ -135,7 +135,9 @@ def test_tables_of_tiles_of_keys(name: str) -> None:
     found = [(b, n) for n, _, b in order[:count].tolist()]
     wanted = [(b, n) for b, length in enumerate(s.seqlens_q.tolist()) for n in range(ceil_div(length, TILE))]
     assert sorted(found) == wanted
-    assert all(n == (before + 1 if b == of else 0) for (of, before), (b, n) in pairwise([(-1, -1), *found])), "tiles of a sequence part"
+    assert all(n == (before + 1 if b == of else 0) for (of, before), (b, n) in pairwise([(-1, -1), *found])), (
+        "a sequence's tiles do not follow one another"
+    )
     rows = [int(entries[b, 5]) // bin_rows for b, _ in found]
     assert all(x >= y for x, y in pairwise(rows))
     for gradient, of in ((dk, s), (dv, s), (dq, turned)):
@@ -191,4 +193,4 @@ def test_the_backward_s_compiles() -> None:
     dk, dv, dq = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(3))
     made = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     kinds, _ = launch.kinds_of((ends, None, used, used, *made, dk, dv, None, dq, 2, 8, 8, 1, 2, 1))
-    assert build.compiled_object(TablesConfig(128, True, 16384, by_key=True), kinds)
+    assert build.compiled_object(TablesConfig(128, False, 16384, by_key=True), kinds)

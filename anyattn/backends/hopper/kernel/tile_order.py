@@ -156,7 +156,7 @@ class SequenceTables:
 
     @cute.jit
     def choose(self, given, entries, storage, bin_keys, thread):
-        """Sorts entries by the cost of their first tiles: ``chosen`` holds them, most expensive first, and ``ends`` their row tiles in this
+        """Sorts entries by the length of their other side, in bins: ``chosen`` holds them, longest first, and ``ends`` their tiles in this
         order."""
         ends, chosen, counts, sums = storage
         rounds = ceil_div(given.batch, THREADS)

@@ -16,8 +16,8 @@ __all__ = ["MultipliesHalves"]
 class MultipliesHalves(MultipliesBack):
     """The MMA role of ``HopperHalvedBackward``, for kernels without a score mod.
 
-    dK and dV take 160 registers of a thread, which leaves room for S and half of dP: the halves are the first and the last rows of a row
-    tile. The first half of dS is stored before the product of the second half begins; dK reads dS^T from shared memory, as dQ reads dS.
+    dK and dV take up to 160 registers of a thread, which leaves room for S and half of dP: the halves are the first and the last rows of a
+    row tile. The first half of dS is stored before the product of the second half begins; dK reads dS^T from shared memory, as dQ reads dS.
     """
 
     config: Any

@@ -1,4 +1,4 @@
-"""``HopperWideBackward``: the backward kernel for heads too wide for two warp groups to hold dK and dV of 64 keys each."""
+"""``HopperWideBackward``: the backward kernel for heads so wide, or with such mods, that no warp group can hold dK and dV of 64 keys."""
 
 from typing import Any
 
