@@ -8,6 +8,7 @@ from functools import cached_property
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
 from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
+from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
@@ -233,6 +234,15 @@ class BackwardConfig(ModsOfConfig):
         and freeing early puts them out of step.
         """
         return not self.tiles.shares_keys and not self.tiles.halves_dp and (bool(self.bands) or self.lists is not None or self.has_entries)
+
+    @cached_property
+    def looks_up_pairs(self) -> bool:
+        """Whether a predicate of listed tiles loads a number at a place that depends on the row and on the key: a table of pairs, or of
+        blocks, of which nothing says that neighbouring key tiles are seen by the same rows."""
+        if self.lists is None or self.partial is None:
+            return False
+        expr = self.partial.expr
+        return any(node.op == "load" and d.q and d.kv for node, d in zip(expr.nodes, dependence(expr), strict=True))
 
     @property
     def sums_while_made(self) -> bool:

@@ -148,8 +148,9 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
     if config.lists is not None or config.has_left != config.has_right or config.has_entries:
-        drifts = problem.qhead_per_kvhead > 1 and not config.is_deterministic  # else tiles wait for one another
-        in_one_round = _heads_in_one_round(spread, key_tiles, processors) if drifts else 0
+        drifts = problem.qhead_per_kvhead > 1 or config.looks_up_pairs
+        one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another
+        in_one_round = _heads_in_one_round(spread, key_tiles, processors) if one_round else 0
         rounds = _ROUNDS_OF_SEQUENCES if config.has_entries else _ROUNDS
         if config.is_deterministic:
             together = max(together, min(spread, ceil_div(processors, _IN_TURN)))
@@ -167,7 +168,8 @@ def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
     """The number of K/V heads side by side whose key tiles are as many as the multiprocessors, or hardly fewer; 0 if there is none.
 
     For grouped heads, with uneven tiles: thread blocks of one K/V head read its query heads' rows one head after another and drift apart,
-    by a tile's length times the group's size. The fewer K/V heads at a time, the more of these rows the L2 cache holds.
+    by a tile's length times the group's size. The fewer K/V heads at a time, the more of these rows the L2 cache holds. The same holds for
+    lists from a table, whose key tiles are seen by rows in no order (``BackwardConfig.looks_up_pairs``).
 
     >>> _heads_in_one_round(16, 64, 132), _heads_in_one_round(16, 47, 132)
     (2, 0)

@@ -116,6 +116,19 @@ def test_few_tiles_of_a_head_take_turns(
     assert products[20:24] == (length // 128, batch * heads, section, 132)
 
 
+def test_lists_from_a_table_go_one_round_at_a_time(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows have no order, so that the L2 cache holds those of few heads; a mask by positions keeps the heads that even tiles out."""
+    monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 16)
+    q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16).expand(2, 16, 1024, 128).requires_grad_()
+    table = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    for mask, section in ((lambda b, h, i, j: table[i // 128, j // 128], 2), (masks.prefix_lm(300), 32)):
+        for is_deterministic in (False, True):
+            out = anyattn.flex_attention(q, q, q, mask_mod=mask, backend="hopper", deterministic=is_deterministic)
+            ((config, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
+            assert config.looks_up_pairs == (section == 2) and products[20:22] == (8, 32)
+            assert products[22] == (section if not is_deterministic else 32)
+
+
 @pytest.mark.parametrize(("total", "entries", "section"), [(16_384, 8, 4), (65_536, 256, 1)])
 def test_heads_of_packed_sequences_go_side_by_side(
     total: int, entries: int, section: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
