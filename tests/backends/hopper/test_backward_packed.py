@@ -215,6 +215,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "rows are wiped in the first stage": ("gaps", ((PACKED, "in_smem[0][None, None, q_state.index]", "in_smem[0][None, None, 0]"),)),
     "dO is wiped before it came": ("gaps", ((PACKED, "pipes[1].consumer_wait(do_state)", "pass"),)),
     "V is not wiped": ("gaps", ((PACKED, "self._wiped(in_smem[3][None", "(lambda *_: None)(in_smem[3][None"),)),
+    "halves: cut tiles are sent whole": ("dP by halves", ((EPILOGUE, "if self.is_cut(group, facts):", "if False:"),)),
     "cut tiles are sent whole": ("packed", ((EPILOGUE, "if self.is_cut(group, facts):", "if False:"),)),
     "the second group's keys are not taken for cut": (
         "packed",

@@ -513,7 +513,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "halves: dK is multiplied from the tile before": ("dP by halves", ((HALVES, "dk, ds[None, None, None, stage]", "dk, ds[None, None, None, 1 - stage]"),)),
     "halves: dQ's halves are exchanged": ("dP by halves", ((HALVES, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
     "halves: nothing is hidden": ("dP by halves, causal", ((HALVES, "        self.hidden((scores,), positions, said, captured)\n", ""),)),
-    "halves: K is overwritten while another group reads it": ("dP by halves", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n        self._into", "        self._into"),)),
+    "halves: K is overwritten while another group reads it": ("dP by halves", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n        if", "        if"),)),
     "wide: dQ's halves have one turn": ("wide and deterministic", ((ADDER, "if step == steps - 1:", "if step == 0:"),)),
     "wide: K is overwritten while another group reads it": ("wide through shared memory", ((WIDE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=threads)\n", ""),)),
     "wide: dK leaves before both groups have written it": ("wide", ((WIDE, "        cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)\n", ""),)),
