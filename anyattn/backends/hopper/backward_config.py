@@ -75,13 +75,11 @@ class BackwardTiles:
             )
         if self.tile_n not in (TILE_N, SHARED_TILE_N):
             raise ValueError(f"tile_n={self.tile_n}; wanted {TILE_N}, 64 keys (wgmma M) for each of two warp groups, or 64 that they share")
-        for name in ("q_stages", "do_stages", "ds_stages", "dq_steps"):
+        for name in ("q_stages", "do_stages", "ds_stages", "dq_steps", "dp_steps"):
             if getattr(self, name) not in (1, 2):
                 raise ValueError(f"{name}={getattr(self, name)}; wanted 1 or 2")
         if self.shares_keys and (self.tile_m, self.ds_stages) != (64, 2):
             raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
-        if self.dp_steps not in ACCUMULATORS:
-            raise ValueError(f"dp_steps={self.dp_steps}; wanted 1 or 2")
         for name, wanted in _HALVED.items():
             if self.halves_dp and (given := getattr(self, name)) != wanted:
                 raise ValueError(f"{name}={given!r} with dp_steps=2; wanted {wanted!r}: its kernel supports nothing else")
@@ -324,8 +322,9 @@ def backward_tiles_for(
     """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
     is_plain: no score mod is evaluated, and no predicate except words of bits: others need the registers that rows 64 to 127 would take.
-    is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers. is_deterministic: all of dQ
-    passes through shared memory, because only additions from there have a fixed order. is_packed: as in ``tall_tiles_for``.
+    is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers, or dP is computed by halves.
+    is_deterministic: all of dQ passes through shared memory, because only additions from there have a fixed order. is_packed: as in
+    ``tall_tiles_for``.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
     """
     if max(head_dim, head_dim_v) > 128:

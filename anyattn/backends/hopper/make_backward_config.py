@@ -267,7 +267,7 @@ def _against_wide_sequences(problem: Problem) -> str | None:
         most = "192 with value head dimension 128, or 128 with 192"
         return f"its backward kernel takes packed and padded sequences up to head dimension {most}; these have {d} and {dv}, padded"
     plan = mask_plan(problem, _ABILITIES)
-    if problem.score is not None or plan.has_lists or plan.uses_blocks or plan.always:
+    if problem.score is not None or plan.has_lists or plan.always:
         kinds = "score mods, block lists and masks other than bands"
         return f"its backward kernel takes packed and padded sequences of head dimensions above {_WIDEST_SUMS} without {kinds}"
     return None

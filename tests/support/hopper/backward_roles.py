@@ -336,10 +336,8 @@ class _Device:
             self.group.has_tiles = True
         else:  # a warp group's part of an accumulator into shared memory
             self.schedule.step()
-            whole = target.of if isinstance(target, _Part) else target
-            values = whole.of.values[whole.index()]
-            own = values[target.slices()] if isinstance(target, _Part) else values
-            own[atom.mma.part()] = source.matrix()
+            whole, part = (target.of, target.slices()) if isinstance(target, _Part) else (target, ...)
+            whole.of.values[whole.index()][part][atom.mma.part()] = source.matrix()
             whole.of.unfenced.add((self.group.number, whole.key[-1]))
             whole.of.written()
 
@@ -528,14 +526,14 @@ def run_grid(
     names = device.names()
     for code in codes:
         exec(code, names)
-    own = config.tiles
-    multiplies = "MultipliesWide" if own.shares_keys else "MultipliesHalves" if own.halves_dp else "MultipliesBack"
+    tiles = config.tiles
+    multiplies = "MultipliesWide" if tiles.shares_keys else "MultipliesHalves" if tiles.halves_dp else "MultipliesBack"
     parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys", "Packed")
     kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
     kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
-    by_rows = 1 if config.tiles.shares_keys else config.tiles.warp_groups
-    kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, by_rows)
-    kernel.half_of_dp = lambda: Mma(device.block, own.tile_n, own.tile_m // 2, own.warp_groups)
+    by_rows = 1 if tiles.shares_keys else tiles.warp_groups
+    kernel.scores_from_registers = lambda: Mma(device.block, tiles.tile_n, tiles.tile_m, by_rows)
+    kernel.half_of_dp = lambda: Mma(device.block, tiles.tile_n, tiles.tile_m // 2, by_rows)
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always
