@@ -26,6 +26,7 @@ from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, wor
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
+from anyattn.documents.sequences import NO_DOCUMENTS
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.document_masks import DocumentForm
@@ -186,8 +187,11 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
 
 def _pays(problem: Problem, bands: list[Expr]) -> bool:
     """Whether tall tiles are taken. Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other
-    tiles."""
-    return all(sides(band) == (False, True) for band in bands) and tall_pays(problem)[bool(bands)]
+    tiles; deterministic sums of documents do not: fewer visits take fewer turns."""
+    if not all(sides(band) == (False, True) for band in bands):
+        return False
+    is_unknown = problem.sequences is NO_DOCUMENTS
+    return problem.deterministic if is_unknown else tall_pays(problem)[bool(bands)]
 
 
 def tall_pays(problem: Problem) -> tuple[bool, bool]:

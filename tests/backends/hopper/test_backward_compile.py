@@ -197,8 +197,10 @@ def test_lengths_choose_tall_tiles() -> None:
     q = torch.empty(1, 1, 8192, 128, dtype=torch.bfloat16)
     document = masks.document(torch.zeros(8192, dtype=torch.int32))
     blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
-    ways = backward_ways(problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document)))
-    assert ways.within is not None and ways.within.config.tiles.tile_m == 64
+    for is_deterministic, height in ((False, 64), (True, 80)):
+        given = problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document), deterministic=is_deterministic)
+        ways = backward_ways(given)
+        assert ways.within is not None and ways.within.config.tiles.tile_m == height
     for v, runs in ((q, True), (q[..., :96], True), (torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16), False)):
         wide = torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16)
         ways = backward_ways(problem(q=wide, k=wide, v=v, blocks=blocks, blocks_follow=True, predicates=traced(document)))

@@ -584,7 +584,11 @@ def _add_roles(
     def load() -> None:
         kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
 
-    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving))]
+    def add(warp: int) -> None:
+        kernel.add(warp, memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving)
+
+    bodies = [(-1, "loader", load)]
+    bodies += [(-2 - i, f"adder {i}", functools.partial(add, i)) for i in range(names["adding_warps"](config.is_deterministic))]
     for g in range(block.groups):
         of_dq = memory["dq"], Table(call.sums)
         work = (mmas, smem, leaving, in_smem, of_dq, block.pipes, board, keys, scales, (*captured, block.scratch))

@@ -117,8 +117,8 @@ class SequenceTables:
         for i in cutlass.range(each, unroll=1):
             if first + i < given.batch:
                 ends[first + i] = self.entered(first + i, given, entries)
-        cute.arch.sync_threads()
         if const_expr(chosen is not None):
+            cute.arch.sync_threads()
             self.choose(given, entries, (ends, chosen, counts, sums), bin_keys, thread)
         # ends[i]: the row tiles of entries 0 to i, or of entries chosen[0] to chosen[i]
         for i in cutlass.range(each, unroll=1):

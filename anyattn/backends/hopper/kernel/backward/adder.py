@@ -1,4 +1,8 @@
-"""Backward adding role: one warp that adds the warp groups' parts of dQ to global memory and stores finished dK and dV, by TMA."""
+"""Backward adding role: a warp that adds the warp groups' parts of dQ to global memory and stores finished dK and dV, by TMA.
+
+Deterministic sums take two such warps, in turns. A row tile is passed on to the next key tile when its sums are complete in global memory,
+about as long after the addition begins as a visit takes. Meanwhile the other warp waits for the next row tile's turn, and adds to it.
+"""
 
 from typing import Any
 
@@ -9,15 +13,21 @@ from cutlass import Int32, const_expr
 from anyattn.backends.hopper.backward_config import DQ_CHUNK
 from anyattn.backends.hopper.kernel.bulk_copy import add_floats
 
-__all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds"]
+__all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds", "adding_warps"]
 
 KEYS_LEFT = 1  # named barrier: dV of the previous key tile has been read out of the buffer of dS
+_YOURS = 2  # first of the named barriers, one per adding warp if there are two: the next part is left to it
 FILLED = 6  # first of the named barriers, one per warp group: its part of dQ, or of dK and dV, is complete in shared memory
 FREE = 8  # first of the named barriers, one per warp group: its part has been read out of the buffer of dQ
 ADD_THREADS = 160  # threads of a warp group and the adding warp
 LEFT_THREADS = 288  # threads of two warp groups and the adding warp
 NOTED = 6  # numbers that a warp group's first thread posts with its part
 END, KEYS = -1, -2  # posted in place of a row tile: the work is finished; the part is dK and dV of a key tile
+
+
+def adding_warps(is_deterministic: bool) -> int:
+    """The number of warps that add, in turns."""
+    return 2 if is_deterministic else 1
 
 
 class Adds:
@@ -27,20 +37,26 @@ class Adds:
     sent_keys: Any
 
     @cute.jit
-    def add(self, dq, board, sums, turns, keys, leaving):
-        """Adds and stores until ``END`` is posted. board: for each warp group (row tile, head, entry, turn), or (``KEYS``, kv head, entry
-        or row of storage, whether this warp stores them, key tile, first row in storage). keys: (copy atom, tensor) of dK and dV. leaving:
-        dK and dV in shared memory."""
+    def add(self, warp, dq, board, sums, turns, keys, leaving):
+        """Adds and stores until ``END`` is posted. warp: this one's number among the adding warps. board: for each warp group (row tile,
+        head, entry, turn), or (``KEYS``, kv head, entry or row of storage, whether this warp stores them, key tile, first row in storage),
+        or (``END``, how many more times it is posted: once for each adding warp). keys: (copy atom, tensor) of dK and dV. leaving: dK and
+        dV in shared memory."""
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
         direct = DQ_CHUNK * self.config.dq_direct  # the first numbers of a step, which the warp groups add from registers
         more, step = Int32(1), Int32(0)
         ahead, passed = (Int32(-1), Int32(0), Int32(0)), Int32(0)
-        for group in cutlass.range_constexpr(groups):
-            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
-        if const_expr(self.config.frees_keys):
-            cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
+        if warp == 0:
+            self._freed()
+            if const_expr(self.config.frees_keys):
+                cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
+        elif const_expr(turns is not None):
+            self._left_to(0)
         while more != 0:
+            if const_expr(turns is not None):
+                if step == 0:
+                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=64)
             m, head, entry, turn = (Int32(0) for _ in range(4))
             for group in cutlass.range_constexpr(groups):
                 cute.arch.barrier(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
@@ -68,15 +84,29 @@ class Adds:
                     if cute.arch.lane_idx() == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
-                    for group in cutlass.range_constexpr(groups):
-                        cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                    self._freed()
                     if step == steps - 1:
-                        ahead = (m - 1, head, entry)
+                        self._left_to(1 - warp)
+                        ahead = (m - 2, head, entry)
                         if cute.arch.lane_idx() == 0:
-                            passed = self._passed(turns, (cutlass.max(m - 1, 0), head, entry))
+                            passed = self._passed(turns, (cutlass.max(m - 2, 0), head, entry))
                             self._pass_on(turns, (m, head, entry))
+                elif m == KEYS:
+                    self._left_to(1 - warp)
+                elif head > 0:  # the end, which the other warp is told after this one
+                    self._freed()
+                    self._left_to(1 - warp)
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def _freed(self) -> None:
+        """Signals both warp groups that their part has been read out of shared memory."""
+        for group in range(self.config.tiles.warp_groups):
+            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+
+    def _left_to(self, warp: Any) -> None:
+        """Leaves the parts that follow to adding warp ``warp``."""
+        cute.arch.barrier_arrive(barrier_id=_YOURS + warp, number_of_threads=64)
 
     @cute.jit
     def _keys_sent(self, board, keys, leaving):
@@ -90,8 +120,7 @@ class Adds:
         cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for group in cutlass.range_constexpr(self.config.tiles.warp_groups):
-            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+        self._freed()
 
     @cute.jit
     def _await(self, turns, place, turn, ahead, passed):

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import DQ_CHUNK
-from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE
+from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE, adding_warps
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
@@ -122,7 +122,8 @@ class MultipliesBack:
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
-        self._told(fixed, None, None)
+        for after in cutlass.range_constexpr(adding_warps(self.config.is_deterministic) - 1, -1, -1):
+            self._told(fixed, None, after)
 
     def _held(self, columns: int) -> Any:
         """Registers for ``columns`` columns of K or V; None if columns is 0."""
@@ -184,9 +185,9 @@ class MultipliesBack:
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, said: Any) -> tuple[Any, ...]:
-        """(row tile, head, entry, turn) for the adding warp; (``END``, ...) if said is None."""
-        if said is None:
-            return Int32(END), Int32(0), Int32(0), Int32(0)
+        """(row tile, head, entry, turn) for the adding warp; (``END``, said, ...) if said is a number."""
+        if not isinstance(said, tuple):
+            return Int32(END), Int32(said), Int32(0), Int32(0)
         visit, facts = self.said_of(said)
         turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
         entry, slot = self.tile_at(visit.m_block, self.place_told(said[0][0], said[2], facts))
@@ -262,9 +263,9 @@ class MultipliesBack:
     @cute.jit
     def _told(self, fixed, dq, said, step: cutlass.Constexpr = 0):
         """Writes a warp group's part of dQ, or of dQ^T, to shared memory once the previous part has been read out, and posts its row tile;
-        ``dq`` is None at the end. A chunk is 4 numbers that are neighbours in registers: two columns of two rows, 8 apart
-        (``backward.rows`` puts them in order). The first chunks are added to global memory from registers, after the others are handed to
-        the adding warp. step: the number of this part of dQ, of ``dq_steps``."""
+        ``dq`` is None at the end, and ``said`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
+        registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order). The first chunks are added to global memory from
+        registers, after the others are handed to the adding warp. step: the number of this part of dQ, of ``dq_steps``."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
