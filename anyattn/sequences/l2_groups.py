@@ -7,7 +7,9 @@ the cache a group may take.
 
 from __future__ import annotations
 
-__all__ = ["equal_groups", "heads_side_by_side", "place_in_groups"]
+from typing import Any
+
+__all__ = ["equal_groups", "fills_one_round", "heads_side_by_side", "place_in_groups"]
 
 
 def heads_side_by_side(head_bytes: int, ratio: int, room: int) -> int:
@@ -29,6 +31,15 @@ def equal_groups(heads: int, most: int) -> int:
     (6, 1)
     """
     return next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+
+
+def fills_one_round(tiles: Any, processors: Any) -> Any:
+    """Whether so many tiles occupy at least 95 % of the multiprocessors, all at once. For Python ints and CuTe DSL integers.
+
+    >>> fills_one_round(128, 132), fills_one_round(136, 132), fills_one_round(125, 132)
+    (True, False, False)
+    """
+    return (tiles <= processors) & (20 * tiles >= 19 * processors)
 
 
 def place_in_groups(work: int, tiles: int, heads: int, together: int) -> tuple[int, int]:

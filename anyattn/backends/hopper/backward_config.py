@@ -242,6 +242,15 @@ class BackwardConfig(ModsOfConfig):
         expr = self.partial.expr
         return any(node.op == "load" and d.q and d.kv for node, d in zip(expr.nodes, dependence(expr), strict=True))
 
+    @cached_property
+    def may_go_in_step(self) -> bool:
+        """Whether a row tile may be visited for all query heads of a group before the next row tile (``backward.scheduler``): under a causal
+        mask that is the same for all heads."""
+        is_causal = self.has_right and not self.has_left and self.lists is None
+        if not is_causal or self.has_entries or self.is_deterministic or self.sums:
+            return False
+        return not any(d.h for band in self.bands for d in dependence(band))
+
     @property
     def sums_while_made(self) -> bool:
         """Whether gradients of captured tensors are summed while the scores' gradients are computed: then masks are applied first."""

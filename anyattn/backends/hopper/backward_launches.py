@@ -21,7 +21,7 @@ from anyattn.backends.hopper.compile.any_config import AnyConfig
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
 from anyattn.backends.hopper.make_backward_config import BackwardSpecial
 from anyattn.problem import Problem
-from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.sequences.l2_groups import fills_one_round, heads_side_by_side
 from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
 
 __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
@@ -30,7 +30,6 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
 _IN_TURN = 9  # deterministic sums: key tiles of one head at a time; each begins when the one before it has added to the first row tile
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
-_ONE_ROUND = 0.95  # least share of the multiprocessors that key tiles of one round occupy
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -167,15 +166,16 @@ def _dense(shape: tuple[int, ...]) -> Layout:
 def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
     """The number of K/V heads side by side whose key tiles are as many as the multiprocessors, or hardly fewer; 0 if there is none.
 
-    For grouped heads, with uneven tiles: thread blocks of one K/V head read its query heads' rows one head after another and drift apart,
-    by a tile's length times the group's size. The fewer K/V heads at a time, the more of these rows the L2 cache holds. The same holds for
-    lists from a table, whose key tiles are seen by rows in no order (``BackwardConfig.looks_up_pairs``).
+    For grouped heads, with uneven tiles: in one round their thread blocks can visit rows in step (``kernel.backward.scheduler``). Where they
+    do not, they read the query heads' rows one head after another and drift apart, by a tile's length times the group's size; the fewer K/V
+    heads at a time, the more of these rows the L2 cache holds. The same holds for lists from a table, whose key tiles are seen by rows in
+    no order (``BackwardConfig.looks_up_pairs``).
 
     >>> _heads_in_one_round(16, 64, 132), _heads_in_one_round(16, 47, 132)
     (2, 0)
     """
     found = processors // max(key_tiles, 1)
-    return found if found and heads % found == 0 and found * key_tiles >= _ONE_ROUND * processors else 0
+    return found if found and heads % found == 0 and fills_one_round(found * key_tiles, processors) else 0
 
 
 @lru_cache(maxsize=1024)

@@ -45,11 +45,15 @@ class LoadsRows:
             self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place, facts, of_each)))
             work_state.advance()
             place, waits_for_keys = (n_block, kv_head, keys_place), Int32(1)
-            for which in cutlass.range(sizes.ratio, unroll=1):
+            for which in cutlass.range(1 if const_expr(self.config.may_go_in_step) else sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
                 of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured)
-                for i in cutlass.range(of_head, unroll=1):
-                    visit = self.visit_of(i, n_block, head, seqlens, plan)
+                for i in cutlass.range(visits if const_expr(self.config.may_go_in_step) else of_head, unroll=1):
+                    at = i
+                    if const_expr(self.config.may_go_in_step):
+                        of_group, at = self.in_step(i, of_head, work, sizes, workers)
+                        head = kv_head * sizes.ratio + of_group
+                    visit = self.visit_of(at, n_block, head, seqlens, plan)
                     where = (rows_place, self.tile_at(visit.m_block, keys_place))
                     of_q, of_do = (where, visit, q_state), (where, visit, do_state)
                     self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1])

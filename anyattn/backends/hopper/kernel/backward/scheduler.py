@@ -3,6 +3,12 @@
 A visit is a row tile of one of the query heads that share the keys; the heads are visited one after another, each from its first row tile
 to its last. A visit is masked or bare: by bands and lists, all rows of a bare visit see all keys of the tile.
 
+Under a causal mask, query heads that share keys go in step if the key tiles of some heads fill one round of thread blocks: a row tile is
+visited for all query heads of a group before the next row tile. In the first round all thread blocks begin at the last row tile; they reach
+their diagonals, and end, one after the other. In the second round each begins at its own diagonal, where those before it have arrived by
+then, and all end together, as before the first round. So they read the same row tiles at the same time, and find them in the L2 cache. One
+head after the other, their distance would grow with every head, because the first key tiles have the most rows.
+
 Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
 tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
 distance of one visit, and with causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order.
@@ -17,6 +23,7 @@ from cutlass import Int32, const_expr
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.tile_scheduler import Visits
+from anyattn.sequences.l2_groups import fills_one_round
 
 __all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
 
@@ -146,6 +153,20 @@ class VisitsRows:
             if ((m + 1) * tile_m > seqlen_q) | ((n_block + 1) * tile_n > seqlen_k):
                 is_masked = Int32(1)
         return Visit(m, head, is_masked, asks, left, right, turn)
+
+    @cute.jit
+    def in_step(self, i, of_head, work, sizes, workers):
+        """(query head of the group, visit of this head) of visit ``i`` of a key tile of a call for which ``may_go_in_step``. of_head: the
+        visits of each head. work, workers: the key tile's number in the order of all, and the count of thread blocks."""
+        rows, _, section, _, ratio = sizes
+        which, at = i % ratio, i // ratio
+        if ratio > 1:
+            at_once = workers
+            if fills_one_round(section * rows, workers):
+                at_once = section * rows
+            if work // at_once % 2 == 0:
+                at = of_head - 1 - at
+        return which, at
 
     @cute.jit
     def row_span(self, n_block, seqlen_q, seqlen_k, left, right):
