@@ -244,10 +244,10 @@ class BackwardConfig(ModsOfConfig):
 
     @cached_property
     def may_go_in_step(self) -> bool:
-        """Whether a row tile may be visited for all query heads of a group before the next row tile (``backward.scheduler``): under a causal
+        """Whether a row tile is visited for all query heads of a group before the next row tile (``backward.scheduler``): under a causal
         mask that is the same for all heads."""
         is_causal = self.has_right and not self.has_left and self.lists is None
-        if not is_causal or self.has_entries or self.is_deterministic or self.sums:
+        if not is_causal or self.is_deterministic or self.sums:
             return False
         return not any(d.h for band in self.bands for d in dependence(band))
 

@@ -112,6 +112,9 @@ class MultipliesBack:
                         if until == 0:
                             self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
                             until = self.visits_to_wiping(board[0], work_state)
+                            if const_expr(self.config.may_go_in_step):
+                                if i + 1 >= self.visits_wiped(board[0], work_state):
+                                    until = total
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()

@@ -18,7 +18,7 @@ from anyattn.sequences.seqlen_info import aligned_offset
 
 __all__ = ["PLACE_FACTS", "Packed", "Place", "first_tile"]
 
-PLACE_FACTS = 4  # numbers of a key tile on the board after its ``KeyFacts``
+PLACE_FACTS = 5  # numbers of a key tile on the board after its ``KeyFacts``
 _CLEANED = 13  # first of the named barriers, one per warp group: its threads have written all zeros
 _AT_ONCE = 8  # entries of a row that one instruction wipes: 16 bytes, which the swizzled layout keeps together
 
@@ -67,22 +67,29 @@ class Packed:
         first = first_tile(q_row, q_start, entry, tile_m, ceil_div(lengths[0], tile_m))
         return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
 
-    def posted(self, place: Any, facts: Any, of_each: Any) -> tuple[Any, ...]:
+    def posted(self, place: Any, facts: Any, of_each: Any, ratio: Any) -> tuple[Any, ...]:
         """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and the distance in visits of those that may have rows
-        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ.
+        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ. ratio:
+        the query heads.
 
         Reading the visit and the lengths before each product takes 4 to 6 % of the pass. Without lists only one row tile of each head is
-        cut, its last one.
+        cut, its last one. Heads in step begin with it, so that it is one of the first visits, as many as there are heads.
         """
         if not self.config.has_entries:
             return ()
         every = Int32(1) if self.config.lists is not None else cutlass.max(of_each, 1)
+        if self.config.may_go_in_step:
+            every = select(ratio > 1, Int32(1), every, "int")
         is_cut = facts.seqlen_q % self.config.tiles.tile_m != 0
-        return (*place, select(is_cut, every, facts.total + 1, "int"))
+        return (*place, select(is_cut, every, facts.total + 1, "int"), *((ratio,) if self.config.may_go_in_step else ()))
 
     def visits_to_wiping(self, board: Any, state: Any) -> Any:
         """The number of visits up to the next one that may have rows past the last, itself included."""
         return board[len(KeyFacts._fields) + len(Place._fields), state.index]
+
+    def visits_wiped(self, board: Any, state: Any) -> Any:
+        """The query heads of a group, whose first visits are of the row tile that may have rows past the last, if they go in step."""
+        return board[len(KeyFacts._fields) + len(Place._fields) + 1, state.index]
 
     def place_told(self, board: Any, state: Any, facts: Any) -> Any:
         """The ``Place`` that the producer has posted; without entries, the entry's number."""

@@ -42,7 +42,7 @@ class LoadsRows:
                 of_each = select((which == 0) | (of_each == of_head), of_head, Int32(0), "int")
                 visits += of_head
             facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
-            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place, facts, of_each)))
+            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place, facts, of_each, sizes.ratio)))
             work_state.advance()
             place, waits_for_keys = (n_block, kv_head, keys_place), Int32(1)
             for which in cutlass.range(1 if const_expr(self.config.may_go_in_step) else sizes.ratio, unroll=1):

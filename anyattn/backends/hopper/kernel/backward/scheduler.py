@@ -3,11 +3,11 @@
 A visit is a row tile of one of the query heads that share the keys; the heads are visited one after another, each from its first row tile
 to its last. A visit is masked or bare: by bands and lists, all rows of a bare visit see all keys of the tile.
 
-Under a causal mask, query heads that share keys go in step if the key tiles of some heads fill one round of thread blocks: a row tile is
-visited for all query heads of a group before the next row tile. In the first round all thread blocks begin at the last row tile; they reach
-their diagonals, and end, one after the other. In the second round each begins at its own diagonal, where those before it have arrived by
-then, and all end together, as before the first round. So they read the same row tiles at the same time, and find them in the L2 cache. One
-head after the other, their distance would grow with every head, because the first key tiles have the most rows.
+Under a causal mask, query heads that share keys go in step: a row tile is visited for all query heads of a group before the next row tile.
+In the first round all thread blocks begin at the last row tile; they reach their diagonals, and end, one after the other. In the second
+round each begins at its own diagonal, where those before it have arrived by then, and all end together, as before the first round. So they
+read the same row tiles at the same time, and find them in the L2 cache. One head after the other, their distance would grow with every
+head, because the first key tiles have the most rows. With sequences, whose key tiles follow one another, each begins at its last row tile.
 
 Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
 tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
@@ -164,7 +164,7 @@ class VisitsRows:
             at_once = workers
             if fills_one_round(section * rows, workers):
                 at_once = section * rows
-            if work // at_once % 2 == 0:
+            if const_expr(self.config.has_entries) or work // at_once % 2 == 0:
                 at = of_head - 1 - at
         return which, at
 
