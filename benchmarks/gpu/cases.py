@@ -131,10 +131,11 @@ TRAINING = [
         _training("variants-backward", "flex", v, _SQUARE, *_FLEX, "cudnn-fe", *(["anyattn-deterministic"] if v in DETERMINISTIC else []))
         for v in (*MASK_VARIANTS, *SCORE_VARIANTS)
     ),
-    _training("native-backward", "flash", "causal", _GROUPED, "fa4"),
+    *(_training("native-backward", "flash", "causal", shape, "fa4") for shape in (_GROUPED, Shape(4, 32, 8, 4096, 4096, 128))),
     _training("native-backward", "flash", "causal", Shape.square(512, 16, 128, 64), "fa4"),
     _training("native-backward", "flash", "narrow_window", Shape(2, 64, 8, _SEQLEN, _SEQLEN, 64), "fa4"),
     *(_training("packed-backward", "varlen", v, _SQUARE, "fa4") for v in ("document", "document-causal")),
+    _training("packed-backward", "varlen", "document-causal", Shape(2, 32, 8, _SEQLEN, _SEQLEN, 128), "fa4"),
     *(_training("packed-backward", "varlen", f"many-{v}", Shape.square(65_536, 16, 128), "fa4") for v in ("documents", "documents-causal")),
     *(_training("partial-backward", "flex", v, _partial(v), *_FLEX) for v in _PARTIAL),
     *(replace(c, group="captured-backward", peers=("anyattn-frozen", "flex-triton"), backend=None) for c in GRADIENTS),
