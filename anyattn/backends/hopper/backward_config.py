@@ -243,9 +243,9 @@ class BackwardConfig(ModsOfConfig):
         return any(node.op == "load" and d.q and d.kv for node, d in zip(expr.nodes, dependence(expr), strict=True))
 
     @cached_property
-    def may_go_in_step(self) -> bool:
-        """Whether a row tile is visited for all query heads of a group before the next row tile (``backward.scheduler``): under a causal
-        mask that is the same for all heads."""
+    def interleaves_heads(self) -> bool:
+        """Whether query heads that share keys, if there are several, are interleaved (``backward.scheduler``): under a causal mask that is
+        the same for all heads. Not for deterministic sums, which have an order of their own, nor beside sums for captured tensors."""
         is_causal = self.has_right and not self.has_left and self.lists is None
         if not is_causal or self.is_deterministic or self.sums:
             return False

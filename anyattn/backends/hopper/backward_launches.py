@@ -166,10 +166,10 @@ def _dense(shape: tuple[int, ...]) -> Layout:
 def _heads_in_one_round(heads: int, key_tiles: int, processors: int) -> int:
     """The number of K/V heads side by side whose key tiles are as many as the multiprocessors, or hardly fewer; 0 if there is none.
 
-    For grouped heads, with uneven tiles: in one round their thread blocks visit rows in step (``kernel.backward.scheduler``). Where they
-    cannot, they read the query heads' rows one head after another and drift apart, by a tile's length times the group's size; the fewer
-    K/V heads at a time, the more of these rows the L2 cache holds. The same holds for lists from a table, whose key tiles are seen by rows
-    in no order (``BackwardConfig.looks_up_pairs``).
+    For grouped heads, with uneven tiles: interleaved heads (``kernel.backward.scheduler``) then begin a round together. Where heads are not
+    interleaved, thread blocks of one K/V head read its query heads' rows one head after another and drift apart, by a tile's length times
+    the group's size; the fewer K/V heads at a time, the more of these rows the L2 cache holds. The same holds for lists from a table, whose
+    key tiles are seen by rows in no order (``BackwardConfig.looks_up_pairs``).
 
     >>> _heads_in_one_round(16, 64, 132), _heads_in_one_round(16, 47, 132)
     (2, 0)

@@ -62,8 +62,12 @@ CASES = {
     "gaps": Case(gaps=([3, 10, 70, 0], [9, 0, 3, 130])),
     "padded": Case(gaps=([60, 130, 1, 129], [0, 125, 30, 66]), is_padded=True),
     "causal": Case(([100, 70, 1], [100, 70, 1]), mask=masks.causal(), workers=2),
-    "in step": Case(([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), workers=3),
-    "in step, more keys": Case(([200, 70], [300, 200]), heads=(4, 2), mask=lambda b, h, i, j: j <= i + 100 + 30 * b, workers=2),
+    "interleaved": Case(([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), workers=3),
+    "interleaved, more keys": Case(([200, 70], [300, 200]), heads=(4, 2), mask=lambda b, h, i, j: j <= i + 100 + 30 * b, workers=2),
+    "causal, one query head each": Case(([100, 70, 1], [100, 70, 1]), gaps=([3, 5, 0], [9, 0, 4]), heads=(2, 2), mask=masks.causal()),
+    "tall tiles, deterministic": Case(
+        ([200, 90], [300, 90]), gaps=([3, 5], [9, 0]), d=128, tiles=BackwardTiles(80, 128), is_deterministic=True, workers=2
+    ),
     "window": Case(([100, 200], [150, 200]), gaps=([7, 0], [70, 0]), mask=lambda b, h, i, j: (j <= i + 5 + 40 * b) & (j > i - 60)),
     "left": Case(([200, 64], [200, 63]), mask=masks.sliding_window(30, None)),
     "deterministic": Case(([200, 70], [300, 200]), mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2),
@@ -208,11 +212,15 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
         "deterministic gaps",
         ((MMA, "                        until = Int32(1)\n", "                        pass\n"),),
     ),
-    "in step: only the first head's rows past the last are wiped": (
-        "in step",
+    "interleaved: rows past the last are wiped of all heads but one": (
+        "interleaved",
         ((MMA, "if i + 1 >= self.visits_wiped(", "if i + 2 >= self.visits_wiped("),),
     ),
-    "in step: the last visit is wiped": ("in step", ((PACKED, "every = select(ratio > 1, Int32(1), every, \"int\")", "pass"),)),
+    "interleaved: the last visit is wiped": ("interleaved", ((PACKED, "every = select(group[1] != 0, Int32(1), every, \"int\")", "pass"),)),
+    "one head each: the first visit is wiped": (
+        "causal, one query head each",
+        ((PACKED, "every = select(group[1] != 0, Int32(1), every, \"int\")", "every = Int32(1)"),),
+    ),
     "lists have their cut row tile last": ("lists and gaps", ((PACKED, "Int32(1) if self.config.lists is not None else", ""),)),
     "a key past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k + 1 -"),)),
     "a row past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_q -", "room = facts.seqlen_q + 1 -"),)),

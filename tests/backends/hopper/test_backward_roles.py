@@ -21,6 +21,7 @@ from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.l2_groups import fills_one_round
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.covering import few
@@ -85,9 +86,9 @@ CASES = {
     "sums from registers": Case((200, 200), (2, 1), tiles=BackwardTiles(128, 128, dq_eighths=3), workers=2),
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
-    "in step": Case((330, 300), (9, 3), mask=masks.causal(), workers=6),
-    "in step by rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
-    "in step, tall tiles": Case((330, 250), (4, 2), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=4),
+    "interleaved": Case((330, 300), (9, 3), mask=masks.causal(), workers=6),
+    "interleaved, rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
+    "interleaved, tall tiles": Case((330, 250), (4, 2), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=4),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
     "deterministic by three blocks": Case((200, 500), (4, 2), mask=lambda b, h, i, j: i >= j - 250, is_deterministic=True, workers=3),
     "deterministic by one block": Case((200, 400), (2, 1), mask=masks.causal(), is_deterministic=True),
@@ -341,6 +342,39 @@ def test_turns_read_ahead_are_those_of_one_row_tile(ahead: tuple[int, int, int])
     assert asked == ([] if ahead == (3, 1, 0) else [1, 1])
 
 
+@pytest.mark.parametrize(
+    ("has_entries", "ratio", "section", "places"),
+    [
+        (False, 2, 2, {0: 1, 127: 1, 128: 0, 255: 0, 256: 1}),  # 2 x 64 key tiles fill one round of 132 thread blocks
+        (False, 2, 1, {0: 1, 63: 1, 64: 1, 131: 1, 132: 0, 264: 1}),  # 64 do not: rounds begin inside a section
+        (True, 2, 2, {0: 1, 127: 1, 128: 1, 255: 1}),
+        (False, 1, 2, {0: 0, 127: 0, 128: 0}),
+        (True, 1, 2, {0: 0, 128: 0}),
+    ],
+)
+def test_rounds_of_interleaved_heads_begin_at_alternate_ends(has_entries: bool, ratio: int, section: int, places: dict[int, int]) -> None:
+    names: dict[str, Any] = {"Int32": int, "NamedTuple": tuple, "const_expr": bool, "fills_one_round": fills_one_round}
+    exec(compiled()[0][MODULES.index("backward/scheduler")], names)
+    rows = names["VisitsRows"]()
+    rows.config = SimpleNamespace(has_entries=has_entries)
+    assert {work: rows.begins_last(work, (64, 16, section, 8, ratio), 132) for work in places} == places
+    names["select"] = lambda condition, yes, no, kind: yes if condition else no
+    assert [rows.interleaved(i, 3, 2, 0) for i in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [rows.interleaved(i, 3, 2, 1) for i in range(6)] == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]
+
+
+def test_which_heads_are_interleaved() -> None:
+    causal, window = (row_ranges(trace(m, "mask")).expr for m in (masks.causal(), masks.sliding_window(9, 0)))
+    by_head = row_ranges(trace(lambda b, h, i, j: j <= i + h, "mask")).expr
+
+    def interleaves(*bands: Any, **fields: Any) -> bool:
+        return BackwardConfig(64, 64, True, BackwardTiles(64, 128), bands=bands, **fields).interleaves_heads
+
+    assert interleaves(causal) and interleaves(causal, has_entries=True)
+    assert not any(interleaves(*bands) for bands in ((), (window,), (by_head,)))
+    assert not interleaves(causal, is_deterministic=True)
+
+
 DETERMINISTIC = [name for name, case in CASES.items() if case.is_deterministic]
 
 
@@ -397,13 +431,13 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "the first row tile is one too late": ("causal", ((SCHEDULER, "cutlass.max(start - right + 1, 0) // tile_m", "cutlass.max(start - right + 1, 0) // tile_m + 1"),)),
     "the last row tile is one too early": ("window", ((SCHEDULER, "ceil_div(cutlass.max(end - left, 0), tile_m)", "cutlass.max(end - left, 0) // tile_m"),)),
     "bands are the first head's": ("by head", ((LOADER, "of_head, plan = self.plan_of(n_block, head, entry", "of_head, plan = self.plan_of(n_block, 0, entry"),)),
-    "in step: rows are those of one head after another": ("in step", ((SCHEDULER, "which, at = i % ratio, i // ratio", "which, at = i % ratio, i % of_head"),)),
-    "in step: heads are those of one row after another": ("in step", ((SCHEDULER, "which, at = i % ratio, i // ratio", "which, at = i // of_head, i // ratio"),)),
-    "in step: the last row is visited first and last": ("in step", ((SCHEDULER, "at = of_head - 1 - at", "at = of_head - 1 - at // 2"),)),
+    "interleaved rows are those of one head after another": ("interleaved", ((SCHEDULER, "at = i // ratio", "at = i % of_head"),)),
+    "interleaved heads are those of one row after another": ("interleaved", ((SCHEDULER, "return i % ratio, select", "return i // of_head, select"),)),
+    "the last row is visited first and last": ("interleaved", ((SCHEDULER, "of_head - 1 - at, at, ", "of_head - 1 - at // 2, at, "),)),
     "a turn too many is awaited": ("deterministic", ((SCHEDULER, "        return turn\n", "        return turn + 1\n"),)),
     "a turn is passed on before the sums are written": ("deterministic lists", ((ADDER, "        cute.arch.cp_async_bulk_wait_group(0, read=False)\n        cute.arch.fence_proxy", "        cute.arch.fence_proxy"),)),
     "dQ is overwritten while it is being read": ("deterministic", ((ADDER, "                        cute.arch.cp_async_bulk_wait_group(0, read=True)\n                    cute.arch.sync_warp()\n                    self._freed", "                        pass\n                    self._freed"),)),
-    "both adding warps take the first part": ("deterministic", ((ADDER, "                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=64)\n", "                    pass\n"),)),
+    "both adding warps take the first part": ("deterministic", ((ADDER, "                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)\n", "                    pass\n"),)),
     "nobody is left the part after finished keys": ("deterministic", ((ADDER, "                elif m == KEYS:\n                    self._left_to(1 - warp)\n", "                elif m == KEYS:\n                    pass\n"),)),
     "the other adding warp is not told of the end": ("deterministic", ((MMA, "adding_warps(self.config.is_deterministic) - 1, -1, -1", "0, -1, -1"),)),
     "the end leaves the next part to nobody": ("deterministic", ((ADDER, "                    self._freed()\n                    self._left_to(1 - warp)\n", "                    self._freed()\n"),)),

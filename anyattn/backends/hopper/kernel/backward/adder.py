@@ -1,7 +1,7 @@
 """Backward adding role: a warp that adds the warp groups' parts of dQ to global memory and stores finished dK and dV, by TMA.
 
-Deterministic sums take two such warps, in turns. A row tile is passed on to the next key tile when its sums are complete in global memory,
-about as long after the addition begins as a visit takes. Meanwhile the other warp waits for the next row tile's turn, and adds to it.
+Deterministic sums take two such warps, in turns. A row tile's sums are complete in global memory about one visit after the addition begins,
+and only then may the next key tile add. Meanwhile the other warp waits for the turn of the next row tile, and adds to it.
 """
 
 from typing import Any
@@ -19,8 +19,9 @@ KEYS_LEFT = 1  # named barrier: dV of the previous key tile has been read out of
 _YOURS = 2  # first of the named barriers, one per adding warp if there are two: the next part is left to it
 FILLED = 6  # first of the named barriers, one per warp group: its part of dQ, or of dK and dV, is complete in shared memory
 FREE = 8  # first of the named barriers, one per warp group: its part has been read out of the buffer of dQ
-ADD_THREADS = 160  # threads of a warp group and the adding warp
-LEFT_THREADS = 288  # threads of two warp groups and the adding warp
+ADD_THREADS = 160  # threads of a warp group and an adding warp
+LEFT_THREADS = 288  # threads of two warp groups and an adding warp
+_BOTH_THREADS = 64  # threads of two adding warps
 NOTED = 6  # numbers that a warp group's first thread posts with its part
 END, KEYS = -1, -2  # posted in place of a row tile: the work is finished; the part is dK and dV of a key tile
 
@@ -56,7 +57,7 @@ class Adds:
         while more != 0:
             if const_expr(turns is not None):
                 if step == 0:
-                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=64)
+                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)
             m, head, entry, turn = (Int32(0) for _ in range(4))
             for group in cutlass.range_constexpr(groups):
                 cute.arch.barrier(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
@@ -87,9 +88,9 @@ class Adds:
                     self._freed()
                     if step == steps - 1:
                         self._left_to(1 - warp)
-                        ahead = (m - 2, head, entry)
+                        ahead = (cutlass.max(m - 2, 0), head, entry)  # row tile m - 1 is the other warp's
                         if cute.arch.lane_idx() == 0:
-                            passed = self._passed(turns, (cutlass.max(m - 2, 0), head, entry))
+                            passed = self._passed(turns, ahead)
                             self._pass_on(turns, (m, head, entry))
                 elif m == KEYS:
                     self._left_to(1 - warp)
@@ -106,7 +107,7 @@ class Adds:
 
     def _left_to(self, warp: Any) -> None:
         """Leaves the parts that follow to adding warp ``warp``."""
-        cute.arch.barrier_arrive(barrier_id=_YOURS + warp, number_of_threads=64)
+        cute.arch.barrier_arrive(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)
 
     @cute.jit
     def _keys_sent(self, board, keys, leaving):
@@ -133,7 +134,7 @@ class Adds:
 
     def _passed(self, turns: Any, place: Any) -> Any:
         """The number of key tiles that have added to a row tile. The load is relaxed, because this thread reads nothing that they wrote: it
-        only issues an addition after the count is known. An acquiring load would cost 5 to 10 %."""
+        only issues an addition after the count is known."""
         m, head, entry = place
         return cute.arch.load(turns[entry, head, None].iterator + m, Int32, sem="relaxed", scope="gpu")
 
@@ -142,7 +143,7 @@ class Adds:
         """Increments a row tile's count once the sums of all warp groups are written to global memory, not only read from shared memory.
 
         The increment releases: the copies' completion is known to this thread only, and a count that others saw before the sums would let
-        them add too early. Without the release a backward pass would take 2 to 6 % less.
+        them add too early.
         """
         m, head, entry = place
         cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -33,8 +33,8 @@ class StoresKeys:
     @cute.jit
     def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
         """Stores dK and dV. keys: (copy atom, tensor) of dK and dV, and with entries the plain tensors dK and dV. about: the warp group,
-        the thread, and the board of the adding warp (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the state of
-        the stage of K and V to release.
+        the thread, and the board of the adding warps (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the state
+        of the stage of K and V to release.
         """
         pipes, key_state = held
         sums[0].store(sums[0].load() * scale)
@@ -84,7 +84,7 @@ class StoresKeys:
 
     @cute.jit
     def _keys_told(self, sums, mmas, leaving, keys, about, facts, place):
-        """Writes dK and dV to the buffers of dQ and dS, from which the adding warp stores them."""
+        """Writes dK and dV to the buffers of dQ and dS, from which an adding warp stores them."""
         _, to_v, to_k, _ = mmas
         dk, dv = sums
         group, thread, told = about

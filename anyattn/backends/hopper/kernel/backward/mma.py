@@ -112,9 +112,9 @@ class MultipliesBack:
                         if until == 0:
                             self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
                             until = self.visits_to_wiping(board[0], work_state)
-                            if const_expr(self.config.may_go_in_step):
+                            if const_expr(self.config.interleaves_heads):
                                 if i + 1 >= self.visits_wiped(board[0], work_state):
-                                    until = total
+                                    until = total  # more visits than are left
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state, key_state), stage, i + 1 == total)
                     q_state.advance()
                     do_state.advance()
@@ -188,7 +188,7 @@ class MultipliesBack:
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, said: Any) -> tuple[Any, ...]:
-        """(row tile, head, entry, turn) for the adding warp; (``END``, said, ...) if said is a number."""
+        """(row tile, head, entry, turn) for an adding warp; (``END``, said, ...) if said is a number."""
         if not isinstance(said, tuple):
             return Int32(END), Int32(said), Int32(0), Int32(0)
         visit, facts = self.said_of(said)
@@ -201,7 +201,7 @@ class MultipliesBack:
 
     @cute.jit
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
-        """Adds one row tile to dK and dV, and hands its part of dQ to the adding warp. The visit and the key tile are read from the board
+        """Adds one row tile to dK and dV, and hands its part of dQ to an adding warp. The visit and the key tile are read from the board
         where they are used instead of being kept in registers. is_last: no row tile of these keys follows."""
         q_state, do_state, work_state, key_state = states
         mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
@@ -268,7 +268,7 @@ class MultipliesBack:
         """Writes a warp group's part of dQ, or of dQ^T, to shared memory once the previous part has been read out, and posts its row tile;
         ``dq`` is None at the end, and ``said`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
         registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order). The first chunks are added to global memory from
-        registers, after the others are handed to the adding warp. step: the number of this part of dQ, of ``dq_steps``."""
+        registers, after the others are handed to an adding warp. step: the number of this part of dQ, of ``dq_steps``."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:

@@ -67,28 +67,28 @@ class Packed:
         first = first_tile(q_row, q_start, entry, tile_m, ceil_div(lengths[0], tile_m))
         return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
 
-    def posted(self, place: Any, facts: Any, of_each: Any, ratio: Any) -> tuple[Any, ...]:
+    def posted(self, place: Any, facts: Any, of_each: Any, group: Any) -> tuple[Any, ...]:
         """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and the distance in visits of those that may have rows
-        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ. ratio:
-        the query heads.
+        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ. group:
+        (query heads for each kv head, ``begins_last``).
 
         Reading the visit and the lengths before each product takes 4 to 6 % of the pass. Without lists only one row tile of each head is
-        cut, its last one. Heads in step begin with it, so that it is one of the first visits, as many as there are heads.
+        cut, its last one; interleaved heads begin with it.
         """
         if not self.config.has_entries:
             return ()
         every = Int32(1) if self.config.lists is not None else cutlass.max(of_each, 1)
-        if self.config.may_go_in_step:
-            every = select(ratio > 1, Int32(1), every, "int")
+        if self.config.interleaves_heads:
+            every = select(group[1] != 0, Int32(1), every, "int")
         is_cut = facts.seqlen_q % self.config.tiles.tile_m != 0
-        return (*place, select(is_cut, every, facts.total + 1, "int"), *((ratio,) if self.config.may_go_in_step else ()))
+        return (*place, select(is_cut, every, facts.total + 1, "int"), *((group[0],) if self.config.interleaves_heads else ()))
 
     def visits_to_wiping(self, board: Any, state: Any) -> Any:
         """The number of visits up to the next one that may have rows past the last, itself included."""
         return board[len(KeyFacts._fields) + len(Place._fields), state.index]
 
     def visits_wiped(self, board: Any, state: Any) -> Any:
-        """The query heads of a group, whose first visits are of the row tile that may have rows past the last, if they go in step."""
+        """The number of visits, of interleaved heads, whose rows may be past the last: one for each query head of the group."""
         return board[len(KeyFacts._fields) + len(Place._fields) + 1, state.index]
 
     def place_told(self, board: Any, state: Any, facts: Any) -> Any:

@@ -42,16 +42,19 @@ class LoadsRows:
                 of_each = select((which == 0) | (of_each == of_head), of_head, Int32(0), "int")
                 visits += of_head
             facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
-            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place, facts, of_each, sizes.ratio)))
+            begins_last = self.begins_last(work, sizes, workers) if const_expr(self.config.interleaves_heads) else Int32(0)
+            posted = self.posted(keys_place, facts, of_each, (sizes.ratio, begins_last))
+            self._post(board[0], pipes[4], work_state, (*facts, *posted))
             work_state.advance()
             place, waits_for_keys = (n_block, kv_head, keys_place), Int32(1)
-            for which in cutlass.range(1 if const_expr(self.config.may_go_in_step) else sizes.ratio, unroll=1):
+            # interleaved heads have the same plan, and one loop over all visits
+            for which in cutlass.range(1 if const_expr(self.config.interleaves_heads) else sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
                 of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured)
-                for i in cutlass.range(visits if const_expr(self.config.may_go_in_step) else of_head, unroll=1):
+                for i in cutlass.range(visits if const_expr(self.config.interleaves_heads) else of_head, unroll=1):
                     at = i
-                    if const_expr(self.config.may_go_in_step):
-                        of_group, at = self.in_step(i, of_head, work, sizes, workers)
+                    if const_expr(self.config.interleaves_heads):
+                        of_group, at = self.interleaved(i, of_head, sizes.ratio, begins_last)
                         head = kv_head * sizes.ratio + of_group
                     visit = self.visit_of(at, n_block, head, seqlens, plan)
                     where = (rows_place, self.tile_at(visit.m_block, keys_place))

@@ -1,13 +1,14 @@
 """Backward tile scheduler: the next key tile and the row tiles that see it, which the producer warp writes to shared memory.
 
-A visit is a row tile of one of the query heads that share the keys; the heads are visited one after another, each from its first row tile
-to its last. A visit is masked or bare: by bands and lists, all rows of a bare visit see all keys of the tile.
+A visit is a row tile of one of the query heads that share the keys. Unless said otherwise below, the heads are visited one after another,
+each from its first row tile to its last. A visit is masked or bare: by bands and lists, all rows of a bare visit see all keys of the tile.
 
-Under a causal mask, query heads that share keys go in step: a row tile is visited for all query heads of a group before the next row tile.
-In the first round all thread blocks begin at the last row tile; they reach their diagonals, and end, one after the other. In the second
-round each begins at its own diagonal, where those before it have arrived by then, and all end together, as before the first round. So they
-read the same row tiles at the same time, and find them in the L2 cache. One head after the other, their distance would grow with every
-head, because the first key tiles have the most rows. With sequences, whose key tiles follow one another, each begins at its last row tile.
+Query heads that share keys are interleaved under a causal mask (``BackwardConfig.interleaves_heads``): a row tile is visited for each of
+them before the next row tile. Thread blocks then read the same row tiles at about the same time, and find them in the L2 cache. In even
+rounds visits begin at the last row tile: thread blocks start together there, and those with later keys, whose diagonals are nearer, end
+earlier. In odd rounds visits begin at the diagonal: a thread block that starts some visits later than another starts as many visits further
+on, at the row tile that the other has reached. With one head after another, their distance would grow with every head, because the first
+key tiles have the most rows. With sequences, whose key tiles follow one another, visits always begin at the last row tile.
 
 Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
 tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
@@ -21,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.tile_scheduler import Visits
 from anyattn.sequences.l2_groups import fills_one_round
@@ -155,18 +157,23 @@ class VisitsRows:
         return Visit(m, head, is_masked, asks, left, right, turn)
 
     @cute.jit
-    def in_step(self, i, of_head, work, sizes, workers):
-        """(query head of the group, visit of this head) of visit ``i`` of a key tile of a call for which ``may_go_in_step``. of_head: the
-        visits of each head. work, workers: the key tile's number in the order of all, and the count of thread blocks."""
+    def begins_last(self, work, sizes, workers):
+        """1 if the visits of interleaved heads begin at the last row tile, else 0. work: the key tile's place in the order of all. workers:
+        thread blocks, which draw a round of key tiles at once."""
         rows, _, section, _, ratio = sizes
-        which, at = i % ratio, i // ratio
+        found = Int32(0)
         if ratio > 1:
-            at_once = workers
+            of_round = workers
             if fills_one_round(section * rows, workers):
-                at_once = section * rows
-            if const_expr(self.config.has_entries) or work // at_once % 2 == 0:
-                at = of_head - 1 - at
-        return which, at
+                of_round = section * rows
+            if const_expr(self.config.has_entries) or work // of_round % 2 == 0:
+                found = Int32(1)
+        return found
+
+    def interleaved(self, i: Any, of_head: Any, ratio: Any, begins_last: Any) -> tuple[Any, Any]:
+        """(query head of the group, visit of this head) of visit ``i`` of a key tile. of_head: the visits of each head."""
+        at = i // ratio
+        return i % ratio, select(begins_last != 0, of_head - 1 - at, at, "int")
 
     @cute.jit
     def row_span(self, n_block, seqlen_q, seqlen_k, left, right):
