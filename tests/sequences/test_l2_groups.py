@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side, place_in_groups
+from anyattn.sequences.l2_groups import equal_groups, fills_one_round, heads_side_by_side, place_in_groups
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,10 @@ def test_triton_goes_through_equal_groups(heads: int, head_bytes: int, wanted: i
     from anyattn.backends.triton.tile_config import heads_together
 
     assert heads_together(heads, head_bytes) == wanted
+
+
+@pytest.mark.parametrize(("tiles", "processors"), [(132, 132), (126, 132), (95, 100), (1, 1)])
+def test_a_round_is_full_from_95_percent_on(tiles: int, processors: int) -> None:
+    assert fills_one_round(tiles, processors)
+    assert not fills_one_round(processors + 1, processors)
+    assert not fills_one_round(math.ceil(0.95 * processors) - 1, processors)

@@ -353,7 +353,8 @@ def test_turns_read_ahead_are_those_of_one_row_tile(ahead: tuple[int, int, int])
     ],
 )
 def test_rounds_of_interleaved_heads_begin_at_alternate_ends(has_entries: bool, ratio: int, section: int, places: dict[int, int]) -> None:
-    names: dict[str, Any] = {"Int32": int, "NamedTuple": tuple, "const_expr": bool, "fills_one_round": fills_one_round}
+    names: dict[str, Any] = {"Int32": int, "NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round}
+    names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "Any": Any}
     exec(compiled()[0][MODULES.index("backward/scheduler")], names)
     rows = names["VisitsRows"]()
     rows.config = SimpleNamespace(has_entries=has_entries)

@@ -1,7 +1,7 @@
 """Source of the Hopper backward roles, run as Python on real numbers in the simulated machine of ``backward_machine.py``.
 
-There is one thread that loads, one or two that add, and one per warp group that multiplies. CuTe DSL is not needed: the source is read from its
-files, and ``cute`` and the other modules are stand-ins.
+There is one thread that loads, one or two that add, and one per warp group that multiplies. CuTe DSL is not needed: the source is read from
+its files, and ``cute`` and the other modules are stand-ins.
 """
 
 from __future__ import annotations
