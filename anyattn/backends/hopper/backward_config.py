@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
@@ -38,7 +39,7 @@ _PLACES = 8  # registers that the places of packed sequences take in a kernel wi
 DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
 _DELTA = ("before", "between", "behind")
-_HALVED = {"tile_m": 64, "tile_n": TILE_N, "ds_stages": 2, "dq_steps": 2, "holds_k": 0, "holds_v": 0, "delta": "before"}
+_HALVED: dict[str, Any] = {"tile_m": 64, "tile_n": TILE_N, "ds_stages": 2, "dq_steps": 2, "holds_k": 0, "holds_v": 0, "delta": "before"}
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,12 @@ class BackwardConfig(ModsOfConfig):
         is_causal = self.has_right and not self.has_left and self.lists is None
         if not is_causal or self.is_deterministic or self.sums:
             return False
-        return not any(d.h for band in self.bands for d in dependence(band))
+        return not self.bands_by_head
+
+    @property
+    def adding_warps(self) -> int:
+        """The number of warps that add dQ to its sums, in turns."""
+        return 2 if self.is_deterministic else 1
 
     @property
     def sums_while_made(self) -> bool:
@@ -338,7 +344,7 @@ def backward_tiles_for(
     """
     if max(head_dim, head_dim_v) > 128:
         if is_bare and fits_halved(head_dim, head_dim_v):
-            return BackwardTiles(64, TILE_N, dq_steps=2, dp_steps=2, delta="before")
+            return BackwardTiles(**_HALVED, dp_steps=2)
         return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0), is_bare)
     if is_plain and head_dim == head_dim_v == 64:
         return BackwardTiles(128, TILE_N, holds_v=64, delta="between")

@@ -99,6 +99,11 @@ class ModsOfConfig:
     def has_right(self) -> bool:
         return any(found[1] for band in self.bands if (found := sides(band)))
 
+    @cached_property
+    def bands_by_head(self) -> bool:
+        """Whether some band differs between heads."""
+        return any(d.h for band in self.bands for d in dependence(band))
+
     @property
     def exprs(self) -> tuple[Expr, ...]:
         """All expressions, in the order in which their captured numbers and tensors are passed: score, bands, partial, always."""
@@ -175,7 +180,7 @@ class Config(ModsOfConfig):
             raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
         if self.heads_per_tile not in (1, *PACKED):
             raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
-        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):
+        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or self.bands_by_head):
             raise ValueError(
                 f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
             )

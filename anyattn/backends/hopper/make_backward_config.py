@@ -26,7 +26,6 @@ from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, wor
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
-from anyattn.documents.sequences import NO_DOCUMENTS
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.document_masks import DocumentForm
@@ -188,16 +187,15 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
 def _pays(problem: Problem, bands: list[Expr]) -> bool:
     """Whether tall tiles are taken. Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other
     tiles; deterministic sums of documents do not: fewer visits take fewer turns."""
-    if not all(sides(band) == (False, True) for band in bands):
-        return False
-    is_unknown = problem.sequences is NO_DOCUMENTS
-    return problem.deterministic if is_unknown else tall_pays(problem)[bool(bands)]
+    return all(sides(band) == (False, True) for band in bands) and tall_pays(problem)[bool(bands)]
 
 
 def tall_pays(problem: Problem) -> tuple[bool, bool]:
     """Whether tall tiles take less time, without a mask and under a causal one: fewer visits, but more rows past the last one, and more
     pairs at a causal edge that no row sees. The lengths decide, which the signature of a varlen call does not have."""
     entries = None if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
+    if entries == 0.0:  # of documents, which are unknown here
+        return problem.deterministic, problem.deterministic
     return _tall_pays(_padded(problem), entries, problem.q.shape[2], problem.k.shape[2])
 
 
@@ -205,7 +203,7 @@ def tall_pays(problem: Problem) -> tuple[bool, bool]:
 def _tall_pays(dims: tuple[int, int], entries: float | None, queries: float, keys: float) -> tuple[bool, bool]:
     """entries: the sequences of a row of storage of a varlen batch; None for other calls. queries, keys: of a row of storage."""
     tall = tall_tiles_for(*dims, entries is not None)
-    if tall is None or entries == 0.0:
+    if tall is None:
         return False, False
     tiles = backward_tiles_for(*dims, is_plain=True, is_bare=True)
     if entries is not None:

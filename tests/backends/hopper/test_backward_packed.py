@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anyattn import masks
 from anyattn.arithmetic import LOG2E, ceil_div
-from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles
+from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for
 from anyattn.backends.hopper.backward_tables import ragged_lists_by_key
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.config import Ask
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 ENDS = torch.tensor([0, 60, 2, 30, 7])
-HALVED = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
+HALVED = backward_tiles_for(192, 128, is_plain=True, is_bare=True)
 CASES = {
     "packed": Case(),
     "one": Case(([65], [129])),

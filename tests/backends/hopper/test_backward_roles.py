@@ -58,7 +58,7 @@ BUCKETS = (torch.arange(349) // 9) % 5
 IDS = torch.arange(400) * 3 // 70
 EXACT = 1e-4  # of the greatest gradient of a captured tensor, whose terms have 24 bits
 SLOPES = torch.tensor([0.02, -0.05])
-HALVED = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
+HALVED = backward_tiles_for(192, 128, is_plain=True, is_bare=True)
 CASES = {
     "one tile": Case((64, 128), (1, 1)),
     "full": Case(),
@@ -440,7 +440,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dQ is overwritten while it is being read": ("deterministic", ((ADDER, "                        cute.arch.cp_async_bulk_wait_group(0, read=True)\n                    cute.arch.sync_warp()\n                    self._freed", "                        pass\n                    self._freed"),)),
     "both adding warps take the first part": ("deterministic", ((ADDER, "                    cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)\n", "                    pass\n"),)),
     "nobody is left the part after finished keys": ("deterministic", ((ADDER, "                elif m == KEYS:\n                    self._left_to(1 - warp)\n", "                elif m == KEYS:\n                    pass\n"),)),
-    "the other adding warp is not told of the end": ("deterministic", ((MMA, "adding_warps(self.config.is_deterministic) - 1, -1, -1", "0, -1, -1"),)),
+    "the other adding warp is not told of the end": ("deterministic", ((MMA, "self.config.adding_warps - 1, -1, -1", "0, -1, -1"),)),
     "the end leaves the next part to nobody": ("deterministic", ((ADDER, "                    self._freed()\n                    self._left_to(1 - warp)\n", "                    self._freed()\n"),)),
     "the first end frees nothing": ("deterministic", ((ADDER, "                    self._freed()\n                    self._left_to(1 - warp)\n", "                    self._left_to(1 - warp)\n"),)),
     "ranked rows past the last are visited": ("deterministic wide lists", ((SCHEDULER, "missing = cutlass.max((entries[0] // 2 + 1) * cut - ceil_div(seqlen_q, tile_m), 0)", "missing = 0"),)),

@@ -588,7 +588,7 @@ def _add_roles(
         kernel.add(warp, memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving)
 
     bodies = [(-1, "loader", load)]
-    bodies += [(-2 - i, f"adder {i}", functools.partial(add, i)) for i in range(names["adding_warps"](config.is_deterministic))]
+    bodies += [(-2 - i, f"adder {i}", functools.partial(add, i)) for i in range(config.adding_warps)]
     for g in range(block.groups):
         of_dq = memory["dq"], Table(call.sums)
         work = (mmas, smem, leaving, in_smem, of_dq, block.pipes, board, keys, scales, (*captured, block.scratch))

@@ -13,7 +13,7 @@ from cutlass import Int32, const_expr
 from anyattn.backends.hopper.backward_config import DQ_CHUNK
 from anyattn.backends.hopper.kernel.bulk_copy import add_floats
 
-__all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds", "adding_warps"]
+__all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds"]
 
 KEYS_LEFT = 1  # named barrier: dV of the previous key tile has been read out of the buffer of dS
 _YOURS = 2  # first of the named barriers, one per adding warp if there are two: the next part is left to it
@@ -24,11 +24,6 @@ LEFT_THREADS = 288  # threads of two warp groups and an adding warp
 _BOTH_THREADS = 64  # threads of two adding warps
 NOTED = 6  # numbers that a warp group's first thread posts with its part
 END, KEYS = -1, -2  # posted in place of a row tile: the work is finished; the part is dK and dV of a key tile
-
-
-def adding_warps(is_deterministic: bool) -> int:
-    """The number of warps that add, in turns."""
-    return 2 if is_deterministic else 1
 
 
 class Adds:

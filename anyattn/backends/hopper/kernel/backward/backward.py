@@ -12,7 +12,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
 from anyattn.backends.hopper.config import sides
-from anyattn.backends.hopper.kernel.backward.adder import NOTED, Adds, adding_warps
+from anyattn.backends.hopper.kernel.backward.adder import NOTED, Adds
 from anyattn.backends.hopper.kernel.backward.epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
 from anyattn.backends.hopper.kernel.backward.packed import PLACE_FACTS, Packed
@@ -237,7 +237,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                     copies, smem, (sums[0], sums[1]), statistics_in_smem, pipes, board, KeyTables(*tables[:-1]), tables[-1], lengths,
                     KeySizes(*sizes), captured,
                 )  # fmt: skip
-            if (warp > 0) & (warp <= adding_warps(self.config.is_deterministic)):
+            if (warp > 0) & (warp <= self.config.adding_warps):
                 self.add(warp - 1, dq, board[2], sums[2], sums[3], tuple(zip(key_atoms, key_gmem)), leaving)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import DQ_CHUNK
-from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE, adding_warps
+from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
@@ -125,7 +125,7 @@ class MultipliesBack:
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
-        for after in cutlass.range_constexpr(adding_warps(self.config.is_deterministic) - 1, -1, -1):
+        for after in cutlass.range_constexpr(self.config.adding_warps - 1, -1, -1):
             self._told(fixed, None, after)
 
     def _held(self, columns: int) -> Any:

@@ -26,7 +26,7 @@ class _Rows:
     def tile(self, heads: Any, tiles: Any) -> tuple[Any, Any, Any]:
         """(row tile, head, entry) of this block, in descending order: after the backward kernel the L2 cache holds the sums that it added
         to last, and before it the cache should hold the sums that it adds to first. Deterministic sums go through rows in the opposite
-        direction, so for them this holds of heads and entries only."""
+        direction, and interleaved heads in both, so for them this holds of heads and entries only."""
         blocks, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
         block = blocks - 1 - block
