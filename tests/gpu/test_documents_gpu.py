@@ -224,6 +224,15 @@ def test_gradients(name: str, deterministic: bool) -> None:
 
 
 @judging.on_the_gpu_alone
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_gradients_of_one_key_tile(is_held: bool, deterministic: bool) -> None:
+    """dQ by lists is written at once, and that of documents is not cleared by it."""
+    mask = by_entry(torch.arange(100) // 40 if is_held else torch.arange(100) // 10 % 2)
+    judge(qkv(2, 4, 2, 100, 100), mask=mask, block_mask=block_mask(mask, s=100), backward=True, deterministic=deterministic)
+
+
+@judging.on_the_gpu_alone
 @pytest.mark.parametrize("name", ["causal", "documents by entry", "interleaved"])
 def test_deterministic_gradients_agree_bitwise(name: str) -> None:
     """Also between the first calls of a block mask, which make both launches, and later ones, which make one."""

@@ -73,6 +73,34 @@ def test_head_dims(d: int, dv: int) -> None:
     backed(qkv(1, 4, 2, d=d, dv=dv), mask=masks.causal(33))
 
 
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (128, 64), (64, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("name", ["full", "causal", "offset", "window", "sinks", "blind", "by head"])
+def test_keys_of_one_tile(name: str, d: int, dv: int) -> None:
+    """dQ has no sums. Where warp groups share keys, a tile has 64."""
+    backed(qkv(2, 6, 2, sq=333, sk=100 if d + dv <= 320 else 60, d=d, dv=dv), mask=MASKS[name])
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (5, 128), (64, 64), (257, 127), (4096, 128)])
+@pytest.mark.parametrize("kind", judging.KINDS)
+def test_lengths_with_keys_of_one_tile(kind: str, sq: int, sk: int) -> None:
+    for d in (72, 248):
+        backed(qkv(1, 4, 4, sq=sq, sk=sk, d=d, dtype=torch.float16, kind=kind), mask=masks.causal(sk - sq))
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("mask", ["full", "causal", "blind"])
+def test_score_mods_with_keys_of_one_tile(mask: str, name: str) -> None:
+    backed(qkv(2, 4, 2, sq=300, sk=128), score=SCORES[name], mask=MASKS[mask], deterministic=True)
+
+
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_surroundings_of_rows_with_keys_of_one_tile(name: str) -> None:
+    for d in (64, 136):
+        tensors = [judging.surrounded(t) for t in qkv(1, 4, 2, sq=130, sk=60, d=d)]
+        backed(tensors, meant=[t.clone() for t in tensors], mask=MASKS[name])
+
+
 WIDE = [
     (136, 136),
     (192, 128),

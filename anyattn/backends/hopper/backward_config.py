@@ -111,6 +111,11 @@ class BackwardTiles:
         return self.tile_m == TALL
 
     @property
+    def may_store_dq(self) -> bool:
+        """Whether a warp group computes its part of dQ, not of dQ^T, so that its threads have neighbouring columns for the gradient."""
+        return not self.transposes_dq
+
+    @property
     def exchanged(self) -> int:
         """Tiles of keys x rows in shared memory: the stages of dS, or those of P followed by one of dS."""
         return self.ds_stages + (1 if self.shares_keys else 0)
@@ -136,7 +141,7 @@ class BackwardConfig(ModsOfConfig):
     list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: the predicate inside listed partial tiles.
     is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
     has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
-    table the order of the key tiles.
+    table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has no sums in float32.
     """
 
     head_dim: int
@@ -154,6 +159,7 @@ class BackwardConfig(ModsOfConfig):
     is_deterministic: bool = False
     sums: tuple[CapturedSum, ...] = ()
     has_entries: bool = False
+    stores_dq: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -190,6 +196,8 @@ class BackwardConfig(ModsOfConfig):
                 raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
         if self.is_deterministic and self.tiles.dq_eighths:
             raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
+        if self.stores_dq and (self.is_deterministic or self.has_entries or not self.tiles.may_store_dq):
+            raise ValueError(f"stores_dq with {self.tiles}; wanted a dense call without turns, and tiles of dQ, not of dQ^T")
         most = ACCUMULATORS[self.tiles.dp_steps]
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > most:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {most}")

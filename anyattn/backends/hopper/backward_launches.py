@@ -59,8 +59,9 @@ class _Sizes(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """kernels: of the three launches; the third is None if dq is not wanted. loaded: the mapping that holds the second kernel; empty once
-    kernels are forgotten. is_plain: whether captured tensors can be passed unchanged. sizes: of a dense call, else None."""
+    """kernels: of the three launches; the third is None if dq is not wanted or has no sums. loaded: the mapping that holds the second
+    kernel; empty once kernels are forgotten. is_plain: whether captured tensors can be passed unchanged. sizes: of a dense call, else
+    None."""
 
     kernels: tuple[Callable[..., None], Callable[..., None], Callable[..., None] | None]
     loaded: Mapping[tuple, Any]
@@ -94,15 +95,21 @@ def launch_all(
         of_statistics, of_sums, places = sizes = prepared.sizes
     if prepared is not None and not prepared.is_plain:
         tensors = indexable(tensors)
-    own_lse, own_delta, sums = empty(*of_statistics, _FLOAT), empty(*of_statistics, _FLOAT), empty(*of_sums, _FLOAT)
+    own_lse, own_delta = empty(*of_statistics, _FLOAT), empty(*of_statistics, _FLOAT)
+    sums = None if config.stores_dq else empty(*of_sums, _FLOAT)
     turns = torch.zeros(of_statistics[0][:3], dtype=torch.int32, device=device) if config.is_deterministic else None
     dq, dk, dv = gradients
+    if sums is None and (config.bands or config.lists is not None or not places[0]):  # rows may see no key
+        if guard is None:
+            dq.zero_()
+        else:  # another launch has written dq unless the guard is 0
+            dq.masked_fill_(guard == 0, 0.0)
     before = (out, dout, lse, dlse, delta, order.entries, own_lse, own_delta, sums)
     products = (
-        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, sums, turns, *lists, *order, counter_of(device), scale, scale * LOG2E,
-        *places, numbers, tensors, totals,
+        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, dq if sums is None else sums, turns, *lists, *order, counter_of(device),
+        scale, scale * LOG2E, *places, numbers, tensors, totals,
     )  # fmt: skip
-    after = (sums, dq, order.entries, guard, scale) if wants_dq else None
+    after = (sums, dq, order.entries, guard, scale) if wants_dq and sums is not None else None
     if prepared is None:
         _launch_first(special, key, sizes if problem.sequences is None else None, before, products, after)
         return

@@ -102,7 +102,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
-    tall = tall_tiles_for(d, dv, is_packed) if is_bare else None
+    stores_dq = not is_packed and problem.k.shape[2] <= tiles.tile_n and tiles.may_store_dq
+    tall = tall_tiles_for(d, dv, is_packed) if is_bare and not stores_dq else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged]):
         tiles = tall
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
@@ -115,7 +116,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
         kind = "dense" if problem.sequences is None else _layout(problem.blocks)
         flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
-    config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic, sums=sums)
+    is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
+    config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq)
     return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
 
 

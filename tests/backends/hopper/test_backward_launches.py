@@ -55,6 +55,26 @@ def of_kind(found: list[Launch], kind: type) -> list[Launch]:
     return [one for one in found if isinstance(one[0], kind)]
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("keys", "mask", "is_cleared"), [(128, None, False), (100, masks.causal(), True), (129, None, False)])
+def test_keys_of_one_tile_need_no_sums_of_dq(
+    keys: int, mask: Any, is_cleared: bool, is_deterministic: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = wanting(2, 4, 300, 64), wanting(2, 2, keys, 64)
+    out = anyattn.flex_attention(q, k, k, mask_mod=mask, enable_gqa=True, backend="hopper", deterministic=is_deterministic)
+    cleared: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Tensor, "zero_", lambda t: cleared.append(tuple(t.shape)) or t)
+    found = gradients_of(out, launched)
+    ((config, products),) = of_kind(found, BackwardConfig)
+    assert config.stores_dq == (keys <= 128) and config.is_deterministic == (is_deterministic and not config.stores_dq)
+    assert [type(c) for c, _ in found] == [RowsConfig, BackwardConfig] + [RowsConfig] * (not config.stores_dq)
+    assert cleared == [(2, 4, 300, 64)] * is_cleared
+    if config.stores_dq:
+        assert products[8].shape == q.shape and products[8].dtype == q.dtype and found[0][1][8] is None
+        return
+    assert products[8].dtype == torch.float32
+
+
 def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch]) -> None:
     found = gradients_of(packed(causal=True), launched)
     assert [type(c) for c, _ in found] == [TablesConfig, RowsConfig, BackwardConfig, RowsConfig]
@@ -219,6 +239,26 @@ def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: 
     assert sorted(listed[15][:-1, 0].tolist()) == list(range(6))
     assert within[4] is listed[4] and within[5] is listed[5] and found[2][1][1] is found[5][1][1]
     assert found[2][1][3] is None and found[5][1][3].tolist() == [int(held)]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_documents_of_one_key_tile_keep_their_gradient(is_held: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch by lists, which has no sums of dq to write, clears dq only where the documents' launch has not written it."""
+    monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
+
+    def written(config: Any, arguments: tuple) -> None:
+        launch.launch(config, arguments)
+        if isinstance(config, RowsConfig) and config.is_after:
+            arguments[1].fill_(7.0)
+
+    monkeypatch.setattr(backward_launches, "launch", written)
+    ids = torch.arange(100) // 40 if is_held else torch.arange(100) // 10 % 2
+    operands = [wanting(2, 2, 100, 64) for _ in range(3)]
+    lists = anyattn.create_block_mask(masks.document(ids), 2, None, 100, 100, device="cpu")
+    out = anyattn.flex_attention(*operands, block_mask=lists, backend="hopper")
+    found = gradients_of(out, launched)
+    assert [c.stores_dq for c, _ in of_kind(found, BackwardConfig)] == [False, True]
+    assert operands[0].grad is not None and operands[0].grad.unique().tolist() == [7.0 * is_held]
 
 
 def test_ahead_of_time_both_are_compiled(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

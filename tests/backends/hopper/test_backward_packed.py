@@ -236,8 +236,8 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
         "packed",
         ((PACKED, "(group + 1) * 64 > facts.seqlen_k", "group * 64 > facts.seqlen_k"),),
     ),
-    "a key of the next sequence is written": ("packed", ((PACKED, "if key < facts.seqlen_k:", "if key <= facts.seqlen_k:"),)),
-    "the last key is not written": ("packed", ((PACKED, "if key < facts.seqlen_k:", "if key < facts.seqlen_k - 1:"),)),
+    "a key of the next sequence is written": ("packed", ((PACKED, "if row < end:", "if row <= end:"),)),
+    "the last key is not written": ("packed", ((PACKED, "if row < end:", "if row < end - 1:"),)),
     "sequences share a row tile": ("packed", ((PACKED, "aligned_offset(start, entry, tile_m)", "aligned_offset(start, 0, tile_m)"),)),
     "rows of storage share their row tiles": ("padded", ((PACKED, "return row * tiles +", "return"),)),
     "tiles are taken that there are not": (

@@ -51,6 +51,7 @@ class Case(NamedTuple):
     workers: int = 1
     list_tile: tuple[int, int] = (128, 128)
     is_sorted: bool = False  # tiles of keys come in ``order_of_lists``
+    stores_dq: bool = False
 
 
 COPIES = 4  # of totals that have some
@@ -86,6 +87,14 @@ CASES = {
     "sums from registers": Case((200, 200), (2, 1), tiles=BackwardTiles(128, 128, dq_eighths=3), workers=2),
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
+    "one tile of keys": Case((150, 100), (4, 2), batch=2, stores_dq=True, workers=3),
+    "one tile of keys, narrow heads": Case((150, 128), dims=(40, 48), stores_dq=True),
+    "one tile of keys, causal": Case((300, 90), (2, 1), mask=lambda b, h, i, j: j <= i - 70, stores_dq=True, workers=2),
+    "one tile of keys, large tiles": Case((300, 90), tiles=BackwardTiles(128, 128, ds_stages=1), stores_dq=True),
+    "one tile of keys, lists": Case((300, 90), mask=lambda b, h, i, j: (i + 3 * j) % 700 < 300, kind="lists", stores_dq=True),
+    "one tile of keys, wide": Case((150, 100), dims=(128, 128), stores_dq=True),
+    "one tile of shared keys": Case((150, 60), (4, 2), dims=(256, 256), stores_dq=True, workers=2),
+    "one tile of keys, dP by halves": Case((150, 100), dims=(192, 128), tiles=HALVED, stores_dq=True),
     "interleaved": Case((330, 300), (9, 3), mask=masks.causal(), workers=6),
     "interleaved, rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
     "interleaved, tall tiles": Case((330, 250), (4, 2), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=4),
@@ -215,7 +224,7 @@ def _prepared(case: Case, seed: int) -> Prepared:
         slots_wanted = tuple(i for i, t in enumerate(score.tensors) if t.is_floating_point()) if case.learned else ()
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
-    config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, **fields)
+    config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, stores_dq=case.stores_dq, **fields)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]
     for tensor in given:

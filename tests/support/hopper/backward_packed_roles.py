@@ -112,11 +112,11 @@ def with_single_threads(roles: type) -> type:
             values[max(room, 0) :] = 0.0
             tile.of.unwiped.add(group)
 
-        def keys_stored(self, acc: Acc, mma: Mma, head_dim: int, target: Any, facts: Any, place: Any, thread: Any) -> None:
-            positions = mma.partition_C((self.config.tiles.tile_n, head_dim))
+        def rows_stored(self, acc: Acc, mma: Mma, shape: tuple[int, int], target: Any, rows: Any, thread: Any) -> None:
+            positions = mma.partition_C(shape)
             for lane in range(128):
                 one = SimpleNamespace(get_slice=lambda _, lane=lane: _OnePlace(positions, lane))
-                roles.keys_stored(self, _OneThread(acc, lane), one, head_dim, target, facts, place, thread)  # type: ignore[attr-defined]
+                roles.rows_stored(self, _OneThread(acc, lane), one, shape, target, rows, thread)  # type: ignore[attr-defined]
 
     return Threads
 

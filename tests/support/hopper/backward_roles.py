@@ -99,6 +99,8 @@ class Call:
         for own, given in ((self.lse, lse), (self.delta, delta)):
             own.reshape(self.batch, self.heads, -1)[..., : self.rows] = given
         self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
+        if config.stores_dq:  # dq itself, which the host clears where rows may see no key
+            self.sums = np.full_like(self.q, 0.0 if config.bands or config.lists is not None else np.nan)
         self.turns = np.zeros(shape[:3], dtype=np.int32) if config.is_deterministic else None
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
         self.lists = lists or (None,) * 5
@@ -602,6 +604,8 @@ def _add_roles(
 def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
     """dq by the places that the last kernel reads its numbers at."""
     config = call.config
+    if config.stores_dq:
+        return call.sums
     about = SimpleNamespace(head_dim=config.head_dim, head_dim_v=config.head_dim_v, is_bf16=True, tile_m=config.tiles.tile_m)
     names |= {"BFloat16": None, "Float16": None}
     rows = names["RowsAfter"](about)

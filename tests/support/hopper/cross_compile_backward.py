@@ -49,6 +49,8 @@ def local_memory_among_products(cubin: Path) -> int:
 def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
+    if config.stores_dq:
+        statistics[2] = fake(kernel.dtype, 4, 8, 16)
     turns = fake(Int32, 3) if config.is_deterministic else None
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
@@ -121,6 +123,9 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "packed lists": ([document], {**packed, "lists": "flat", "list_cut": (2, 1), "partial": Ask(document.expr, False)}),
         "packed sinks": ([sinks], {**packed, "always": (Ask(sinks.expr, True),)}),
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
+        "one tile": ([], {"stores_dq": True}),
+        "one tile, alibi": ([alibi, causal], {"score": with_derivatives(alibi.expr)[0], **ends, "stores_dq": True}),
+        "one tile, sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True), "stores_dq": True}),
     } | summed(head_dim)
 
 
@@ -165,7 +170,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         if max(head_dim, head_dim_v) > 128 and ("sums" in fields or (is_packed and not packs)):  # which are another backend's
             continue
         forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
-        if is_bare and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
+        if is_bare and name != "one tile" and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():
             if not only or form in only:

@@ -75,7 +75,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
 
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for rows that see no key and rows that do not exist. delta: the same shape,
         subtracted from each row's dP. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
-        ``backward.rows``. turns: (B, Hq, M) int32 zeros, if the config is deterministic.
+        ``backward.rows``; if the config ``stores_dq``, dq itself, (B, Hq, Sq, D), zeros where no key tile sees a row. turns: (B, Hq, M)
+        int32 zeros, if the config is deterministic.
         With ``entries`` B is the number of rows of storage, and lse, delta, dq_sums and turns are (1, Hq, row tiles of all entries, ...),
         each entry's from ``backward.packed.first_tile`` on. partial_count to entries: see ``backward.scheduler.KeyTables``. counter: two
         zeros, int32, reset to zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see
@@ -87,6 +88,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
         q, k, v, dout, dk, dv = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv))
+        if const_expr(self.config.stores_dq):
+            dq_sums = cute.make_tensor(dq_sums.iterator, cute.select(dq_sums.layout, mode=[2, 3, 1, 0]))
         layouts = self._layouts()
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

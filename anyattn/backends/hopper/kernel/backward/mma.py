@@ -13,7 +13,7 @@ from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILL
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
-from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.kernel.fragment import columns_of, narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.mma import Multiplies
 
 __all__ = ["EXCHANGED", "MultipliesBack", "transposed"]
@@ -28,6 +28,7 @@ class MultipliesBack:
     config: Any
 
     scores_from_registers: Any
+    rows_stored: Any
     release_keys: Any
 
     _product = Multiplies._product
@@ -35,8 +36,8 @@ class MultipliesBack:
     @cute.jit
     def multiply(self, thread, mmas, in_smem, leaving, statistics, of_dq, pipes, board, keys, scales, captured):
         """Processes the key tiles that the producer posts on the board. in_smem: Q, dO, K, V and dS. leaving: dK and dV in shared memory.
-        statistics: lse and delta in shared memory. of_dq: the part of dQ in shared memory, the sums of dQ in global memory. keys: (copy
-        atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
+        statistics: lse and delta in shared memory. of_dq: the part of dQ in shared memory; in global memory the sums of dQ, or dQ. keys:
+        (copy atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         to_scores, to_v, to_k, to_q = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -250,9 +251,31 @@ class MultipliesBack:
         if const_expr(self.config.frees_keys):  # dQ was the last product with K; the next keys are loaded while dK is finished and stored
             if is_last:
                 self.release_keys(pipes, key_state)
-        self._told(fixed, dq, said)
+        self._passed_on(fixed, dq, said, scales[0])
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
+
+    @cute.jit
+    def _passed_on(self, fixed, dq, said, scale):
+        """Hands a warp group's part of a row tile's dQ to an adding warp, or writes it to the gradient."""
+        steps = self.config.tiles.dq_steps
+        if const_expr(self.config.stores_dq):
+            self._dq_stored(fixed, dq, said, scale)
+        elif const_expr(steps == 1):
+            self._told(fixed, dq, said)
+        else:
+            for step in cutlass.range_constexpr(steps):
+                self._told(fixed, columns_of(dq, step, steps), said, step)
+
+    @cute.jit
+    def _dq_stored(self, fixed, dq, said, scale):
+        """Writes a warp group's part of a row tile's dQ, to which no other key tile adds, to the gradient."""
+        to_q, thread, target, tiles = fixed[0][3], fixed[7], fixed[9][3], self.config.tiles
+        visit, facts = self.said_of(said)
+        dq.store(dq.load() * scale)
+        own, columns = target[None, None, visit.head, facts.entry], cute.size(target, mode=[1])
+        rows = (visit.m_block * tiles.tile_m, facts.seqlen_q)
+        self.rows_stored(dq, to_q, (tiles.tile_m, self.config.head_dim), (own, columns), rows, thread)
 
     @cute.jit
     def _stored(self, place, ds):

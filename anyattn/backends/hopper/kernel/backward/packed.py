@@ -151,18 +151,25 @@ class Packed:
     @cute.jit
     def keys_stored(self, acc, mma, head_dim: cutlass.Constexpr, target, facts, place, thread):
         """Stores the rows of dK or dV up to the last key. head_dim: padded."""
-        tile_n = self.config.tiles.tile_n
-        rows = rows_and_columns(acc)
-        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_n, head_dim))))
         own, columns = self.rows_at(target, facts.kv_head, place), cute.size(target, mode=[1])
+        first = facts.n_block * self.config.tiles.tile_n
+        self.rows_stored(acc, mma, (self.config.tiles.tile_n, head_dim), (own, columns), (first, facts.seqlen_k), thread)
+
+    @cute.jit
+    def rows_stored(self, acc, mma, shape: cutlass.Constexpr, target, rows, thread):
+        """Stores a thread's part of an accumulator, row by row. shape: of the tile. target: (rows and columns in global memory, columns).
+        rows: (the tile's first row there, the end of those that are stored)."""
+        (own, columns), (first, end) = target, rows
+        values = rows_and_columns(acc)
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape)))
         pair = cute.make_rmem_tensor(2, self.dtype)
-        for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-            key = facts.n_block * tile_n + positions[r, 0][0]
-            if key < facts.seqlen_k:
-                row = own[key, None]
-                for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+        for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
+            row = first + positions[r, 0][0]
+            if row < end:
+                line = own[row, None]
+                for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
                     column = positions[0, c][1]  # and the next one: the head dimension is even
                     if column < columns:
                         for i in cutlass.range_constexpr(2):
-                            pair[i] = self.dtype(rows[r, c + i])
-                        cute.autovec_copy(pair, cute.local_tile(row, (2,), (column // 2,)))
+                            pair[i] = self.dtype(values[r, c + i])
+                        cute.autovec_copy(pair, cute.local_tile(line, (2,), (column // 2,)))

@@ -71,11 +71,11 @@ class RowsBefore(_Rows):
         entries: cute.Tensor | None,
         lse: cute.Tensor,
         delta: cute.Tensor,
-        sums: cute.Tensor,
+        sums: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32. natural_delta: the same shape; if given, delta is also stored
-        here, for the gradient of a sink. entries, lse, delta, sums: see ``HopperBackward``."""
+        here, for the gradient of a sink. entries, lse, delta, sums: see ``HopperBackward``; sums is None if there are none."""
         blocks = lse.shape[0] * lse.shape[1] * lse.shape[2]
         self.kernel((out, dout, natural_lse, dlse), entries, natural_delta, (lse, delta, sums)).launch(
             grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream
@@ -101,11 +101,12 @@ class RowsBefore(_Rows):
         thread, _, _ = cute.arch.thread_idx()
         tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
         at_once = _THREADS // lanes
-        own = self.sums_of(sums, entry, head, m)
-        nothing = cute.make_rmem_tensor(4, Float32)
-        nothing.fill(0.0)
-        for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
-            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
+        if const_expr(sums is not None):
+            own = self.sums_of(sums, entry, head, m)
+            nothing = cute.make_rmem_tensor(4, Float32)
+            nothing.fill(0.0)
+            for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
+                cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
         column = thread % lanes * _WIDE
         loads = tile_m // at_once
         of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads), self.dtype) for _ in range(2))

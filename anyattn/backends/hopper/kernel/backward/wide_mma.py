@@ -9,7 +9,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from anyattn.backends.hopper.kernel.backward.epilogue import READ, STORED
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
-from anyattn.backends.hopper.kernel.fragment import columns_of
 
 __all__ = ["MultipliesWide"]
 
@@ -70,9 +69,7 @@ class MultipliesWide(MultipliesBack):
         warpgroup.wait_group(2)
         pipes[1].consumer_release(do_state)
         warpgroup.wait_group(1)
-        steps = self.config.tiles.dq_steps
-        for step in cutlass.range_constexpr(steps):
-            self._told(fixed, columns_of(dq, step, steps), said, step)
+        self._passed_on(fixed, dq, said, scales[0])
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 
