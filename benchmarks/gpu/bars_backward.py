@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from anyattn.testing.harness.case import OURS
+from anyattn.testing.harness.peers import PRODUCT_SIZE
 from benchmarks.bars import Bar, Found, one, probe, some
-from benchmarks.gpu.cases import CAUSAL_SCORES, DETERMINISTIC, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
+from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CAUSAL_SCORES, DETERMINISTIC, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
 
 __all__ = ["BARS"]
 
@@ -29,6 +30,11 @@ def _share_of_causal(name: str) -> Bar:
     return Bar(f"backward, {name}: rate over causal's", 0.85, share, aim=0.95)
 
 
+def _share_of_product(found: Found) -> float:
+    rate = found.record(BESIDE_A_PRODUCT).flops / found.seconds(BESIDE_A_PRODUCT)
+    return rate / (2 * PRODUCT_SIZE**3 / found.seconds(BESIDE_A_PRODUCT, "matrix-product"))
+
+
 def _captured_bars() -> list[Bar]:
     bars = []
     for name in _names("captured-backward"):
@@ -40,6 +46,7 @@ def _captured_bars() -> list[Bar]:
 _FIXED = [_variant(v) for v in DETERMINISTIC]
 BARS: list[Bar] = [
     *some("dense backward vs the faster of FA4 and cuDNN", _names("dense-backward"), ("cudnn", *_FA4), 0.93, 1.0, 1.08),
+    Bar("backward, D128 S16k full: rate over that of a matrix product", 0.80, _share_of_product, aim=0.85),
     *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.1) for name in _names("dims-backward")),
     *some("variants' backward vs the best flex", [_variant(v) for v in _TABLE], _FLEX, 1.0, 1.15, 1.3),
     one("backward, T5 bias, vs the best flex", _variant("t5_bias"), _FLEX, 1.5),

@@ -111,6 +111,7 @@ GRADIENTS = [
     *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
 ]
 _TRITON_TOO = "anyattn-triton"
+BESIDE_A_PRODUCT = "dense-backward/full/d128/16384"  # timed beside a product of two matrices
 _PARTIAL = ("neighbourhood", "strided", "random_blocks")
 
 
@@ -123,8 +124,12 @@ def _training(group: str, kind: str, variant: str, shape: Shape, *peers: str) ->
     return gpu_case(group, kind, variant, shape, (_TRITON_TOO, *peers), is_backward=True)
 
 
+def _dense_peers(case: Case) -> tuple[str, ...]:
+    return (_TRITON_TOO, "cudnn", "fa4", *(["matrix-product"] if case.name == BESIDE_A_PRODUCT.replace("-backward", "") else []))
+
+
 TRAINING = [
-    *(replace(c, group="dense-backward", peers=(_TRITON_TOO, "cudnn", "fa4"), is_backward=True) for c in DENSE),
+    *(replace(c, group="dense-backward", peers=_dense_peers(c), is_backward=True) for c in DENSE),
     *(_training("dims-backward", "flash", "causal", Shape.square(_SEQLEN, 16, d, 2), "fa4") for d in (96, 80)),
     _training("dims-backward", "flash", "causal", replace(Shape.square(_SEQLEN, 16, 192, 2), head_dim_v=128), "fa4"),
     *(

@@ -16,20 +16,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anyattn.testing.harness import decode
+from anyattn.testing.harness import decode, peers
 from anyattn.testing.harness.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from anyattn.testing.harness.inputs import Inputs
 from anyattn.testing.harness.judge import Judge, difference
-from anyattn.testing.harness.peers import PEERS
+from anyattn.testing.harness.peers import PEERS, PRODUCT_SIZE, Unavailable
 from anyattn.testing.harness.runner import run_case
 from anyattn.testing.harness.timing import Limits
 from benchmarks import report
 from benchmarks.bars import Found, geometric_mean, versus
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ahead, bars_triton, estimate, memory, probes
+from benchmarks.gpu import ahead, bars_backward, bars_triton, estimate, memory, probes
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
 from benchmarks.gpu.bars import BARS
-from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, chosen
+from benchmarks.gpu.cases import BACKWARD, BESIDE_A_PRODUCT, CASES, DECODE, FA2, GRADIENTS, chosen
 from benchmarks.store import State, Store, is_done
 from tests.support.limits import HANG
 from tests.support.processes import python
@@ -215,6 +215,28 @@ def test_forward_and_backward_bars_are_over_every_variant_of_the_peers_table() -
     seconds = {OURS: 1.0, "flex-triton": 4.0}
     found = Found({**ratios(BACKWARD[0].name, seconds).records, **ratios(BACKWARD[1].name, {**seconds, OURS: 4.0}).records}, {})
     assert bar("Triton backward vs flex TRITON, geometric mean").measure(found) == geometric_mean([4.0, 1.0]) == 2.0
+
+
+def test_the_rate_over_a_matrix_product_counts_both_kinds_of_operations() -> None:
+    (case,) = (c for c in CASES if c.name == BESIDE_A_PRODUCT)
+    assert case.is_backward and "matrix-product" in case.peers and not [c for c in CASES if c is not case and "matrix-product" in c.peers]
+    found = ratios(case.name, {OURS: 2.0, "matrix-product": 0.5})
+    found.records[case.name].flops = 8 * PRODUCT_SIZE**3
+    (share,) = (b for b in bars_backward.BARS if "matrix product" in b.name)
+    assert share.measure(found) == 1.0 and not share.passes(0.79)
+    del found.records[case.name].timings["matrix-product"]
+    with pytest.raises(KeyError):
+        share.measure(found)
+
+
+def test_a_matrix_product_is_timed_itself_not_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PRODUCT_SIZE", 4)
+    case = replace(BACKWARD[0], shape=Shape.square(8, 1, 16))
+    with pytest.raises(Unavailable, match="does not run on cpu"):
+        PEERS["matrix-product"].entry("matrix-product", Inputs(replace(case, device="cpu")))
+    peer = replace(PEERS["matrix-product"], devices=("cpu",))
+    call, _ = peer.entry("matrix-product", Inputs(replace(case, device="cpu")))
+    assert call().shape == (4, 4) and call().dtype == torch.bfloat16
 
 
 def test_a_contestant_of_ours_that_differs_clears_no_bar() -> None:

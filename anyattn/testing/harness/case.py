@@ -12,7 +12,7 @@ __all__ = ["KINDS", "LARGEST_DIFFERENCE", "OTHER_FLOPS", "OURS", "Case", "Record
 
 OURS = "anyattn"
 KINDS = ("flex", "flash", "varlen", "decode", "mask")
-OTHER_FLOPS = ("anyattn-full",)  # contestants that compute other pairs than the case
+OTHER_FLOPS = ("anyattn-full", "matrix-product")  # contestants that compute other products than the case
 LARGEST_DIFFERENCE = 2e-2  # relative RMS up to which two bfloat16 results count as the same computation
 _FORWARD_PRODUCTS = (1, 1)  # products with q's head dimension, and with v's
 _BACKWARD_PRODUCTS = (3, 2)  # S again, dQ, dK; dP, dV: as FlashAttention counts

@@ -22,7 +22,19 @@ from anyattn.testing.harness.case import OURS
 from anyattn.testing.harness.inputs import Inputs, intervals
 from anyattn.testing.harness.variants import VARIANTS, Setting
 
-__all__ = ["INSISTED", "PAGED_SPLITS", "PEERS", "SPLITS", "Entry", "Peer", "Unavailable", "backend_of", "backward_of", "module"]
+__all__ = [
+    "INSISTED",
+    "PAGED_SPLITS",
+    "PEERS",
+    "PRODUCT_SIZE",
+    "SPLITS",
+    "Entry",
+    "Peer",
+    "Unavailable",
+    "backend_of",
+    "backward_of",
+    "module",
+]
 
 SPLITS = tuple(f"splits-{n}" for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 DENSE_BYTES = 2**33
@@ -39,19 +51,21 @@ class Peer:
     """prepare: makes the call that is timed; raises ``Unavailable`` if it cannot. devices: where it exists.
 
     is_other_job: its result is not comparable with the case's. is_compiled: by a compiler whose kernels are worth making in advance.
+    has_gradient: a backward case times the backward pass of the call, else the call itself.
     """
 
     prepare: Callable[[Inputs], Entry]
     devices: tuple[str, ...] = ("cpu", "cuda")
     is_other_job: bool = False
     is_compiled: bool = False
+    has_gradient: bool = True
 
     def entry(self, name: str, inputs: Inputs) -> Entry:
         """The timed call, for a backward pass too."""
         if inputs.case.device not in self.devices:
             raise Unavailable(f"{name} does not run on {inputs.case.device}")
         entry = self.prepare(inputs)
-        return backward_of(entry, inputs) if inputs.case.is_backward else entry
+        return backward_of(entry, inputs) if inputs.case.is_backward and self.has_gradient else entry
 
 
 def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[[Inputs], Entry]:
@@ -357,11 +371,19 @@ def _cudnn_frontend(inputs: Inputs) -> Entry:
     return lambda: flex.flex_attn_func(*qkv, mask_plan=plan), "bshd"
 
 
+def _matrix_product(inputs: Inputs) -> Entry:
+    """A product of two square matrices of the case's dtype, which a device does at about the highest rate that it sustains."""
+    a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=inputs.device).to(inputs.bshd[0].dtype) for _ in range(2))
+    result = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=result), "bshd"
+
+
 def _at_cache(prepare: Callable[[Inputs], Callable[[], Any]]) -> Callable[[Inputs], Entry]:
     return lambda inputs: (prepare(inputs), "bshd")
 
 
 _PAGES = "flash_attn_interface"
+PRODUCT_SIZE = 8192  # rows and columns
 _CPU, _CUDA = ("cpu",), ("cuda",)
 PEERS: dict[str, Peer] = {
     OURS: Peer(_anyattn()),
@@ -385,6 +407,7 @@ PEERS: dict[str, Peer] = {
     **{name: Peer(_at_cache(decode.splits(int(name.removeprefix("splits-"))))) for name in SPLITS},
     **{name: Peer(_at_cache(decode.paged(16, int(name.rpartition("-")[2])))) for name in PAGED_SPLITS},
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),
+    "matrix-product": Peer(_matrix_product, _CUDA, is_other_job=True, has_gradient=False),
     "flash-attn": Peer(_native("flash_attn"), _CUDA),
     "fa3": Peer(_native("fa3_fwd_interface", lacks="window_size"), _CUDA),
     "fa3-pages": Peer(_native(_PAGES, lacks="softcap"), _CUDA),
