@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.gpu.gpt.measure import ratio
 from benchmarks.gpu.gpt.profile import FAMILIES
 
-__all__ = ["PEER", "kernels", "tables"]
+__all__ = ["FLASH", "PEER", "kernels", "tables"]
 
-PEER = "flex-triton"
+PEER, FLASH = "flex-triton", "flex-flash"
 _KERNELS = 12
 _Cell = Callable[[str], str]
 
@@ -52,11 +52,14 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, _Cell]]:
     def of(key: str, shown: Callable[[Any], str]) -> _Cell:
         return lambda who: shown(found[who][key]) if key in found[who] else "-"
 
-    def over_peer(who: str) -> str:
-        try:
-            return f"{ratio(figures, who, PEER):.3f}"
-        except KeyError:
-            return "-"
+    def over(peer: str) -> _Cell:
+        def cell(who: str) -> str:
+            try:
+                return f"{ratio(figures, who, peer):.3f}"
+            except KeyError:
+                return "-"
+
+        return cell
 
     def taken(who: str) -> str:
         mine = found[who]
@@ -71,7 +74,7 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, _Cell]]:
         ("first step, caches empty, s", of("first_s", lambda x: f"{x:.1f}")),
         ("step, ms", of("step_s", lambda x: f"{x * 1e3:.2f}")),
         ("least and most, ms", of("rounds", _extremes)),
-        (f"time over {PEER}'s", over_peer),
+        *((f"time over {peer}'s", over(peer)) for peer in (PEER, FLASH)),
         ("peak memory, GiB", of("peak_bytes", lambda x: f"{x / 2**30:.2f}")),
         ("between steps, GiB", of("between_bytes", lambda x: f"{x / 2**30:.2f}")),
         ("graphs of the model", of("graphs", str)),
