@@ -18,7 +18,7 @@ from anyattn.testing.harness import peers, runner, timing
 from anyattn.testing.harness.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from anyattn.testing.harness.inputs import Inputs, intervals
 from anyattn.testing.harness.judge import difference
-from anyattn.testing.harness.peers import PEERS, Peer
+from anyattn.testing.harness.peers import PEERS, PRODUCT_SIZE, Peer
 from anyattn.testing.harness.runner import run_case
 from anyattn.testing.harness.timing import Limits, measure, shuffled_rounds
 from anyattn.testing.harness.variants import VARIANTS as ALL_VARIANTS
@@ -27,7 +27,7 @@ from benchmarks import process, report
 from benchmarks.bars import Found, versus
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import bars, memory, probes
-from benchmarks.gpu.cases import CASES, DENSE, SCORE_VARIANTS, chosen, gpu_case
+from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CASES, DENSE, SCORE_VARIANTS, chosen, gpu_case
 from benchmarks.store import State, Store
 from tests.support.limits import HANG
 
@@ -335,7 +335,10 @@ def _everything() -> Found:
     records = {}
     for case in CASES:
         seconds = {name: (1e-5 if name.startswith(OURS) else 2e-5,) * 3 for name in case.contestants}
-        records[case.name] = _record(case.name, seconds, case.flops(10**6))
+        flops = case.flops(10**6)
+        if case.name == BESIDE_A_PRODUCT:
+            seconds["matrix-product"] = (2e-5 * 2 * PRODUCT_SIZE**3 / flops,) * 3
+        records[case.name] = _record(case.name, seconds, flops)
         if case.kind == "mask":
             records[case.name].extra["syncs"] = ""
     kernels = {"random_shapes": 1, "new_closure": 0}
@@ -358,7 +361,8 @@ def _everything() -> Found:
         "budget": {"losses": 0.5},
         "rounds": [[1.0]],
     }
-    contestants = {name: {**mine, "passed_on": 0} for name in ("anyattn", "anyattn-forward", "anyattn-replaced", "flex-triton")}
+    names = "anyattn", "anyattn-forward", "anyattn-replaced", "flex-triton", "flex-flash"
+    contestants = {name: {**mine, "passed_on": 0} for name in names}
     probed |= {f"gpt-{size}": {"size": size, "contestants": contestants} for size in ("8k", "32k")}
     return Found(records, probed)
 

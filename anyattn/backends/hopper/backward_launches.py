@@ -1,4 +1,4 @@
-"""The three launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq; dq from its sums.
+"""The launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq, or dq itself; dq from its sums.
 
 The kernels for the calls of one signature are prepared once, and so are the sizes of a dense call, which its signature determines. A warm
 backward pass allocates its results and calls the kernels with its own tensors, scale and captured values.

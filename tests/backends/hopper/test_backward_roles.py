@@ -393,9 +393,9 @@ def test_the_order_of_sums_is_fixed(name: str) -> None:
     assert run(CASES[name], orders=6)["rerun"] == 0.0
 
 
-MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE, HALVES = (
+MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE, HALVES, PACKED = (
     "backward/mma", "backward/adder", "backward/scores", "backward/scheduler", "backward/producer", "backward/epilogue", "backward/rows",
-    "captured/sums", "backward/wide_mma", "backward/halved_mma",
+    "captured/sums", "backward/wide_mma", "backward/halved_mma", "backward/packed",
 )  # fmt: skip
 MUTANTS: dict[str, tuple[str, Changes]] = {
     "dS is not exchanged": (
@@ -539,11 +539,18 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: what a score mod hides stays in dS": ("wide softcap", ((WIDE, "self.hidden((scores, dp),", "self.hidden((scores,),"),)),
     "wide: dO is given back while it is being read": ("wide", ((WIDE, "        warpgroup.wait_group(2)\n", ""),)),
     "wide: dO is not given back": ("wide", ((WIDE, "        pipes[1].consumer_release(do_state)\n", ""),)),
-    "wide: dQ is not waited for": ("wide", ((WIDE, "        warpgroup.wait_group(1)\n        steps", "        steps"),)),
+    "one tile: dQ is not scaled": ("one tile of keys", ((MMA, "dq.store(dq.load() * scale)", "pass"),)),
+    "one tile: a row past the last is written": ("one tile of keys", ((MMA, "tiles.tile_m, facts.seqlen_q)", "tiles.tile_m, facts.seqlen_q + 1)"),)),
+    "one tile: the last row is not written": ("one tile of keys", ((MMA, "tiles.tile_m, facts.seqlen_q)", "tiles.tile_m, facts.seqlen_q - 1)"),)),
+    "one tile: grouped heads write to one": ("one tile of keys", ((MMA, "target[None, None, visit.head, facts.entry]", "target[None, None, facts.kv_head, facts.entry]"),)),
+    "one tile: entries write to the first": ("one tile of keys", ((MMA, "target[None, None, visit.head, facts.entry]", "target[None, None, visit.head, 0]"),)),
+    "one tile: padded columns are written": ("one tile of keys, narrow heads", ((PACKED, "if column < columns:", "if True:"),)),
+    "one tile: dQ is added too": ("one tile of keys", ((MMA, "        elif const_expr(steps == 1):\n", "        if const_expr(steps == 1):\n"),)),
+    "wide: dQ is not waited for": ("wide", ((WIDE, "        warpgroup.wait_group(1)\n        self._passed_on", "        self._passed_on"),)),
     "wide: dK is not waited for": ("wide", ((WIDE, "        warpgroup.wait_group(0)\n        pipes[0]", "        pipes[0]"),)),
     "wide: Q is not given back": ("wide", ((WIDE, "        pipes[0].consumer_release(q_state)\n", ""),)),
-    "wide: dQ's halves are sent the other way round": ("widest", ((WIDE, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
-    "wide: dQ's first half is sent alone": ("widest", ((WIDE, "in cutlass.range_constexpr(steps)", "in cutlass.range_constexpr(1)"),)),
+    "wide: dQ's halves are sent the other way round": ("widest", ((MMA, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
+    "wide: dQ's first half is sent alone": ("widest", ((MMA, "in cutlass.range_constexpr(steps)", "in cutlass.range_constexpr(1)"),)),
     "wide: dQ's halves are added to the first": ("widest", ((ADDER, " + step * (size // steps)", ""),)),
     "wide: dQ's second half is never reached": ("widest", ((ADDER, "step = steps - 1 - step", "step = step"),)),
     "tall: dQ is not transposed": ("tall tiles", ((MMA, "*(of_dq[::-1] if tiles.transposes_dq else of_dq)", "*of_dq"),)),
@@ -555,7 +562,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "halves: the first half of dP is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        p = ", "        p = "),)),
     "halves: the second half of dP is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        p = ", "        p = "),)),
     "halves: dV is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        pipes[1]", "        pipes[1]"),)),
-    "halves: dQ is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        for step", "        for step"),)),
+    "halves: dQ is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(1)\n        self._passed_on", "        self._passed_on"),)),
     "halves: dK is not waited for": ("dP by halves", ((HALVES, "        warpgroup.wait_group(0)\n        pipes[0]", "        pipes[0]"),)),
     "halves: dO is not given back": ("dP by halves", ((HALVES, "        pipes[1].consumer_release(do_state)\n", ""),)),
     "halves: Q is not given back": ("dP by halves", ((HALVES, "        pipes[0].consumer_release(q_state)\n", ""),)),
@@ -566,7 +573,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "halves: delta of the last rows is read at the first": ("dP by halves", ((SCORES, " + 2 * columns * part", ""),)),
     "halves: dS stays in one stage": ("dP by halves", ((HALVES, "places[1][None, None, stage]", "places[1][None, None, 0]"),)),
     "halves: dK is multiplied from the tile before": ("dP by halves", ((HALVES, "dk, ds[None, None, None, stage]", "dk, ds[None, None, None, 1 - stage]"),)),
-    "halves: dQ's halves are exchanged": ("dP by halves", ((HALVES, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
+    "halves: dQ's halves are exchanged": ("dP by halves", ((MMA, "columns_of(dq, step, steps)", "columns_of(dq, steps - 1 - step, steps)"),)),
     "halves: nothing is hidden": ("dP by halves, causal", ((HALVES, "        self.hidden((scores,), positions, said, captured)\n", ""),)),
     "halves: K is overwritten while another group reads it": ("dP by halves", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n        if", "        if"),)),
     "wide: dQ's halves have one turn": ("wide and deterministic", ((ADDER, "if step == steps - 1:", "if step == 0:"),)),
