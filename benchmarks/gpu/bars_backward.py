@@ -31,8 +31,7 @@ def _share_of_causal(name: str) -> Bar:
 
 
 def _share_of_product(found: Found) -> float:
-    rate = found.record(BESIDE_A_PRODUCT).flops / found.seconds(BESIDE_A_PRODUCT)
-    return rate / (2 * PRODUCT_SIZE**3 / found.seconds(BESIDE_A_PRODUCT, "matrix-product"))
+    return found.record(BESIDE_A_PRODUCT).flops / (2 * PRODUCT_SIZE**3) * found.ratio(BESIDE_A_PRODUCT, "matrix-product")
 
 
 def _captured_bars() -> list[Bar]:

@@ -132,7 +132,7 @@ def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig(ModsOfConfig):
-    """The config of one kernel for dK, dV and the sums of dQ, without run-time values (lengths, strides, scales, captured values).
+    """The config of one kernel for dK, dV and the sums of dQ, or dQ, without run-time values (lengths, strides, scales, captured values).
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
@@ -197,7 +197,10 @@ class BackwardConfig(ModsOfConfig):
         if self.is_deterministic and self.tiles.dq_eighths:
             raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
         if self.stores_dq and (self.is_deterministic or self.has_entries or not self.tiles.may_store_dq):
-            raise ValueError(f"stores_dq with {self.tiles}; wanted a dense call without turns, and tiles of dQ, not of dQ^T")
+            raise ValueError(
+                f"stores_dq with {self.tiles}, is_deterministic={self.is_deterministic}, has_entries={self.has_entries}; "
+                "wanted a dense call without turns, and tiles of dQ, not of dQ^T"
+            )
         most = ACCUMULATORS[self.tiles.dp_steps]
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > most:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {most}")
@@ -289,8 +292,8 @@ class BackwardConfig(ModsOfConfig):
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The config of one of the two kernels over all rows: before the backward kernel (row statistics, and zeros in the sums of dQ) or, if
-    is_after, after it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
+    """The config of one of the two kernels over all rows: before the backward kernel (row statistics, and zeros in the sums of dQ if it has
+    some) or, if is_after, after it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
 
     head_dim: int
     head_dim_v: int

@@ -99,7 +99,7 @@ def launch_all(
     sums = None if config.stores_dq else empty(*of_sums, _FLOAT)
     turns = torch.zeros(of_statistics[0][:3], dtype=torch.int32, device=device) if config.is_deterministic else None
     dq, dk, dv = gradients
-    if sums is None and (config.bands or config.lists is not None or not places[0]):  # rows may see no key
+    if sums is None and wants_dq and (config.bands or config.lists is not None or not places[0]):  # rows may see no key
         if guard is None:
             dq.zero_()
         else:  # another launch has written dq unless the guard is 0
@@ -149,7 +149,7 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
         shape = (*q.shape[:2], ceil_div(q.shape[2], tiles.tile_m))
     key_tiles = order.tiles(k.shape[2], tiles.tile_n)
     spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
-    # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ
+    # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ, also where dQ has none
     size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + width) + 4 * config.head_dim)
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)

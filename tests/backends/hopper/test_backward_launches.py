@@ -55,8 +55,14 @@ def of_kind(found: list[Launch], kind: type) -> list[Launch]:
     return [one for one in found if isinstance(one[0], kind)]
 
 
+def blind(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i >= j) & (i % 5 != 0)
+
+
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize(("keys", "mask", "is_cleared"), [(128, None, False), (100, masks.causal(), True), (129, None, False)])
+@pytest.mark.parametrize(
+    ("keys", "mask", "is_cleared"), [(128, None, False), (100, masks.causal(), True), (90, blind, True), (129, None, False)]
+)
 def test_keys_of_one_tile_need_no_sums_of_dq(
     keys: int, mask: Any, is_cleared: bool, is_deterministic: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,11 +74,19 @@ def test_keys_of_one_tile_need_no_sums_of_dq(
     ((config, products),) = of_kind(found, BackwardConfig)
     assert config.stores_dq == (keys <= 128) and config.is_deterministic == (is_deterministic and not config.stores_dq)
     assert [type(c) for c, _ in found] == [RowsConfig, BackwardConfig] + [RowsConfig] * (not config.stores_dq)
-    assert cleared == [(2, 4, 300, 64)] * is_cleared
+    assert cleared == [(2, 4, 300, 64)] * is_cleared and (mask is not blind or config.lists == "dense")
     if config.stores_dq:
         assert products[8].shape == q.shape and products[8].dtype == q.dtype and found[0][1][8] is None
-        return
-    assert products[8].dtype == torch.float32
+    else:
+        assert products[8].dtype == torch.float32
+
+
+def test_a_gradient_that_is_not_wanted_is_not_cleared(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = wanting(2, 4, 300, 64).detach(), wanting(2, 4, 100, 64)
+    out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), backend="hopper")
+    monkeypatch.setattr(Tensor, "zero_", None)
+    ((config, _),) = of_kind(gradients_of(out, launched), BackwardConfig)
+    assert config.stores_dq
 
 
 def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch]) -> None:

@@ -113,8 +113,12 @@ WITH: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("stores_dq", [False, True])
 @pytest.mark.parametrize("name", WITH)
-def test_the_second_pass_is_what_a_first_would_be(name: str, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_pass_is_what_a_first_would_be(
+    name: str, stores_dq: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BackwardTiles, "may_store_dq", stores_dq)
     for n in (1, 2):
         both_passes(qkv(), **WITH[name](n))
     inputs, options = qkv(), WITH[name](3)
@@ -122,6 +126,7 @@ def test_the_second_pass_is_what_a_first_would_be(name: str, launched: list[Laun
     with nothing_described(monkeypatch):
         both_passes(inputs, **options)
     arguments, second = launched[2][1], of_backward(launched)
+    assert second[1][0].stores_dq == stores_dq
     assert all(x.data_ptr() == t.data_ptr() for x, t in zip(arguments[:3], inputs, strict=True))
     assert second == first(lambda: both_passes(inputs, **options), launched)
 

@@ -235,7 +235,8 @@ def judge(
     leaves = [t.detach().requires_grad_(backward) for t in qkv]
     sink = None if sink is None else sink.to(DEVICE)
     out_bytes = 2 * leaves[0].numel() // leaves[0].shape[-1] * leaves[2].shape[-1]
-    poisoned(out_bytes, 4 * out_bytes // (2 * leaves[2].shape[-1]))
+    of_gradients = [t.numel() * t.element_size() for t in leaves] if backward else []
+    poisoned(out_bytes, 4 * out_bytes // (2 * leaves[2].shape[-1]), *of_gradients)
     asked = {"return_aux": anyattn.AuxRequest(lse=True, max_scores=True)} if has_max else {"return_lse": True}
     out, rest = flex(*leaves, score, mask, sink=sink, scale=scale, **asked, **options)
     got = {"out": out.detach(), **({"lse": rest.lse, "max": rest.max_scores} if has_max else {"lse": rest.detach()})}

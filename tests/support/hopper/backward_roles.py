@@ -519,8 +519,8 @@ def run_grid(
     totals: tuple = (),
     is_first_late: bool = False,
 ) -> np.ndarray:
-    """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. totals: of captured tensors' gradients.
-    is_first_late: the first block begins when the others have ended. Returns dq as the last kernel has it."""
+    """Runs all thread blocks of a launch together; dk, dv and the sums of dq, or dq, are left in ``call``. totals: of captured tensors'
+    gradients. is_first_late: the first block begins when the others have ended. Returns dq as the last kernel has it."""
     codes, lines = compiled(changes)
     config, schedule = call.config, Schedule(seed, lines)
     counter = Counter([], 0)

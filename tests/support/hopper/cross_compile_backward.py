@@ -78,7 +78,7 @@ def _ranks(config: BackwardConfig) -> list[int]:
     return [found[i] for i in sorted(found)]
 
 
-def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
+def compile_rows(config: RowsConfig, folder: Path, has_sums: bool = True) -> tuple[int, int]:
     kernel = RowsAfter(config) if config.is_after else RowsBefore(config)
     wide, floats = fake(kernel.dtype, 4, 8, 16), [fake(Float32, 4) for _ in range(3)]
     entries = fake(Int32, 2) if config.has_entries else None
@@ -86,7 +86,8 @@ def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
         given = (floats[0], wide, entries, None if config.has_entries else fake(Int32, 1), Float32(1.0))
     else:
         dlse, delta = (fake(Float32, 3) if config.has_dlse else None for _ in range(2))
-        given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, delta, entries, *floats)
+        sums = floats[2] if has_sums else None
+        given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, delta, entries, *floats[:2], sums)
     folder.mkdir()
     cute.compile(kernel, *given, make_fake_stream(), options=f"--keep-cubin --dump-dir={folder}")
     (cubin,) = folder.glob("*.cubin")
@@ -183,6 +184,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
                 config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, has_entries)
                 name = f"{tile_m} rows {'packed ' if has_entries else ''}{'after' if is_after else 'before'}"
                 result[name] = compile_rows(config, folder / name.replace(" ", "_"))
+        config = RowsConfig(head_dim, head_dim_v, True, tile_m, False)
+        result[f"{tile_m} rows without sums"] = compile_rows(config, folder / f"{tile_m}_rows_without_sums", has_sums=False)
     return result
 
 

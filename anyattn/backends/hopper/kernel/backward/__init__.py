@@ -1,1 +1,1 @@
-"""Backward kernels: dK, dV and the sums of dQ, and the row kernels around them."""
+"""Backward kernels: dK, dV and the sums of dQ or dQ itself, and the row kernels around them."""

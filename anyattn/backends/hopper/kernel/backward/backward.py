@@ -25,10 +25,11 @@ __all__ = ["HopperBackward"]
 
 
 class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys, Packed):
-    """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32.
+    """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32, or dQ.
 
     A thread block processes one key tile after another, each with all row tiles that see it. Source: FlashAttention-3 (Shah et al.,
-    arXiv:2407.08608): S and dP are computed transposed, so that P and dS are operands from registers; dQ is added to global memory.
+    arXiv:2407.08608): S and dP are computed transposed, so that P and dS are operands from registers; dQ is added to global memory,
+    or stored there if the keys fit one tile.
     """
 
     def __init__(self, config: BackwardConfig):

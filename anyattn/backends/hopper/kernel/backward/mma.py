@@ -202,7 +202,7 @@ class MultipliesBack:
 
     @cute.jit
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
-        """Adds one row tile to dK and dV, and hands its part of dQ to an adding warp. The visit and the key tile are read from the board
+        """Adds one row tile to dK and dV, and passes its part of dQ on. The visit and the key tile are read from the board
         where they are used instead of being kept in registers. is_last: no row tile of these keys follows."""
         q_state, do_state, work_state, key_state = states
         mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed

@@ -1,4 +1,7 @@
-"""Row kernels around the backward kernel: before it, row statistics and zeros in the sums of dQ; after it, dQ from its sums."""
+"""Row kernels around the backward kernel: before it, row statistics and zeros in the sums of dQ; after it, dQ from its sums.
+
+A call whose dQ has no sums (``BackwardConfig.stores_dq``) has neither the zeros nor the kernel after.
+"""
 
 from typing import Any
 
