@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anyattn.testing.harness.case import OURS
 from anyattn.testing.harness.peers import PRODUCT_SIZE
-from benchmarks.bars import Bar, Found, one, probe, some
+from benchmarks.bars import Bar, Found, one, probe, some, versus
 from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CAUSAL_SCORES, DETERMINISTIC, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
 
 __all__ = ["BARS"]
@@ -31,7 +31,7 @@ def _share_of_causal(name: str) -> Bar:
 
 
 def _share_of_product(found: Found) -> float:
-    return found.record(BESIDE_A_PRODUCT).flops / (2 * PRODUCT_SIZE**3) * found.ratio(BESIDE_A_PRODUCT, "matrix-product")
+    return found.record(BESIDE_A_PRODUCT).flops / (2 * PRODUCT_SIZE**3) * versus(found, BESIDE_A_PRODUCT, ["matrix-product"])
 
 
 def _captured_bars() -> list[Bar]:

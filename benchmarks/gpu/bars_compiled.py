@@ -66,15 +66,13 @@ def _of_size(size: str, who: str) -> list[Bar]:
     ]
 
 
-_HOST = "compiled-call"
-
-
 def _over_flash(size: str) -> Bar:
     most, aim = _OVER_FLASH[size]
     name = f"compiled GPT {size}: step, time over compiled flex FLASH's"
     return Bar(name, most, lambda found: ratio(found.probes[f"gpt-{size}"], "anyattn", FLASH), at_least=False, aim=aim)
 
 
+_HOST = "compiled-call"
 BARS: list[Bar] = [
     *map(_over_flash, _OVER_FLASH),
     *(bar for size in ("8k", "32k") for who in _OURS for bar in _of_size(size, who)),

@@ -124,12 +124,13 @@ def _training(group: str, kind: str, variant: str, shape: Shape, *peers: str) ->
     return gpu_case(group, kind, variant, shape, (_TRITON_TOO, *peers), is_backward=True)
 
 
-def _dense_peers(case: Case) -> tuple[str, ...]:
-    return (_TRITON_TOO, "cudnn", "fa4", *(["matrix-product"] if case.name == BESIDE_A_PRODUCT.replace("-backward", "") else []))
+def _dense_backward(case: Case) -> Case:
+    found = replace(case, group="dense-backward", peers=(_TRITON_TOO, "cudnn", "fa4"), is_backward=True)
+    return replace(found, peers=(*found.peers, "matrix-product")) if found.name == BESIDE_A_PRODUCT else found
 
 
 TRAINING = [
-    *(replace(c, group="dense-backward", peers=_dense_peers(c), is_backward=True) for c in DENSE),
+    *map(_dense_backward, DENSE),
     *(_training("dims-backward", "flash", "causal", Shape.square(_SEQLEN, 16, d, 2), "fa4") for d in (96, 80)),
     _training("dims-backward", "flash", "causal", replace(Shape.square(_SEQLEN, 16, 192, 2), head_dim_v=128), "fa4"),
     *(

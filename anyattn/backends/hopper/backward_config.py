@@ -111,11 +111,6 @@ class BackwardTiles:
         return self.tile_m == TALL
 
     @property
-    def may_store_dq(self) -> bool:
-        """Whether a warp group computes its part of dQ, not of dQ^T, so that its threads have neighbouring columns for the gradient."""
-        return not self.transposes_dq
-
-    @property
     def exchanged(self) -> int:
         """Tiles of keys x rows in shared memory: the stages of dS, or those of P followed by one of dS."""
         return self.ds_stages + (1 if self.shares_keys else 0)
@@ -196,7 +191,7 @@ class BackwardConfig(ModsOfConfig):
                 raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
         if self.is_deterministic and self.tiles.dq_eighths:
             raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
-        if self.stores_dq and (self.is_deterministic or self.has_entries or not self.tiles.may_store_dq):
+        if self.stores_dq and (self.is_deterministic or self.has_entries or self.tiles.transposes_dq):
             raise ValueError(
                 f"stores_dq with {self.tiles}, is_deterministic={self.is_deterministic}, has_entries={self.has_entries}; "
                 "wanted a dense call without turns, and tiles of dQ, not of dQ^T"

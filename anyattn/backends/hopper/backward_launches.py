@@ -99,17 +99,17 @@ def launch_all(
     sums = None if config.stores_dq else empty(*of_sums, _FLOAT)
     turns = torch.zeros(of_statistics[0][:3], dtype=torch.int32, device=device) if config.is_deterministic else None
     dq, dk, dv = gradients
-    if sums is None and wants_dq and (config.bands or config.lists is not None or not places[0]):  # rows may see no key
+    if config.stores_dq and wants_dq and (config.bands or config.lists is not None):  # rows may see no key
         if guard is None:
             dq.zero_()
         else:  # another launch has written dq unless the guard is 0
             dq.masked_fill_(guard == 0, 0.0)
     before = (out, dout, lse, dlse, delta, order.entries, own_lse, own_delta, sums)
     products = (
-        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, dq if sums is None else sums, turns, *lists, *order, counter_of(device),
-        scale, scale * LOG2E, *places, numbers, tensors, totals,
+        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, dq if config.stores_dq else sums, turns, *lists, *order,
+        counter_of(device), scale, scale * LOG2E, *places, numbers, tensors, totals,
     )  # fmt: skip
-    after = (sums, dq, order.entries, guard, scale) if wants_dq and sums is not None else None
+    after = (sums, dq, order.entries, guard, scale) if wants_dq and not config.stores_dq else None
     if prepared is None:
         _launch_first(special, key, sizes if problem.sequences is None else None, before, products, after)
         return

@@ -102,7 +102,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
-    stores_dq = not is_packed and problem.k.shape[2] <= tiles.tile_n and tiles.may_store_dq
+    stores_dq = _has_one_key_tile(problem, tiles)
     tall = tall_tiles_for(d, dv, is_packed) if is_bare and not stores_dq else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged]):
         tiles = tall
@@ -119,6 +119,10 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
     config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq)
     return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
+
+
+def _has_one_key_tile(problem: Problem, tiles: BackwardTiles) -> bool:
+    return problem.sequences is None and problem.k.shape[2] <= tiles.tile_n
 
 
 def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:

@@ -545,7 +545,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "one tile: grouped heads write to one": ("one tile of keys", ((MMA, "target[None, None, visit.head, facts.entry]", "target[None, None, facts.kv_head, facts.entry]"),)),
     "one tile: entries write to the first": ("one tile of keys", ((MMA, "target[None, None, visit.head, facts.entry]", "target[None, None, visit.head, 0]"),)),
     "one tile: padded columns are written": ("one tile of keys, narrow heads", ((PACKED, "if column < columns:", "if True:"),)),
-    "one tile: dQ is added too": ("one tile of keys", ((MMA, "        elif const_expr(steps == 1):\n", "        if const_expr(steps == 1):\n"),)),
+    "one tile: dQ is added too": ("one tile of keys", ((MMA, "        else:\n            for step in", "        if True:\n            for step in"),)),
     "wide: dQ is not waited for": ("wide", ((WIDE, "        warpgroup.wait_group(1)\n        self._passed_on", "        self._passed_on"),)),
     "wide: dK is not waited for": ("wide", ((WIDE, "        warpgroup.wait_group(0)\n        pipes[0]", "        pipes[0]"),)),
     "wide: Q is not given back": ("wide", ((WIDE, "        pipes[0].consumer_release(q_state)\n", ""),)),

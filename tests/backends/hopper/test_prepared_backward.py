@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.backends.hopper import backward, backward_launches, forward
-from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles
+from anyattn.backends.hopper import backward, backward_launches, forward, make_backward_config
+from anyattn.backends.hopper.backward_config import BackwardConfig
 from anyattn.backends.hopper.compile import launch
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
@@ -30,7 +30,7 @@ LISTS = anyattn.create_block_mask(lambda b, h, i, j: (i + j) % 3 > 0, 1, 1, 64, 
 @pytest.fixture(autouse=True)
 def _has_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls here are as small as one key tile, but have three launches, as longer ones do."""
-    monkeypatch.setattr(BackwardTiles, "may_store_dq", False)
+    monkeypatch.setattr(make_backward_config, "_has_one_key_tile", lambda problem, tiles: False)
 
 
 def qkv(length: int = 64, heads: int = 2, dtype: torch.dtype = torch.bfloat16, wanted: str = "qkv") -> list[Tensor]:
@@ -118,7 +118,7 @@ WITH: dict[str, Callable[[int], dict[str, Any]]] = {
 def test_the_second_pass_is_what_a_first_would_be(
     name: str, stores_dq: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BackwardTiles, "may_store_dq", stores_dq)
+    monkeypatch.setattr(make_backward_config, "_has_one_key_tile", lambda problem, tiles: stores_dq)
     for n in (1, 2):
         both_passes(qkv(), **WITH[name](n))
     inputs, options = qkv(), WITH[name](3)

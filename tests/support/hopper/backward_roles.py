@@ -98,9 +98,10 @@ class Call:
         self.lse, self.delta = (np.full(shape, fill, dtype=np.float32) for fill in (np.inf, 0.0))
         for own, given in ((self.lse, lse), (self.delta, delta)):
             own.reshape(self.batch, self.heads, -1)[..., : self.rows] = given
-        self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
         if config.stores_dq:  # dq itself, which the host clears where rows may see no key
             self.sums = np.full_like(self.q, 0.0 if config.bands or config.lists is not None else np.nan)
+        else:
+            self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
         self.turns = np.zeros(shape[:3], dtype=np.int32) if config.is_deterministic else None
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
         self.lists = lists or (None,) * 5

@@ -171,7 +171,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         if max(head_dim, head_dim_v) > 128 and ("sums" in fields or (is_packed and not packs)):  # which are another backend's
             continue
         forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
-        if is_bare and name != "one tile" and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
+        if is_bare and "stores_dq" not in fields and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():
             if not only or form in only:

@@ -261,8 +261,6 @@ class MultipliesBack:
         steps = self.config.tiles.dq_steps
         if const_expr(self.config.stores_dq):
             self._dq_stored(fixed, dq, said, scale)
-        elif const_expr(steps == 1):
-            self._told(fixed, dq, said)
         else:
             for step in cutlass.range_constexpr(steps):
                 self._told(fixed, columns_of(dq, step, steps), said, step)

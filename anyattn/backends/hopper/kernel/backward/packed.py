@@ -43,7 +43,7 @@ def first_tile(row: Any, start: Any, entry: Any, tile_m: Any, tiles: Any) -> Any
 
 
 class Packed:
-    """The methods of ``HopperBackward`` for configs with entries; without entries they follow the storage's shape, or store single rows."""
+    """The methods of ``HopperBackward`` for configs with entries; without entries they follow the storage's shape."""
 
     config: Any
     dtype: Any
