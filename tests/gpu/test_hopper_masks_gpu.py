@@ -18,6 +18,7 @@ judging.needs_the_backend(only="hopper")
 CAPTURING = {
     "random blocks": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[q // 128, k // 128])(to(masks.TABLE))),
     "lengths": judging.Capturing(lambda to: (lambda n: lambda b, h, q, k: (k < n[b]) & ((q < k + 5) | (q < 12)))(to(masks.LENGTHS))),
+    "by distance": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[(q - k) // 13 % 3])(to(torch.tensor([False, True, True])))),
     "valid": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[k] & t[q] | (q == k))(to(masks.VALID))),
 }
 MASKS: dict[str, Any] = masks.MASKS | CAPTURING
@@ -58,6 +59,16 @@ def test_masks_of_wide_heads(name: str) -> None:
 def test_with_a_score_mod(name: str) -> None:
     """Then what is hidden is taken from the gradient of scores too."""
     judge(qkv(1, 4, 2, sq=300, sk=400), mask=MASKS[name], score=lambda s, b, h, q, k: 20 * torch.tanh(s / 20), backward=True)
+
+
+def test_quotients_of_distances() -> None:
+    """A distance is negative above the diagonal, and its quotient is rounded down, also in tiles that are not a row tile's first."""
+    for n in (7, -3):
+
+        def score(s, b, h, q, k, n=n):  # type: ignore[no-untyped-def]
+            return s.masked_fill(torch.div(k - q, n, rounding_mode="floor") > 2, -2.0) + (q - k) // 5 % 4
+
+        judge(qkv(1, 4, 2, sq=200, sk=300, d=64), score=score, mask=lambda b, h, q, k: (q - k) // 13 % 3 > 0, backward=True)
 
 
 @pytest.mark.parametrize("name", ["neighbourhood", "strided"])

@@ -251,6 +251,7 @@ class _Device:
             "const_expr": lambda x: x, "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
         }  # fmt: skip
         below = run_source("codegen/device_math", given)
+        below["_floor_quotient"] = operator.floordiv
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
         made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
         made["product"] = operator.mul

@@ -96,11 +96,17 @@ def _once_rounded(a: Any, b: Any, c: Any) -> Any:
 
 
 class _Rests(ast.NodeTransformer):
-    """``a % b`` as a call: the compiler's may take either sign."""
+    """``a % b`` and ``a // b`` as calls: the compiler's may take either sign, and round towards 0."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        return ast.Call(ast.Name("_rest", ast.Load()), [node.left, node.right], []) if isinstance(node.op, ast.Mod) else node
+        name = {ast.Mod: "_rest", ast.FloorDiv: "_quotient"}.get(type(node.op))
+        return node if name is None else ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], [])
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """``a // b`` as the compiler computes it for coordinates, from which positions come; of the host's own integers, Python's."""
+    return a // b if isinstance(a, int) and isinstance(b, int) else (a - np.fmod(a, b)) // b
 
 
 @cache
@@ -121,6 +127,7 @@ def emitter(sign: str) -> dict[str, Any]:
     given = {"cute": cute, "cutlass": cutlass, "dsl_user_op": lambda f: f}
     given |= {"Float32": np.float32, "Int32": Int32, "Int64": Int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
     below = run_source("codegen/device_math", given)
+    below["_floor_quotient"] = np.floor_divide
     made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
     made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
     made["product"] = operator.mul
@@ -138,7 +145,7 @@ def mask_words(made: dict[str, Any]) -> dict[str, Any]:
 
 def run_source(module: str, given: dict[str, Any], outside: tuple[str, ...] = OUTSIDE) -> dict[str, Any]:
     """A module of the backend without its imports of CuTe DSL, for which ``given`` stands in."""
-    names = {"__name__": module, **given}
+    names = {"__name__": module, "_quotient": quotient, **given}
     exec(_code(module, outside), names)
     return names
 

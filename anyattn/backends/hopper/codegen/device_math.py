@@ -9,6 +9,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import arith
+from cutlass.cutlass_dsl import dsl_user_op
 
 __all__ = [
     "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "quotient", "select", "shifted", "whole",
@@ -106,7 +108,14 @@ def divided(op: str, a: Any, b: Any, kind: str) -> Any:
         a = Int64(a) if _is_long(b) else whole(a)
         return a >> (b.bit_length() - 1) if op == "floordiv" else a & (b - 1)
     a, b = alike([a, b])
-    return a // b if op == "floordiv" else _signed(a % b, b, kind)
+    return _floor_quotient(a, b) if op == "floordiv" else _signed(a % b, b, kind)
+
+
+@dsl_user_op
+def _floor_quotient(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Floor division of integers of one type. The front end's ``//`` is not: where an operand comes from a coordinate, as positions do, it
+    is layout arithmetic, which rounds towards 0."""
+    return type(a)(arith.floordivsi(a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 def fmod(a: Any, b: Any, kind: str) -> Any:
