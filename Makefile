@@ -3,7 +3,8 @@
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder, a decoder, a server of a trained
 #                language model, and fine-tuning
 #   make test    ruff (its formatting too), mypy, import-linter, pytest   make lint   all but the last
-#   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
+#   make fuzz    long random testing (make fuzz-gpu: random mods on a GPU, in shares)
+#   make bench   the speed tables (make bench-gpu: on a GPU)
 #   make docs    the site, in build/site
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -14,6 +15,9 @@ PIP_FLAGS ?=
 JOBS      ?= $(shell nproc 2>/dev/null || echo 2)
 GPU_JOBS  ?= 8
 FUZZ      ?= 5000
+FUZZ_JOBS ?= 16
+SHARE     ?= 1/1
+LIMIT     ?= 1000000
 BENCH     ?=
 
 BIN   := $(VENV)/bin
@@ -21,7 +25,7 @@ STAMP := $(VENV)/.installed
 
 TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies hopper lists varlen device fuzz compiled)
 
-.PHONY: demo test test-gpu test-long lint style types format fuzz bench bench-gpu docs setup clean
+.PHONY: demo test test-gpu test-long lint style types format fuzz fuzz-gpu bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -86,6 +90,10 @@ test-long: style
 
 fuzz: $(STAMP)
 	ANYATTN_FUZZ_EXAMPLES=$(FUZZ) $(PYTEST) --timeout 0 tests/fuzz $(ARGS)
+
+# random masks and scores with gradients on a GPU; SHARE=3/10 runs the third tenth of the seeds, LIMIT=500 ends it after as many seconds
+fuzz-gpu: $(STAMP)
+	FUZZ=$(FUZZ) GPU_JOBS=$(FUZZ_JOBS) SHARE=$(SHARE) LIMIT=$(LIMIT) $(BIN)/python -m tests.gpu.fuzz
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
