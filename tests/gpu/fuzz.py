@@ -4,7 +4,8 @@ Seed n stands for one mod (``tests.support.fuzz.written_mods``), a third of them
 are such) and float32 (Triton's), which is called with ``DRAWS`` sets of captured values and sizes, and each call twice: both must be the
 same bits. The mod is evaluated for the comparison by calling it with torch's index tensors on the CPU.
 
-FUZZ: number of mods (30,000). SHARE: ``i/n``, the part of them that this run takes. GPU_JOBS: processes at once. LIMIT: the longest time in seconds.
+FUZZ: number of mods (30,000). SHARE: ``i/n``, the part of them that this run takes. GPU_JOBS: processes at once. LIMIT: the longest time
+in seconds.
 A failure prints its seed; ``python -m tests.gpu.fuzz SEED`` repeats it alone. The exit status is 1 if anything failed.
 """
 
@@ -114,6 +115,8 @@ def score(seed: int, dtype: torch.dtype) -> int:
         results = [called(qkv, dout, values, writer, masks.make()(*on_device(mask_values)) if masks else None) for _ in range(2)]
         same_bits(*([r["out"], r["lse"]] for r in results))
         for name, got in results[0].items():
+            if name.startswith("captured") and not want[name][0].any():
+                continue  # what cancels exactly, as in s - s, leaves rounding errors that have no measure
             try:
                 budget.check(name, got.cpu(), *want[name])
             except AssertionError as error:
