@@ -17,11 +17,21 @@ if TYPE_CHECKING:
     from anyattn.explanation import explain
     from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from anyattn.flex import flex_attention
+    from anyattn.integrations.flash_attention import replace_flash_attention
     from anyattn.integrations.replaced_calls import replaced
     from anyattn.integrations.torch_flex import replace_flex_attention
     from anyattn.kvcache.pages import PagedKVCache
+    from anyattn.kvcache.rotary import apply_rotary_emb
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
+    from anyattn.packed import (
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        pad_input,
+        unpad_input,
+    )
     from anyattn.sparsity.block_mask import BlockMask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import compute_block_sparsity
@@ -38,19 +48,27 @@ _HOME = {
     "Score": "anyattn.mods.algebra",
     "VarlenBlockSparseTensors": "anyattn.sparsity.varlen_block_sparse",
     "and_masks": "anyattn.mods.algebra",
+    "apply_rotary_emb": "anyattn.kvcache.rotary",
     "compute_block_sparsity": "anyattn.sparsity.compute",
     "compute_varlen_block_sparsity": "anyattn.sparsity.varlen_block_sparse",
     "create_block_mask": "anyattn.block_masks",
     "explain": "anyattn.explanation",
     "flash_attn_combine": "anyattn.flash",
     "flash_attn_func": "anyattn.flash",
+    "flash_attn_kvpacked_func": "anyattn.packed",
+    "flash_attn_qkvpacked_func": "anyattn.packed",
     "flash_attn_varlen_func": "anyattn.flash",
+    "flash_attn_varlen_kvpacked_func": "anyattn.packed",
+    "flash_attn_varlen_qkvpacked_func": "anyattn.packed",
     "flash_attn_with_kvcache": "anyattn.flash",
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
+    "pad_input": "anyattn.packed",
+    "replace_flash_attention": "anyattn.integrations.flash_attention",
     "replace_flex_attention": "anyattn.integrations.torch_flex",
     "replaced": "anyattn.integrations.replaced_calls",
+    "unpad_input": "anyattn.packed",
 }
 _MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
 
@@ -68,21 +86,29 @@ __all__ = [
     "VarlenBlockSparseTensors",
     "__version__",
     "and_masks",
+    "apply_rotary_emb",
     "compute_block_sparsity",
     "compute_varlen_block_sparsity",
     "create_block_mask",
     "explain",
     "flash_attn_combine",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
     "masks",
     "mod",
     "or_masks",
+    "pad_input",
+    "replace_flash_attention",
     "replace_flex_attention",
     "replaced",
     "scores",
+    "unpad_input",
 ]
 
 

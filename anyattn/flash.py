@@ -47,6 +47,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     backend: str | None = None,
+    **others: Any,
 ) -> Any:
     """Attention over a batch of sequences of one length.
 
@@ -64,6 +65,8 @@ def flash_attn_func(
     num_splits: split-KV, the number of parts that the keys are divided into, at most 256; 0 lets the plan choose. pack_gqa: whether query
     heads that share K and V share row tiles on a GPU, which pays where queries are few; None lets the plan choose, and the plan may also
     ignore the request. deterministic, backend: as in ``flex_attention``.
+    others: FlashAttention's other options, at the value that changes nothing (``return_attn_probs=False``, ``qv=None``, ``sm_margin=0``, ...),
+    and ``return_softmax_lse``, its name for return_lse.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``; lse (B, Hq, Sq) is the natural log-sum-exp in float32 (float64 for
     float64 inputs). A row without visible keys has out 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's
@@ -83,6 +86,8 @@ def flash_attn_func(
     """
     if beyond:
         flash.refuse_positional(flash_attn_func, beyond)
+    if others:
+        return_lse, _ = flash.other_names("flash_attn_func", others, return_lse)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
@@ -135,14 +140,15 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     validate: bool | None = None,
     backend: str | None = None,
+    **others: Any,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other; takes every option of ``flash_attn_func``, per sequence.
 
     q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), which begins with 0: sequence i is rows ``cu_seqlens_q[i]`` to
     ``cu_seqlens_q[i + 1]``. Without cu_seqlens_q, (B, Sq, Hq, D). k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages
-    (pages, page_size, Hkv, D) with page_table, integers (B, pages per sequence).
-    seqused_q, seqused_k: integers (B,), the number of a sequence's rows that are in use (needed with pages); the contents of unused rows
-    never matter. Lengths may be 0 and may differ between q and k.
+    (pages, page_size, Hkv, D) with page_table (or block_table), integers (B, pages per sequence).
+    seqused_q, seqused_k: integers (B,), the number of a sequence's rows that are in use; the contents of unused rows never matter. With
+    pages, seqused_k is needed, or cu_seqlens_k, whose differences it then is. Lengths may be 0 and may differ between q and k.
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions; not needed. No sequence may be longer.
     Mods see (sequence, head, query in its sequence, key in its sequence).
     validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks them where that
@@ -167,6 +173,10 @@ def flash_attn_varlen_func(
     """
     if beyond:
         flash.refuse_positional(flash_attn_varlen_func, beyond)
+    if others:
+        return_lse, page_table = flash.other_names("flash_attn_varlen_func", others, return_lse, page_table)
+    if page_table is not None and cu_seqlens_k is not None:
+        seqused_k, cu_seqlens_k = flash.page_lengths(cu_seqlens_k, seqused_k), None
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
@@ -221,11 +231,12 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
+    **others: Any,
 ) -> Any:
     """Decoding: appends new keys and values to a cache in place, then attends to the whole cache.
 
-    q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table,
-    integers (B, pages per sequence), they are pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv)
+    q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table (or
+    block_table), integers (B, pages per sequence), they are pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv)
     to append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None means all rows.
     cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of the page table, which may then have one row for
@@ -263,6 +274,8 @@ def flash_attn_with_kvcache(
     """
     if beyond:
         flash.refuse_positional(flash_attn_with_kvcache, beyond)
+    if others:
+        return_lse, page_table = flash.other_names("flash_attn_with_kvcache", others, return_lse, page_table)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,

@@ -86,10 +86,10 @@ def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
 
 
 def _is_replaced(tx: Any) -> bool:
-    """Whether Dynamo traces a call of torch's replaced function, which catches exceptions."""
+    """Whether Dynamo traces a call of a replaced function of torch, which catches exceptions."""
     replaced_call = sys.modules.get("anyattn.integrations.torch_flex_call")
     while tx is not None and replaced_call is not None:
-        if tx.f_code is replaced_call.flex_attention.__code__:
+        if tx.f_code is replaced_call.computed.__code__:
             return True
         tx = getattr(tx, "parent", None)
     return False

@@ -31,7 +31,7 @@ from anyattn.validate.block_sparse import check_dense, check_varlen
 from anyattn.validate.flash import Options, check_dense_storage
 from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 
-__all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
+__all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods", "shared_options"]
 
 
 class Shared(NamedTuple):
@@ -224,7 +224,7 @@ def flash_with_mods(
     and ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
-    shared = _shared(q, given, score, mask)
+    shared = shared_options(q, given, score, mask)
     most_q, most_k = map(_number, longest)
     call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), most_q, most_k, validate, backend or "")
     if blocks is None:
@@ -251,7 +251,7 @@ def decode_with_mods(
     asked = Given(*given)
     q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
     asked = asked._replace(q=q, k=k, v=v)
-    shared = _shared(q, Options(*options), score, mask)
+    shared = shared_options(q, Options(*options), score, mask)
     if torch.is_grad_enabled():
         check_no_gradients(asked[:12], Options(*options))
         check_no_captured_gradients(() if score is None else score.tensors)
@@ -260,7 +260,7 @@ def decode_with_mods(
     return called(decode, call)  # type: ignore[no-any-return]
 
 
-def _shared(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> Shared:
+def shared_options(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> Shared:
     for mod in (score, mask):
         if mod is not None:
             flex.captured_devices(mod, q.device)

@@ -1,7 +1,7 @@
-"""``replace_flex_attention``: programs that call ``torch.nn.attention.flex_attention.flex_attention`` run on anyattn without an edit.
+"""``replace_flex_attention``: programs that call torch's ``flex_attention`` or ``varlen_attn`` run on anyattn without an edit.
 
 Programs hold torch's function in many ways: imported by name, compiled when a module was imported, stored in a singleton. So the function
-object stays the same, and its code is replaced by that of ``_dispatch``: all references run the new code, compiled callers too, because
+object stays the same, and its code is replaced by that of ``_flex``: all references run the new code, compiled callers too, because
 Dynamo guards on a function's code. Undoing restores torch's code.
 
 This module does not import torch: ``autoload`` runs at the end of ``import torch``.
@@ -9,54 +9,31 @@ This module does not import torch: ``autoload`` runs at the end of ``import torc
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-import threading
 import warnings
+from collections.abc import Callable
+from types import CodeType
 
+from anyattn.integrations.replacement import Replacement
 from anyattn.integrations.torchs_function import torchs_function
 
 __all__ = ["Replacement", "autoload", "replace_flex_attention"]
 
-VARIABLE = "ANYATTN_REPLACE_FLEX_ATTENTION"
-_lock = threading.RLock()
-
-
-class Replacement:
-    """One active replacement; a context manager, which ``undo`` ends too. Torch's own code is restored when the last one has ended."""
-
-    def __init__(self) -> None:
-        self._is_active = False
-        with _no_compilation(), _lock:
-            _enter()
-            self._is_active = True
-
-    def undo(self) -> None:
-        """Ends this replacement; a second call does nothing."""
-        with _no_compilation(), _lock:
-            if self._is_active:
-                self._is_active = False
-                _leave()
-
-    def __enter__(self) -> Replacement:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+VARIABLE, VARIABLE_OF_FLASH = "ANYATTN_REPLACE_FLEX_ATTENTION", "ANYATTN_REPLACE_FLASH_ATTENTION"
 
 
 def replace_flex_attention() -> Replacement:
-    """Lets anyattn compute every call of ``torch.nn.attention.flex_attention.flex_attention`` in this process, eager and compiled.
+    """Lets anyattn compute every call of torch's ``flex_attention`` and ``varlen_attn`` in this process, eager and compiled.
 
-    It does not matter how a program holds the function, or whether it was compiled before. Calls that anyattn refuses run on torch's own
+    The functions are those of ``torch.nn.attention.flex_attention`` and ``torch.nn.attention.varlen`` (where torch has it). It does not matter
+    how a program holds them, or whether they were compiled before. Calls that anyattn refuses run on torch's own
     function, with one warning per reason; ``replaced()`` counts both. ``kernel_options`` without a meaning here are ignored.
 
     The replacement holds for all threads, until ``undo()`` of the returned object or the end of its ``with`` block; if several are active,
     until the last one ends. For programs that cannot be edited, the environment variable ``ANYATTN_REPLACE_FLEX_ATTENTION=1`` does the same
     for the whole process.
 
-    Raises ``RuntimeError`` if torch's function is not the one that this version of anyattn knows.
+    Raises ``RuntimeError`` if torch's ``flex_attention`` is not the one that this version of anyattn knows; of ``varlen_attn`` it warns.
 
     >>> import torch
     >>> from anyattn import replaced
@@ -67,55 +44,83 @@ def replace_flex_attention() -> Replacement:
     >>> replaced().taken
     1
     """
-    return Replacement()
+    return Replacement(_flex_function, _varlen_function)
 
 
-_active = 0  # replacements
+class _Function:
+    """One function of torch whose code is replaced. codes: the code for each number of arguments that it has in a version of torch."""
+
+    def __init__(self, name: str, *dispatching: Callable, is_needed: bool) -> None:
+        codes = [f.__code__.replace(co_name=name) for f in dispatching]  # one object each, so that Dynamo's guards recognise it
+        self._codes: dict[int, CodeType] = {c.co_argcount + c.co_kwonlyargcount: c for c in codes}
+        self._name, self._is_needed, self._users = name, is_needed, 0
+
+    def enter(self) -> None:
+        try:
+            torchs = torchs_function(self._name)
+        except ModuleNotFoundError:
+            return  # torch before 2.10 has no varlen_attn
+        except RuntimeError as error:
+            if self._is_needed:
+                raise
+            return warnings.warn(f"torch's {self._name} is not replaced by anyattn's: {error}", stacklevel=5)
+        if self._users == 0:
+            torchs.function.__code__ = self._codes[len(torchs.arguments)]
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users = max(self._users - 1, 0)
+        if self._users == 0:
+            torchs = torchs_function(self._name)
+            torchs.function.__code__ = torchs.code
 
 
-def _no_compilation() -> contextlib.AbstractContextManager:
-    """Context in which no other thread compiles: guards of code that changes during compilation fail at once, which Dynamo reports as an
-    error.
-
-    It is entered before ``_lock``: a thread that compiles, and so holds Dynamo's lock, may replace the function too.
-    """
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None) or contextlib.nullcontext()
-
-
-def _enter() -> None:
-    global _active
-    torchs = torchs_function()
-    if _active == 0:
-        torchs.function.__code__ = _DISPATCHING
-    _active += 1
-
-
-def _leave() -> None:
-    global _active
-    _active -= 1
-    if _active == 0:
-        torchs = torchs_function()
-        torchs.function.__code__ = torchs.code
-
-
-# Its code runs inside torch's function: defaults are torch's, and globals are those of torch's module.
-def _dispatch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux):  # type: ignore
+# Their code runs inside torch's functions: defaults are torch's, and globals are those of torch's modules.
+def _flex(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux):  # type: ignore
     from anyattn.integrations.torch_flex_call import flex_attention
 
     return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
 
 
-_DISPATCHING = _dispatch.__code__.replace(co_name="flex_attention")  # one object, so that Dynamo's guards recognise it
+def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa, seqused_k, block_table, num_splits):  # type: ignore  # noqa: E501
+    from anyattn.integrations.torch_varlen_call import varlen_attn
+
+    others = {"enable_gqa": enable_gqa, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux, scale, window_size, others)
+
+
+def _varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size):  # type: ignore
+    from anyattn.integrations.torch_varlen_call import varlen_attn
+
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux, scale, window_size, {})
+
+
+_flex_function = _Function("flex_attention", _flex, is_needed=True)
+_varlen_function = _Function("varlen_attn", _varlen, _varlen_of_2_11, is_needed=False)
 
 
 def autoload() -> None:
-    """The ``torch.backends`` entry point, which torch calls at the end of ``import torch``; replaces if the variable says so."""
-    asked = os.environ.get(VARIABLE, "")
+    """The ``torch.backends`` entry point, which torch calls at the end of ``import torch``; replaces what the variables say."""
+    _autoload(VARIABLE, "torch's flex_attention", {"1": lambda: replace_flex_attention()}, "1")
+    _autoload(VARIABLE_OF_FLASH, "FlashAttention", {"1": _flash(2, 3), "2": _flash(2), "3": _flash(3)}, "1 (FlashAttention 2 and 3), 2, 3")
+
+
+def _flash(*versions: int) -> Callable:
+    def replace() -> None:
+        from anyattn.integrations.flash_attention import replace_flash_attention
+
+        replace_flash_attention(versions)
+
+    return replace
+
+
+def _autoload(variable: str, what: str, replacements: dict[str, Callable], wanted: str) -> None:
+    asked = os.environ.get(variable, "")
     if asked in ("", "0"):
         return
     try:
-        if asked != "1":
-            raise ValueError(f"{VARIABLE}={asked!r}; wanted 1 or 0")
-        replace_flex_attention()
+        if asked not in replacements:
+            raise ValueError(f"{variable}={asked!r}; wanted {wanted} or 0")
+        replacements[asked]()
     except Exception as error:  # an exception here would make `import torch` fail
-        warnings.warn(f"torch's flex_attention is not replaced by anyattn's: {error}", stacklevel=2)
+        warnings.warn(f"{what} is not replaced by anyattn's: {error}", stacklevel=3)

@@ -13,7 +13,7 @@ from anyattn.custom_ops import entry_point
 from anyattn.integrations.replaced_calls import count_passed_on, count_taken
 from anyattn.integrations.torchs_function import torchs_function
 
-__all__ = ["flex_attention"]
+__all__ = ["computed", "flex_attention"]
 
 _OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -35,15 +35,22 @@ def flex_attention(
 ) -> Any:
     """The result of torch's function for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    return computed(_flex, _torchs, given, {}, return_aux)
+
+
+def _flex(*given: Any, return_aux: Any) -> Any:
+    *arguments, kernel_options = given
+    options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
+    return _anyattns(*arguments, options or None, return_aux=return_aux, deterministic=are_deterministic_algorithms_enabled())
+
+
+def computed(anyattns: Any, torchs: Any, given: tuple, options: dict[str, Any], return_aux: Any) -> Any:
+    """The result of a call of torch's function, by anyattn's function of these arguments unless it refuses. Dynamo traces this one too."""
     is_traced = is_dynamo_compiling()
-    refusal = None if is_compiling() else _reason_against(query, key, value)
+    refusal = None if is_compiling() else _reason_against(*given[:3])
     if refusal is None:
         try:
-            options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
-            result = _anyattns(
-                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None, return_aux=return_aux,
-                deterministic=are_deterministic_algorithms_enabled(),
-            )  # fmt: skip
+            result = anyattns(*given, return_aux=return_aux, **options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -52,15 +59,15 @@ def flex_attention(
             count_taken()
             return result
     if is_traced:
-        result = _torchs(*given, return_aux=return_aux)
+        result = torchs(*given, return_aux=return_aux, **options)
         _count_traced()
         return result
     try:
-        result = _torchs(*given, return_aux=return_aux)
+        result = torchs(*given, return_aux=return_aux, **options)
     except Exception as error:  # torch refuses too: raise its error, with anyattn's refusal as the cause
         error.__cause__ = error.__cause__ or RuntimeError(f"anyattn refused the call before: {refusal}")
         raise
-    count_passed_on(str(refusal))
+    count_passed_on(torchs.__name__, str(refusal))
     return result
 
 
@@ -73,7 +80,7 @@ def _count_traced() -> None:
     from anyattn.custom_ops.capture import call_with_mods
 
     error, call_with_mods.refusal = call_with_mods.refusal, None
-    count_passed_on("an argument is refused while Dynamo traces the call" if error is None else _told(error))
+    count_passed_on("function", "an argument is refused while Dynamo traces the call" if error is None else _told(error))
 
 
 def _reason_against(*tensors: Any) -> str | None:
@@ -86,5 +93,4 @@ def _reason_against(*tensors: Any) -> str | None:
     return None
 
 
-for _count in (count_taken, _count_traced):  # called while Dynamo traces; torch.compiler.assume_constant_result would import Dynamo
-    _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # as ``count_taken``

@@ -1,4 +1,4 @@
-"""torch's own ``flex_attention``: the function object, its original code, and a function that always runs that code."""
+"""torch's own ``flex_attention`` and ``varlen_attn``: the function object, its original code, and a function that always runs that code."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ from typing import Any
 
 __all__ = ["TorchsFunction", "torchs_function"]
 
-_MODULE = "torch.nn.attention.flex_attention"
-_ARGUMENTS = (
-    "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux",
-)  # fmt: skip
+_VARLEN = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "return_aux", "scale", "window_size")
+_KNOWN = {  # by name: the module, and the arguments in each version of torch
+    "flex_attention": (
+        "torch.nn.attention.flex_attention",
+        [("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")],
+    ),
+    "varlen_attn": ("torch.nn.attention.varlen", [(*_VARLEN, "enable_gqa", "seqused_k", "block_table", "num_splits"), _VARLEN]),
+}
 _lock = threading.Lock()
 
 
 class TorchsFunction:
-    """function: the object that programs hold. code: torch's code. own: another function that always runs it.
+    """function: the object that programs hold. code: torch's code. own: another function that always runs it. arguments: their names.
 
-    Raises ``RuntimeError`` if torch's module holds another function than the one that this version of anyattn knows.
+    Raises ``RuntimeError`` if torch's module holds another function than one that this version of anyattn knows.
     """
 
-    def __init__(self) -> None:
-        module = importlib.import_module(_MODULE)
-        self.function = function = module.flex_attention
+    def __init__(self, name: str) -> None:
+        home, known = _KNOWN[name]
+        module = importlib.import_module(home)
+        self.function = function = getattr(module, name)
         if type(function) is not types.FunctionType or function.__globals__ is not vars(module):
-            raise RuntimeError(f"{_MODULE}.flex_attention is {function!r}, which is not torch's function: something else has replaced it")
+            raise RuntimeError(f"{home}.{name} is {function!r}, which is not torch's function: something else has replaced it")
         self.code = code = function.__code__
-        found = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if found != _ARGUMENTS or function.__closure__:
+        self.arguments = found = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if found not in known or function.__closure__:
             raise RuntimeError(
-                f"torch's flex_attention takes ({', '.join(found)}); wanted ({', '.join(_ARGUMENTS)}): this torch cannot be replaced, call "
-                "anyattn's own"
+                f"torch's {name} takes ({', '.join(found)}); wanted ({', '.join(known[0])}): this torch cannot be replaced, call anyattn's own"
             )
         self.own: Any = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-        for name in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):
-            setattr(self.own, name, getattr(function, name))
+        for attribute in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):
+            setattr(self.own, attribute, getattr(function, attribute))
 
 
-_found: TorchsFunction | None = None
+_found: dict[str, TorchsFunction] = {}
 
 
-def torchs_function() -> TorchsFunction:
+def torchs_function(name: str = "flex_attention") -> TorchsFunction:
     """One object for the process, made before torch's code is first replaced. Raises as ``TorchsFunction``."""
-    global _found
     with _lock:
-        if _found is None:
-            _found = TorchsFunction()
-        return _found
+        if name not in _found:
+            _found[name] = TorchsFunction(name)
+        return _found[name]

@@ -11,7 +11,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["apply_rotary", "check_rotary"]
+__all__ = ["apply_rotary", "apply_rotary_emb", "check_rotary"]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | Tensor | None = None,
+) -> Tensor:
+    """Rotary embedding of queries or keys by their positions in their sequences, with FlashAttention's signature.
+
+    x: (B, S, H, D), or packed (total, H, D) with cu_seqlens, integers (B + 1,). cos, sin: (positions, rotary_dim / 2), of which the first
+    rotary_dim of D are rotated, in float32 (float64 for float64). interleaved: True pairs dimensions (0, 1), (2, 3), ...; False pairs
+    (0, rotary_dim / 2), ... seqlen_offsets: an int or integers (B,), the position of each sequence's first row. max_seqlen: not needed.
+    inplace: writes the result to x and returns x.
+
+    Differentiable in x, cos and sin. Tables that are too short raise ``ValueError`` where the positions are known without waiting for a GPU,
+    and give NaN elsewhere; the other errors are ``TypeError``/``ValueError`` naming the argument.
+
+    >>> x, angle = torch.randn(2, 5, 4, 16), torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1])
+    >>> apply_rotary_emb(x, angle.cos(), angle.sin()).shape
+    torch.Size([2, 5, 4, 16])
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != (4 if cu_seqlens is None else 3):
+        shape = "(batch, length, heads, head_dim)" if cu_seqlens is None else "(total, heads, head_dim) with cu_seqlens"
+        what = f"has shape {tuple(x.shape)} and dtype {x.dtype}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        raise ValueError(f"x {what}; wanted a float tensor {shape}")
+    if not isinstance(seqlen_offsets, Tensor) and seqlen_offsets < 0:
+        raise ValueError(f"seqlen_offsets={seqlen_offsets}; wanted 0 or more")
+    last = -1 if cu_seqlens is not None or isinstance(seqlen_offsets, Tensor) or 0 in x.shape else x.shape[1] - 1 + seqlen_offsets
+    check_rotary(cos, sin, x.shape[-1], last, x.device, "x")
+    positions = _positions(x, seqlen_offsets, cu_seqlens)
+    if last < 0:  # the tables' contents decide
+        if x.device.type == "cpu" and len(positions) and not torch.compiler.is_compiling():
+            if int(positions.min()) < 0:
+                raise ValueError(f"seqlen_offsets begins with {seqlen_offsets.tolist()[:9]}; wanted 0 or more")  # type: ignore[union-attr]
+            check_rotary(cos, sin, x.shape[-1], int(positions.max()), x.device, "x")
+        else:
+            positions = torch.where((positions < 0) | (positions >= len(cos)), len(cos), positions)
+            cos, sin = (torch.cat((t, t.new_full((1, t.shape[1]), float("nan")))) for t in (cos, sin))
+    out = apply_rotary(x.reshape(-1, *x.shape[-2:]), cos, sin, positions, interleaved).view(x.shape)
+    return x.copy_(out) if inplace else out
+
+
+def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
+    """The position of every row of ``apply_rotary_emb``'s x, int64; 0 for packed rows behind the last sequence."""
+    batch = x.shape[0] if ends is None else len(ends) - 1
+    if isinstance(offsets, Tensor) and (offsets.shape != (batch,) or offsets.is_floating_point() or offsets.device != x.device):
+        raise ValueError(
+            f"seqlen_offsets has shape {tuple(offsets.shape)} and dtype {offsets.dtype} on {offsets.device}; wanted an int, or integers "
+            f"({batch},) on {x.device}"
+        )
+    if ends is None:
+        row = torch.arange(x.shape[1], device=x.device)
+        found = row + offsets[:, None].to(torch.int64) if isinstance(offsets, Tensor) else row + offsets
+        return found.expand(x.shape[:2]).reshape(-1)
+    ends = ends.to(torch.int64)
+    row = torch.arange(x.shape[0], device=x.device)
+    entry = torch.searchsorted(ends, row, right=True) - 1
+    inside = entry.clamp(0, max(batch - 1, 0))
+    found = row - ends[inside] + (offsets[inside].to(torch.int64) if isinstance(offsets, Tensor) else offsets)
+    return torch.where(entry < batch, found, 0)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -47,11 +112,11 @@ def _as_complex(pairs: Tensor) -> Tensor:
     return torch.view_as_complex((pairs.clone() if pairs.storage_offset() % 2 else pairs).unflatten(-1, (-1, 2)))
 
 
-def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: torch.device) -> None:
+def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: torch.device, beside: str = "q") -> None:
     """Raises ``TypeError`` or ``ValueError`` unless the tables can rotate heads of ``head_dim`` at positions up to ``last_position``.
 
     cos, sin: ``rotary_cos`` and ``rotary_sin`` of the call, both None without rotary embedding. last_position: the greatest position that
-    the call rotates, -1 for none. device: of the queries.
+    the call rotates, -1 for none. device: of the rotated tensor, which errors call ``beside``.
 
     >>> check_rotary(torch.ones(8, 2), torch.ones(8, 2), 4, 8, torch.device("cpu"))
     Traceback (most recent call last):
@@ -63,7 +128,7 @@ def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: 
         given, missing = ("rotary_sin", "rotary_cos") if cos is None else ("rotary_cos", "rotary_sin")
         raise ValueError(f"{given} is given but {missing} is None; wanted both tables or neither: pass {missing} too")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        _check_table(name, table, device)
+        _check_table(name, table, device, beside)
     if cos.shape != sin.shape:
         raise ValueError(
             f"rotary_cos has shape {tuple(cos.shape)} but rotary_sin has {tuple(sin.shape)}; wanted the same: (positions, rotary_dim / 2)"
@@ -84,7 +149,7 @@ def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: 
         )
 
 
-def _check_table(name: str, table: Any, device: torch.device) -> None:
+def _check_table(name: str, table: Any, device: torch.device, beside: str) -> None:
     if not isinstance(table, Tensor):
         raise TypeError(f"{name} is a {type(table).__name__}; wanted a float tensor of shape (positions, rotary_dim / 2)")
     if not table.is_floating_point():
@@ -94,7 +159,7 @@ def _check_table(name: str, table: Any, device: torch.device) -> None:
             f"{name} has shape {tuple(table.shape)}; wanted 2 dimensions (positions, rotary_dim / 2), shared by all entries and heads"
         )
     if table.device != device:
-        raise ValueError(f"{name} is on {table.device} but q is on {device}; wanted one device: move it with .to({str(device)!r})")
+        raise ValueError(f"{name} is on {table.device} but {beside} is on {device}; wanted one device: move it with .to({str(device)!r})")
 
 
 def _too_wide(rows: int, columns: int, head_dim: int) -> str:

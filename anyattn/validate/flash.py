@@ -51,6 +51,8 @@ __all__ = [
     "combine_arguments",
     "dense_problem",
     "ends",
+    "other_names",
+    "page_lengths",
     "pages",
     "problem_of",
     "refuse_positional",
@@ -89,6 +91,55 @@ def refuse_positional(function: Callable, beyond: tuple) -> NoReturn:
         f"{function.__name__} is given {len(taken) + len(beyond)} positional arguments; wanted at most {len(taken)} ({', '.join(taken)}), "
         f"for versions of FlashAttention order the others differently: pass them by keyword ({', '.join(named)})"
     )
+
+
+# FlashAttention's other options: None, 0 and False change nothing, and for any other value here is the way out
+_CURES = {
+    "return_attn_probs": "return_lse=True returns (out, lse)",
+    "qv": "torch.cat((q, qv), -1) as q and torch.cat((k, v), -1) as k give the same scores",
+    "q_descale": "multiply q by it, in a dtype that anyattn computes",
+    "k_descale": "multiply k by it, in a dtype that anyattn computes",
+    "v_descale": "multiply v by it, in a dtype that anyattn computes",
+    "attention_chunk": "pass mask_mod=anyattn.masks.chunked(attention_chunk)",
+    "sm_margin": "leave it out, all multiprocessors may be used",
+    "scheduler_metadata": "leave it out, each call is planned anew",
+    "cu_seqlens_k_new": "pack k and v as q is, by cu_seqlens_q, and leave it out",
+    "rotary_seqlens": "rotate q and k before the call, with anyattn.apply_rotary_emb(..., seqlen_offsets=rotary_seqlens)",
+}
+_WITH_CACHE = ("flash_attn_with_kvcache",)
+_ONLY_IN = {
+    "block_table": ("flash_attn_varlen_func", *_WITH_CACHE), "scheduler_metadata": _WITH_CACHE, "cu_seqlens_k_new": _WITH_CACHE,
+    "rotary_seqlens": _WITH_CACHE,
+}  # fmt: skip
+
+
+def other_names(function: str, others: dict[str, Any], return_lse: bool, page_table: Any = None) -> tuple[bool, Any]:
+    """return_lse and page_table of a call that has ``others`` among its options: FlashAttention's names for the two, and its options that
+    anyattn's functions take only at the value that changes nothing."""
+    for name, value in others.items():
+        is_known = name in _CURES or name in ("block_table", "return_softmax_lse")
+        if not is_known or function not in _ONLY_IN.get(name, (function,)):
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if name == "return_softmax_lse":
+            return_lse = return_lse or bool(value)
+        elif name == "block_table":
+            if value is not None and page_table is not None:
+                raise TypeError(f"{function} is given page_table and block_table, which are one argument; wanted one of the two")
+            page_table = page_table if value is None else value
+        elif value is not None and not (isinstance(value, int) and value == 0):
+            shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} is {shown}; wanted None, 0 or False: {_CURES[name]}")
+    return return_lse, page_table
+
+
+def page_lengths(cu_seqlens_k: Any, seqused_k: Any) -> Any:
+    """seqused_k of a call with pages and cu_seqlens_k: as in FlashAttention 2, differences of cu_seqlens_k unless there is a seqused_k."""
+    batch = batch_of_ends("cu_seqlens_k", cu_seqlens_k)
+    if seqused_k is None:
+        return cu_seqlens_k.diff()
+    if isinstance(seqused_k, Tensor) and len(seqused_k) != batch:
+        raise ValueError(f"cu_seqlens_k means a batch of {batch} but seqused_k one of {len(seqused_k)}; wanted the same number of sequences")
+    return seqused_k
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
@@ -186,8 +237,6 @@ def _checked_sequences(
 def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
     padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
     storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
-    if page_table is not None and cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
     shape, rank = ("(pages, page_size, heads, head_dim)", 4) if page_table is not None else padded if cu_seqlens_k is None else packed
     storage({"q": q, "k": k, "v": v}, shape, rank, skip="q")
     _same_heads("k", k, "v", v)

@@ -38,7 +38,7 @@ def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> t
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
     far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # beyond all keys: such a side hides nothing, or everything
     left, right = [None if side in (-1, None) else max(min(side, far), -far) for side in window_size]
-    if not isinstance(causal, bool):
+    if causal is not None and not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:
         right = 0 if right is None else min(right, 0)

@@ -287,7 +287,7 @@ def test_another_threads_compilation_ends_before_the_code_changes(counts):
 
 def test_a_function_that_something_else_replaced_is_left_alone(monkeypatch):
     own = torch_flex.flex_attention
-    monkeypatch.setattr(torchs_function, "_found", None)
+    monkeypatch.setattr(torchs_function, "_found", {})
     monkeypatch.setattr(torch_flex, "flex_attention", lambda *args, **kwargs: own(*args, **kwargs))
     with pytest.raises(RuntimeError, match=r"which is not torch's function: something else has replaced it"):
         anyattn.replace_flex_attention()
@@ -297,7 +297,7 @@ def test_a_function_that_something_else_replaced_is_left_alone(monkeypatch):
 
 def test_a_torch_with_another_signature_is_left_alone(monkeypatch):
     changed = lambda query, key, value, score_mod=None, window=None: None
-    monkeypatch.setattr(torchs_function, "_found", None)
+    monkeypatch.setattr(torchs_function, "_found", {})
     function = type(changed)(changed.__code__, vars(torch_flex), "flex_attention")
     monkeypatch.setattr(torch_flex, "flex_attention", function)
     with pytest.raises(RuntimeError, match=r"takes \(query, key, value, score_mod, window\); wanted \(query, .* return_aux\)"):
