@@ -136,4 +136,4 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """A tensor of ``first_axis_dim`` rows, ``values`` at ``indices`` and 0 elsewhere."""
-    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.to(torch.int64), values)

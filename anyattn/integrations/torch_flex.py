@@ -82,7 +82,9 @@ def _flex(query, key, value, score_mod, block_mask, scale, enable_gqa, return_ls
     return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
 
 
-def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa, seqused_k, block_table, num_splits):  # type: ignore  # noqa: E501
+def _varlen(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa, seqused_k, block_table, num_splits
+):  # type: ignore  # noqa: E501
     from anyattn.integrations.torch_varlen_call import varlen_attn
 
     others = {"enable_gqa": enable_gqa, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}

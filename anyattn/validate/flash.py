@@ -138,7 +138,9 @@ def page_lengths(cu_seqlens_k: Any, seqused_k: Any) -> Any:
     if seqused_k is None:
         return cu_seqlens_k.diff()
     if isinstance(seqused_k, Tensor) and len(seqused_k) != batch:
-        raise ValueError(f"cu_seqlens_k means a batch of {batch} but seqused_k one of {len(seqused_k)}; wanted the same number of sequences")
+        raise ValueError(
+            f"cu_seqlens_k means a batch of {batch} but seqused_k one of {len(seqused_k)}; wanted the same number of sequences"
+        )
     return seqused_k
 
 

@@ -341,13 +341,13 @@ def test_a_refused_call_is_torchs_operator_in_the_same_graph(backend, replacing,
 
 def test_reasons_that_differ_in_numbers_are_one(counts):
     with pytest.warns(UserWarning, match="length 3"):
-        replaced_calls.count_passed_on("ValueError: length 3\nmore")
-    replaced_calls.count_passed_on("ValueError: length 5\nelse")
+        replaced_calls.count_passed_on("flex_attention", "ValueError: length 3\nmore")
+    replaced_calls.count_passed_on("flex_attention", "ValueError: length 5\nelse")
     assert counts().reasons == {"ValueError: length 3": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(300):
-            replaced_calls.count_passed_on("x" * i)
+            replaced_calls.count_passed_on("flex_attention", "x" * i)
     assert len(counts().reasons) <= 101 and counts().passed_on == 302
 
 

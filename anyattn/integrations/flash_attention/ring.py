@@ -69,7 +69,15 @@ def varlen_backward(
 
 
 def _forward(
-    function: Any, arguments: tuple, dropout_p: float, softmax_scale: Any, causal: Any, window: tuple, softcap: Any, slopes: Any, **others: Any
+    function: Any,
+    arguments: tuple,
+    dropout_p: float,
+    softmax_scale: Any,
+    causal: Any,
+    window: tuple,
+    softcap: Any,
+    slopes: Any,
+    **others: Any,
 ) -> tuple[Tensor, ...]:
     _refuse_dropout(dropout_p)
     with torch.no_grad():
@@ -98,4 +106,6 @@ def _backward(
 
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p!r}; wanted 0.0: with dropout use flash_attn_func or flash_attn_varlen_func, whose gradients fit")
+        raise ValueError(
+            f"dropout_p={dropout_p!r}; wanted 0.0: with dropout use flash_attn_func or flash_attn_varlen_func, whose gradients fit"
+        )
