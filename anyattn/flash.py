@@ -65,8 +65,8 @@ def flash_attn_func(
     num_splits: split-KV, the number of parts that the keys are divided into, at most 256; 0 lets the plan choose. pack_gqa: whether query
     heads that share K and V share row tiles on a GPU, which pays where queries are few; None lets the plan choose, and the plan may also
     ignore the request. deterministic, backend: as in ``flex_attention``.
-    others: FlashAttention's other options, at the value that changes nothing (``return_attn_probs=False``, ``qv=None``, ``sm_margin=0``, ...),
-    and ``return_softmax_lse``, its name for return_lse.
+    others: FlashAttention's other options, at the value that changes nothing (``return_attn_probs=False``, ``qv=None``, ``sm_margin=0``,
+    ...), and ``return_softmax_lse``, its name for return_lse.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``; lse (B, Hq, Sq) is the natural log-sum-exp in float32 (float64 for
     float64 inputs). A row without visible keys has out 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's
@@ -236,8 +236,8 @@ def flash_attn_with_kvcache(
     """Decoding: appends new keys and values to a cache in place, then attends to the whole cache.
 
     q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table (or
-    block_table), integers (B, pages per sequence), they are pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv)
-    to append, or (total_q, ...) laid out as q.
+    block_table), integers (B, pages per sequence), they are pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new,
+    Hkv, D or Dv) to append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None means all rows.
     cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of the page table, which may then have one row for
     each entry of the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.

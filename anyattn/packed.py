@@ -98,12 +98,12 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The rows of a padded batch that a mask names, one after the other, and what the varlen functions need to know of them.
 
-    hidden_states: (B, S, ...). attention_mask: (B, S), bool or integers, nonzero where a row is used. unused_mask: the same, nonzero where a
-    row is to have room without being used.
+    hidden_states: (B, S, ...). attention_mask: (B, S), bool or numbers, nonzero where a row is used. unused_mask: the same, nonzero where
+    a row is to have room without being used.
 
-    Returns (rows, indices, cu_seqlens, max_seqlen, seqused): rows (total, ...) with a gradient; indices int64 (total,), the place of each in
-    the flattened batch, for ``pad_input``; cu_seqlens int32 (B + 1,); max_seqlen, an int that the host waits for; seqused int32 (B,), the
-    rows in use of each sequence. Raises ``ValueError`` if the masks have other shapes.
+    Returns (rows, indices, cu_seqlens, max_seqlen, seqused): rows (total, ...) with a gradient; indices int64 (total,), the place of each
+    in the flattened batch, for ``pad_input``; cu_seqlens int32 (B + 1,); max_seqlen, an int that the host waits for; seqused int32 (B,),
+    the rows in use of each sequence. Raises ``ValueError`` if the masks have other shapes.
 
     >>> import torch
     >>> rows, indices, ends, longest, used = unpad_input(torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [0, 1, 1]]))

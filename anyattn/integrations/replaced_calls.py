@@ -18,9 +18,9 @@ class ReplacedCalls:
     """Counts of calls of torch's ``flex_attention`` and ``varlen_attn`` and of FlashAttention's functions while they were replaced, since
     the process started.
 
-    taken: calls that anyattn computed. passed_on: calls that torch's own function computed. refused: calls of FlashAttention's functions that
-    raised an error. reasons: number of calls that were not taken, by the first line of the refusal; lines that differ only in numbers are one
-    reason. Compiled calls are counted when Dynamo traces them, not when the graph runs; refused ones are not.
+    taken: calls that anyattn computed. passed_on: calls that torch's own function computed. refused: calls of FlashAttention's functions
+    that raised an error. reasons: number of calls that were not taken, by the first line of the refusal; lines that differ only in numbers
+    are one reason. Compiled calls are counted when Dynamo traces them, not when the graph runs; refused ones are not.
     """
 
     taken: int

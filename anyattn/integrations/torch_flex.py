@@ -25,9 +25,9 @@ VARIABLE, VARIABLE_OF_FLASH = "ANYATTN_REPLACE_FLEX_ATTENTION", "ANYATTN_REPLACE
 def replace_flex_attention() -> Replacement:
     """Lets anyattn compute every call of torch's ``flex_attention`` and ``varlen_attn`` in this process, eager and compiled.
 
-    The functions are those of ``torch.nn.attention.flex_attention`` and ``torch.nn.attention.varlen`` (where torch has it). It does not matter
-    how a program holds them, or whether they were compiled before. Calls that anyattn refuses run on torch's own
-    function, with one warning per reason; ``replaced()`` counts both. ``kernel_options`` without a meaning here are ignored.
+    The functions are those of ``torch.nn.attention.flex_attention`` and ``torch.nn.attention.varlen`` (where torch has it). It does not
+    matter how a program holds them, or whether they were compiled before. Calls that anyattn refuses run on torch's own function, with one
+    warning per reason; ``replaced()`` counts both. ``kernel_options`` without a meaning here are ignored.
 
     The replacement holds for all threads, until ``undo()`` of the returned object or the end of its ``with`` block; if several are active,
     until the last one ends. For programs that cannot be edited, the environment variable ``ANYATTN_REPLACE_FLEX_ATTENTION=1`` does the same
@@ -69,7 +69,9 @@ class _Function:
         self._users += 1
 
     def leave(self) -> None:
-        self._users = max(self._users - 1, 0)
+        if self._users == 0:
+            return  # it could not be replaced
+        self._users -= 1
         if self._users == 0:
             torchs = torchs_function(self._name)
             torchs.function.__code__ = torchs.code
@@ -84,7 +86,7 @@ def _flex(query, key, value, score_mod, block_mask, scale, enable_gqa, return_ls
 
 def _varlen(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa, seqused_k, block_table, num_splits
-):  # type: ignore  # noqa: E501
+):  # type: ignore
     from anyattn.integrations.torch_varlen_call import varlen_attn
 
     others = {"enable_gqa": enable_gqa, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}

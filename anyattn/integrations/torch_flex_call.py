@@ -39,9 +39,9 @@ def flex_attention(
 
 
 def _flex(*given: Any, return_aux: Any) -> Any:
-    *arguments, kernel_options = given
-    options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
-    return _anyattns(*arguments, options or None, return_aux=return_aux, deterministic=are_deterministic_algorithms_enabled())
+    options = given[8] and {name: value for name, value in given[8].items() if name in _OWN_OPTIONS}
+    others: Any = {"kernel_options": options or None, "deterministic": are_deterministic_algorithms_enabled()}
+    return _anyattns(*given[:8], return_aux=return_aux, **others)
 
 
 def computed(anyattns: Any, torchs: Any, given: tuple, options: dict[str, Any], return_aux: Any) -> Any:

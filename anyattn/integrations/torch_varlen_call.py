@@ -58,6 +58,6 @@ def _varlen(
         num_splits = 1 if block_table is None else 0
     return _anyattns(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k=seqused_k, page_table=block_table, softmax_scale=scale,
-        window_size=[side if side >= 0 else -1 for side in window_size], num_splits=num_splits,
+        window_size=(max(window_size[0], -1), max(window_size[1], -1)), num_splits=num_splits,
         return_lse=return_aux is not None and return_aux.lse, deterministic=are_deterministic_algorithms_enabled(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["TorchsFunction", "torchs_function"]
 
 _VARLEN = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "return_aux", "scale", "window_size")
-_KNOWN = {  # by name: the module, and the arguments in each version of torch
+_KNOWN: dict[str, tuple[str, list[tuple[str, ...]]]] = {  # by name: the module, and the arguments in each version of torch
     "flex_attention": (
         "torch.nn.attention.flex_attention",
         [("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")],
@@ -36,7 +36,8 @@ class TorchsFunction:
         self.arguments = found = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if found not in known or function.__closure__:
             raise RuntimeError(
-                f"torch's {name} takes ({', '.join(found)}); wanted ({', '.join(known[0])}): this torch cannot be replaced, call anyattn's own"
+                f"torch's {name} takes ({', '.join(found)}); wanted ({', '.join(known[0])}): this torch cannot be replaced, call "
+                "anyattn's own"
             )
         self.own: Any = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         for attribute in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):

@@ -31,8 +31,8 @@ def apply_rotary_emb(
     (0, rotary_dim / 2), ... seqlen_offsets: an int or integers (B,), the position of each sequence's first row. max_seqlen: not needed.
     inplace: writes the result to x and returns x.
 
-    Differentiable in x, cos and sin. Tables that are too short raise ``ValueError`` where the positions are known without waiting for a GPU,
-    and give NaN elsewhere; the other errors are ``TypeError``/``ValueError`` naming the argument.
+    Differentiable in x, cos and sin. Tables that are too short raise ``ValueError`` where the positions are known without waiting for a
+    GPU, and give NaN elsewhere; the other errors are ``TypeError``/``ValueError`` naming the argument.
 
     >>> x, angle = torch.randn(2, 5, 4, 16), torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1])
     >>> apply_rotary_emb(x, angle.cos(), angle.sin()).shape

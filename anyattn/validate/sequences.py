@@ -30,7 +30,7 @@ __all__ = [
     "unread_sequences",
 ]
 
-NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers"
+NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers, or cu_seqlens_k"
 
 
 def skips_device_reads(device: torch.device, validate: bool | None) -> bool:

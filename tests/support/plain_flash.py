@@ -1,4 +1,4 @@
-"""FlashAttention's modules by definition: plain torch, one sequence after the other, in the inputs' dtype. It uses nothing of the library."""
+"""FlashAttention's modules by definition: plain torch, one sequence after the other, in the inputs' dtype, independent of the library."""
 
 from __future__ import annotations
 

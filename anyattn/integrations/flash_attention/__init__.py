@@ -1,6 +1,6 @@
 """``replace_flash_attention``: programs that import ``flash_attn`` or ``flash_attn_interface`` run on anyattn without an edit.
 
-This module does not import torch: ``integrations.autoload`` runs at the end of ``import torch``.
+This module does not import torch: ``torch_flex.autoload`` imports it at the end of ``import torch``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from anyattn.integrations.flash_attention import modules
 from anyattn.integrations.replacement import Replacement
 
-__all__ = ["VARIABLE", "replace_flash_attention"]
-
-VARIABLE = "ANYATTN_REPLACE_FLASH_ATTENTION"
+__all__ = ["replace_flash_attention"]
 
 
 def replace_flash_attention(versions: Sequence[int] = (2, 3)) -> Replacement:
     """Provides FlashAttention's modules in this process, whose functions anyattn computes, on any device.
 
     versions: 2 for ``flash_attn`` (with ``flash_attn_interface``, ``bert_padding``, ``layers.rotary`` and ``ops.triton.rotary``), 3 for
-    ``flash_attn_interface``. Functions have FlashAttention's signatures, meanings and results; options that anyattn has no meaning for raise
-    ``ValueError`` at any value but the one that changes nothing. ``importlib`` finds modules and versions as if the packages were installed;
-    packages that are installed are hidden, but for their other modules, such as ``flash_attn.losses``.
+    ``flash_attn_interface``. Functions have FlashAttention's signatures, meanings and results; options that anyattn has no meaning for
+    raise ``ValueError`` at any value but the one that changes nothing. ``importlib`` finds modules and versions as if the packages were
+    installed; packages that are installed are hidden, but for their other modules, such as ``flash_attn.losses``.
 
     Call it before the program imports these modules: what was imported by name before stays what it was. The replacement holds for all
     threads, until ``undo()`` of the returned object or the end of its ``with`` block; if several are active, until the last one ends; then

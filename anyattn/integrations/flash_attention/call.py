@@ -29,7 +29,7 @@ def computed(function: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def computed_with_cache(function: Any, *arguments: Any, **options: Any) -> Any:
-    """(out, lse) of ``flash_attn_with_kvcache``, which takes tensors that require grad as FlashAttention does; backward() raises an error."""
+    """(out, lse) of ``flash_attn_with_kvcache``, which takes tensors that require grad as FlashAttention does; backward() raises."""
     if is_compiling() or not torch.is_grad_enabled():
         return computed(function, *arguments, **options, return_lse=True)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
     alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Writes the gradients to dq, dk and dv, where these are tensors. Returns softmax_d, float32 (B, H, Sq): the rows' sums of dout * out."""
+    """Writes the gradients to dq, dk and dv, if these are tensors. Returns softmax_d, float32 (B, H, Sq): sums of dout * out."""
     window = (window_size_left, window_size_right)
     tables = (None,) * 5
     return _backward(
@@ -94,9 +94,8 @@ def _backward(
     _refuse_dropout(dropout_p)
     (dout, out, lse), (q, k, v) = results, inputs
     options = Options(softmax_scale=softmax_scale, alibi_slopes=slopes, **common(causal, window, softcap))
-    given = operators.Flash(
-        q, k, v, operators.Tables(*tables), operators.shared_options(q, options, None, None), bool(deterministic), *longest, None, ""
-    )  # fmt: skip
+    shared = operators.shared_options(q, options, None, None)
+    given = operators.Flash(q, k, v, operators.Tables(*tables), shared, bool(deterministic), longest[0], longest[1], None, "")
     found = computed(operators.called, operators.flash_backward, given, Results(out, lse, dout, None, [True, True, True, False, False]))
     for target, gradient in zip(gradients, found):
         if target is not None:
@@ -106,6 +105,4 @@ def _backward(
 
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
-        raise ValueError(
-            f"dropout_p={dropout_p!r}; wanted 0.0: with dropout use flash_attn_func or flash_attn_varlen_func, whose gradients fit"
-        )
+        raise ValueError(f"dropout_p={dropout_p!r}; wanted 0.0: with dropout use flash_attn_func or flash_attn_varlen_func")

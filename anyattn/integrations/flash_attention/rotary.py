@@ -37,7 +37,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def apply_rotary_emb_qkv_(
-    qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None
+    qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None
 ):  # fmt: skip
     """Rotates q and k of qkv in place. qkv: (B, S, 3, H, D), or with num_heads_q (B, S, Hq + 2 Hkv, D). cos_k, sin_k: the tables of k."""
     if num_heads_q is None:
@@ -53,7 +53,7 @@ def apply_rotary_emb_qkv_(
     return qkv
 
 
-def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotates k of kv (B, S, 2, H, D) in place."""
     kv.select(2, 0).copy_(apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, seqlen_offsets=seqlen_offsets))
     return kv
@@ -67,7 +67,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
         if scale_base is not None:
             raise ValueError(f"scale_base={scale_base!r}; wanted None: for xPos scale the tables and use apply_rotary_emb_qkv_ with cos_k")
@@ -90,8 +90,8 @@ class RotaryEmbedding(torch.nn.Module):
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0, max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Rotates in place. qkv: as in ``apply_rotary_emb_qkv_``, or with kv (B, S, 2, H, D) only q, (B, S, H, D). seqlen_offset: an int, or
-        integers (B,) and max_seqlen, the greatest position that they lead to plus 1."""
+        """Rotates in place. qkv: as in ``apply_rotary_emb_qkv_``, or with kv (B, S, 2, H, D) only q, (B, S, H, D). seqlen_offset: an int,
+        or integers (B,) and max_seqlen, the greatest position that they lead to plus 1."""
         if max_seqlen is None and isinstance(seqlen_offset, Tensor) and self._cos_cached is None:
             raise ValueError("seqlen_offset is a tensor and max_seqlen is None; wanted max_seqlen, for which tables are made")
         if max_seqlen is not None or not isinstance(seqlen_offset, Tensor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -70,11 +68,11 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None,
+    rotary_seqlens=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
     rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
     """``anyattn.flash_attn_with_kvcache``. Returns out, or with return_softmax_lse (out, softmax_lse) and two empty tensors, the partial
@@ -98,10 +96,10 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor, qkv_dtype=torch.bfloat16,
-    headdim_v=None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
-    page_size: int | None = None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
+    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
     num_splits=0, pack_gqa=None, sm_margin=0,
-) -> Any:  # fmt: skip
-    """An empty int32 tensor on cache_seqlens' device: anyattn's kernels read the lengths when they run, and need no schedule made before."""
+):  # fmt: skip
+    """An empty int32 tensor on cache_seqlens' device: anyattn's kernels read the lengths when they run, and need no schedule."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

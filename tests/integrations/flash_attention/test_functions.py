@@ -13,7 +13,7 @@ from anyattn.testing import budget
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(2, 40, 4, 16), torch.randn(2, 52, 2, 16), torch.randn(2, 52, 2, 16)
-QKV = torch.randn(2, 40, 3, 4, 16)
+QKV, KV = torch.randn(2, 40, 3, 4, 16), torch.stack((K, V), 2)
 ENDS, ENDS_K = torch.tensor([0, 30, 80], dtype=torch.int32), torch.tensor([0, 41, 104], dtype=torch.int32)
 ROWS = [t.flatten(0, 1) for t in (Q, K, V)]
 POOL = torch.randn(2, 9, 16, 2, 16)
@@ -38,7 +38,7 @@ POSITIONAL = (0.0, 0.3, True, (9, 0), 5.0, SLOPES, True, True)  # FlashAttention
     ("got", "wanted"),
     [
         (lambda: version2.flash_attn_func(Q, K, V, *POSITIONAL), lambda o: anyattn.flash_attn_func(Q, K, V, **o)),
-        (lambda: version2.flash_attn_kvpacked_func(Q, torch.stack((K, V), 2), *POSITIONAL), lambda o: anyattn.flash_attn_func(Q, K, V, **o)),
+        (lambda: version2.flash_attn_kvpacked_func(Q, KV, *POSITIONAL), lambda o: anyattn.flash_attn_func(Q, K, V, **o)),
         (lambda: version2.flash_attn_qkvpacked_func(QKV, *POSITIONAL), lambda o: anyattn.flash_attn_func(*QKV.unbind(2), **o)),
         (
             lambda: version2.flash_attn_varlen_func(*ROWS, ENDS, ENDS_K, 50, 63, *POSITIONAL),
@@ -81,7 +81,7 @@ def test_version_3_by_position() -> None:
     merged = anyattn.flash_attn_combine(partial, lse)
     assert same(version3.flash_attn_combine(partial, lse), merged)
     assert version3.flash_attn_combine(partial, lse, out, torch.bfloat16)[0] is out and same(out, merged[0].bfloat16())
-    with pytest.raises(ValueError, match="out has shape .* and dtype torch.bfloat16; wanted .* out_dtype=torch.float32"):
+    with pytest.raises(ValueError, match=r"out has shape .* and dtype torch.bfloat16; wanted .* out_dtype=torch.float32"):
         version3.flash_attn_combine(partial, lse, out)
 
 

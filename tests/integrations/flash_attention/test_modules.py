@@ -120,7 +120,7 @@ def test_versions_and_distributions(nothing_installed):
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn")
     with pytest.raises(ModuleNotFoundError):
-        import flash_attn  # noqa: F811
+        import flash_attn
 
 
 def test_sys_modules_is_as_before(nothing_installed):

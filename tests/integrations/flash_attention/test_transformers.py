@@ -13,6 +13,7 @@ from transformers.utils import import_utils
 
 import anyattn
 from anyattn.testing import budget
+from tests.support.covering import few
 from tests.support.model_rounding import KeepsFloat64
 from tests.support.transformers_models import (
     DEFINITION,
@@ -28,6 +29,7 @@ from tests.support.transformers_models import (
 )
 
 FLASH = "flash_attention_2"
+CASES = [(name, side) for name in ("llama", "mistral", "gemma2", "bert") for side in (None, "left", "right")]
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +71,7 @@ def test_availability_checks() -> None:
     logits(decoder("llama"), FLASH, input_ids=tokens(1, 5))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert"])
+@pytest.mark.parametrize(("name", "side"), few(CASES, ("mistral", "right"), ("bert", "left")))
 def test_logits_and_gradients(name: str, side: str | None) -> None:
     ids = tokens(3, 19)
     mask = torch.ones_like(ids) if side is None else padded(3, 19, [19, 11, 4], side)
@@ -97,9 +97,7 @@ def test_packed_texts_do_not_see_one_another() -> None:
     check(run)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize(("name", "cache"), few([(n, c) for n in ("llama", "mistral") for c in (None, "static")], ("mistral", "static")))
 def test_generate(name: str, cache: str | None) -> None:
     model, ids, mask = decoder(name), tokens(3, 9), padded(3, 9, [9, 5, 2])
     ours, eager = (generated(model, how, ids, mask, cache_implementation=cache, disable_compile=True) for how in (FLASH, "eager"))
@@ -120,6 +118,7 @@ def test_compiled() -> None:
     budget.check("logits", *(t.flatten()[None] for t in (got, wanted, plain)))
 
 
+@pytest.mark.slow
 def test_definition_is_not_replaced() -> None:
     before = anyattn.replaced().taken
     logits(decoder("llama"), DEFINITION, input_ids=tokens(1, 5))

@@ -59,7 +59,7 @@ def step(model, texts, pages, cached, is_prefill):
     """texts: all embeddings of each text. cached: how many of each are in the cache. Returns the new rows' outputs."""
     context.is_prefill = is_prefill
     slots = [[p * PAGE + i for p in pages[t] for i in range(PAGE)][c : len(x)] for t, (x, c) in enumerate(zip(texts, cached))]
-    context.slots = torch.tensor(sum(slots, []))
+    context.slots = torch.tensor([slot for text in slots for slot in text])
     lengths = torch.tensor([len(x) for x in texts], dtype=torch.int32)
     new = lengths - torch.tensor(cached, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
