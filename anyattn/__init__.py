@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from anyattn.block_masks import create_block_mask
     from anyattn.explanation import explain
-    from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+    from anyattn.flash import (
+        flash_attn_combine,
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
+    )
     from anyattn.flex import flex_attention
     from anyattn.integrations.flash_attention import replace_flash_attention
     from anyattn.integrations.replaced_calls import replaced
@@ -24,14 +33,7 @@ if TYPE_CHECKING:
     from anyattn.kvcache.rotary import apply_rotary_emb
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
-    from anyattn.packed import (
-        flash_attn_kvpacked_func,
-        flash_attn_qkvpacked_func,
-        flash_attn_varlen_kvpacked_func,
-        flash_attn_varlen_qkvpacked_func,
-        pad_input,
-        unpad_input,
-    )
+    from anyattn.sequences.padding import pad_input, unpad_input
     from anyattn.sparsity.block_mask import BlockMask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import compute_block_sparsity
@@ -55,20 +57,20 @@ _HOME = {
     "explain": "anyattn.explanation",
     "flash_attn_combine": "anyattn.flash",
     "flash_attn_func": "anyattn.flash",
-    "flash_attn_kvpacked_func": "anyattn.packed",
-    "flash_attn_qkvpacked_func": "anyattn.packed",
+    "flash_attn_kvpacked_func": "anyattn.flash",
+    "flash_attn_qkvpacked_func": "anyattn.flash",
     "flash_attn_varlen_func": "anyattn.flash",
-    "flash_attn_varlen_kvpacked_func": "anyattn.packed",
-    "flash_attn_varlen_qkvpacked_func": "anyattn.packed",
+    "flash_attn_varlen_kvpacked_func": "anyattn.flash",
+    "flash_attn_varlen_qkvpacked_func": "anyattn.flash",
     "flash_attn_with_kvcache": "anyattn.flash",
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
-    "pad_input": "anyattn.packed",
+    "pad_input": "anyattn.sequences.padding",
     "replace_flash_attention": "anyattn.integrations.flash_attention",
     "replace_flex_attention": "anyattn.integrations.torch_flex",
     "replaced": "anyattn.integrations.replaced_calls",
-    "unpad_input": "anyattn.packed",
+    "unpad_input": "anyattn.sequences.padding",
 }
 _MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
 

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 
 @entry_point
@@ -358,3 +367,74 @@ def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool
         # not out[0], whose derivative is a copy into a tensor of zeros
         out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out
+
+
+# ---- q, k and v in one tensor
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *, num_heads_q: int | None = None, **options: Any) -> Any:
+    """``flash_attn_func`` of q, k and v that are one tensor.
+
+    qkv: (B, S, 3, H, D); or with num_heads_q (B, S, Hq + 2 Hkv, D), the heads of q first, then those of k, then those of v. options: of
+    ``flash_attn_func``. The parts are views: nothing is copied, and the gradient is one tensor like qkv. Raises as ``flash_attn_func``.
+
+    >>> import torch, anyattn
+    >>> anyattn.flash_attn_qkvpacked_func(torch.randn(2, 100, 3, 4, 16), causal=True).shape
+    torch.Size([2, 100, 4, 16])
+    """
+    return flash_attn_func(*_parts(qkv, num_heads_q, "(batch, length, 3, heads, head_dim)", 5), **options)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, **options: Any) -> Any:
+    """``flash_attn_func`` of k and v that are one tensor. q: (B, Sq, Hq, D); kv: (B, Sk, 2, Hkv, D); otherwise as the function above."""
+    return flash_attn_func(q, *_split("kv", kv, 2, "(batch, length, 2, heads, head_dim)", 5), **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *, num_heads_q: int | None = None, **options: Any
+) -> Any:
+    """``flash_attn_varlen_func`` of q, k and v that are one tensor, and sequences that attend to themselves.
+
+    qkv: (total, 3, H, D); or with num_heads_q (total, Hq + 2 Hkv, D). cu_seqlens, max_seqlen: of q and of k. options: of
+    ``flash_attn_varlen_func``.
+
+    >>> import torch, anyattn
+    >>> anyattn.flash_attn_varlen_qkvpacked_func(torch.randn(150, 3, 4, 16), torch.tensor([0, 100, 150]), 100).shape
+    torch.Size([150, 4, 16])
+    """
+    parts = _parts(qkv, num_heads_q, "(total, 3, heads, head_dim)", 4)
+    return flash_attn_varlen_func(*parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """``flash_attn_varlen_func`` of k and v that are one tensor: kv (total_k, 2, Hkv, D)."""
+    k, v = _split("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+
+
+def _parts(qkv: Any, num_heads_q: int | None, shape: str, rank: int) -> tuple[Tensor, ...]:
+    if num_heads_q is None:
+        return _split("qkv", qkv, 3, shape, rank)
+    heads = qkv.shape[-2] - num_heads_q
+    if qkv.ndim != rank - 1 or heads < 0 or heads % 2:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}; wanted {shape.replace('3, heads', 'Hq + 2 Hkv')}, without "
+            f"num_heads_q {shape}"
+        )
+    return qkv.split((num_heads_q, heads // 2, heads // 2), -2)
+
+
+def _split(name: str, packed: Any, count: int, shape: str, rank: int) -> tuple[Tensor, ...]:
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} is a {type(packed).__name__}; wanted a torch.Tensor of shape {shape}")
+    if packed.ndim != rank or packed.shape[-3] != count:
+        raise ValueError(f"{name} has shape {tuple(packed.shape)}; wanted {shape}")
+    return packed.unbind(-3)

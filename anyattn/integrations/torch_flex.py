@@ -38,10 +38,10 @@ def replace_flex_attention() -> Replacement:
     >>> import torch
     >>> from anyattn import replaced
     >>> from torch.nn.attention.flex_attention import flex_attention
-    >>> q = torch.randn(1, 2, 32, 16)
+    >>> q, before = torch.randn(1, 2, 32, 16), replaced().taken
     >>> with replace_flex_attention():
     ...     out = flex_attention(q, q, q)
-    >>> replaced().taken
+    >>> replaced().taken - before
     1
     """
     return Replacement(_flex_function, _varlen_function)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anyattn.packed import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from anyattn.sequences.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 
 __all__ = ["index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
     "unpad_input_for_concatenated_sequences"]  # fmt: skip

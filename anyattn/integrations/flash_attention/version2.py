@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anyattn import flash, packed
+from anyattn import flash
 from anyattn.integrations.flash_attention import ring
 from anyattn.integrations.flash_attention.call import common, computed, computed_with_cache
 
@@ -54,7 +54,7 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """``flash_attn_func`` of qkv (B, S, 3, H, D)."""
     return _computed(
-        packed.flash_attn_qkvpacked_func, (qkv,), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        flash.flash_attn_qkvpacked_func, (qkv,), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def flash_attn_kvpacked_func(
 ):  # fmt: skip
     """``flash_attn_func`` of kv (B, S, 2, Hkv, D)."""
     return _computed(
-        packed.flash_attn_kvpacked_func, (q, kv), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        flash.flash_attn_kvpacked_func, (q, kv), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def flash_attn_varlen_qkvpacked_func(
 ):  # fmt: skip
     """``flash_attn_varlen_func`` of qkv (total, 3, H, D)."""
     return _computed(
-        packed.flash_attn_varlen_qkvpacked_func, (qkv, cu_seqlens, max_seqlen), dropout_p, softmax_scale, causal, window_size, softcap,
+        flash.flash_attn_varlen_qkvpacked_func, (qkv, cu_seqlens, max_seqlen), dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def flash_attn_varlen_kvpacked_func(
     """``flash_attn_varlen_func`` of kv (total_k, 2, Hkv, D)."""
     places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _computed(
-        packed.flash_attn_varlen_kvpacked_func, (q, kv, *places), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        flash.flash_attn_varlen_kvpacked_func, (q, kv, *places), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyattn import flash, packed
+from anyattn import flash
 from anyattn.integrations.flash_attention.call import common, computed, computed_with_cache
 
 __all__ = [
@@ -36,7 +36,7 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """``flash_attn_func`` of qkv (B, S, 3, H, D), or with num_heads_q (B, S, Hq + 2 Hkv, D)."""
     return computed(
-        packed.flash_attn_qkvpacked_func, qkv, num_heads_q=num_heads_q, softmax_scale=softmax_scale, q_descale=q_descale,
+        flash.flash_attn_qkvpacked_func, qkv, num_heads_q=num_heads_q, softmax_scale=softmax_scale, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, deterministic=bool(deterministic), sm_margin=sm_margin,
         return_lse=bool(return_attn_probs), **common(causal, window_size, softcap),
     )  # fmt: skip
