@@ -239,6 +239,8 @@ def _checked_sequences(
 def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
     padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
     storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
+    if page_table is not None and cu_seqlens_k is not None:  # of an operator: the entry point passes ``page_lengths``
+        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
     shape, rank = ("(pages, page_size, heads, head_dim)", 4) if page_table is not None else padded if cu_seqlens_k is None else packed
     storage({"q": q, "k": k, "v": v}, shape, rank, skip="q")
     _same_heads("k", k, "v", v)
