@@ -16,7 +16,7 @@ import torch
 
 from anyattn.mods.ir.expr import is_weak
 from anyattn.mods.tracing.diagnostics import mod_error
-from anyattn.mods.tracing.vectors import Vector, array_of, as_vector, broadcast, builder_of, by_element, is_row, kind_of, shaped
+from anyattn.mods.tracing.vectors import Row, Vector, array_of, as_vector, broadcast, builder_of, by_element, is_row, kind_of, shaped
 
 __all__ = ["with_rows"]
 
@@ -264,6 +264,11 @@ def _reshape(x: Any, *shape: Any) -> Any:
         raise mod_error(f"a row of shape {items.shape} has no shape {wanted}", "keep the number of elements") from None
 
 
+def _flip(x: Any, *dims: Any) -> Any:
+    items = as_vector(x, builder_of([x])).items
+    return Vector(np.flip(items, _axes(dims[0] if len(dims) == 1 else dims, items.ndim)))
+
+
 def _flatten(x: Any) -> Any:
     return Vector(as_vector(x, builder_of([x])).items.reshape(-1))
 
@@ -294,6 +299,8 @@ def with_rows(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..
         "getitem": functions["getitem"],
         "unsqueeze": _unsqueeze,
         "flatten": _flatten,
+        "flip": _flip,
+        "unbind": lambda input, dim=0: (input if isinstance(input, Row) else as_vector(input, input.builder)).unbind(dim),
         "sum": _sum,
         "mean": _mean,
         "prod": _prod,

@@ -20,13 +20,13 @@ from anyattn.mods.tracing.activations import ACTIVATIONS, rounded_to
 from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outside
 from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
-from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
+from anyattn.mods.tracing.vectors import Row, Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 from anyattn.mods.tracing.weak_captures import NeedsNumber, ask_for_truths, scalar_slots
 
 __all__ = ["FUNCTIONS", "Value", "View", "binary", "builder_in", "cast"]
 
 
-class View:
+class View(Row):
     """A captured tensor with some dimensions indexed: ``indices[d]`` is a node, or None while dimension d is not indexed."""
 
     def __init__(self, builder: Builder, slot: int, tensor: torch.Tensor, indices: tuple[int | None, ...]):
@@ -46,17 +46,9 @@ class View:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return Value.__torch_function__(func, types, args, kwargs)
 
-    ndim = property(lambda self: len(self.shape))
-
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(n for n, i in zip(self.tensor.shape, self.indices, strict=True) if i is None)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Any:
-        raise mod_error("a mod cannot loop over a captured tensor", "index it: table[q_idx], or loop over range(n)")
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size([n for n, i in zip(self.tensor.shape, self.indices, strict=True) if i is None])
 
     def components(self) -> Vector:
         """The remaining row, one value per element."""
@@ -93,7 +85,7 @@ class View:
             item = operator.index(item)
             if not -size <= item < size:
                 raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
-            return self.builder.const(item % size, torch.int64)
+            return self.builder.const(item if item >= 0 else int(item + size), torch.int64)  # size may be a compiler's symbolic int
         if isinstance(item, torch.Tensor) and item.ndim == 0:
             item = Value.lift(self.builder, item)
         if isinstance(item, View):

@@ -20,7 +20,7 @@ from anyattn.mods.ir.expr import category, is_weak
 from anyattn.mods.tracing.diagnostics import mod_error, user_line
 
 __all__ = [
-    "MOST", "Vector", "array_of", "as_vector", "broadcast", "builder_of", "by_element", "cuts", "from_values", "is_row", "kind_of",
+    "MOST", "Row", "Vector", "array_of", "as_vector", "broadcast", "builder_of", "by_element", "cuts", "from_values", "is_row", "kind_of",
     "refuse_many", "shaped", "spelled_out",
 ]  # fmt: skip
 
@@ -28,7 +28,49 @@ MOST = 64  # elements: each one is a load and arithmetic of its own
 _CURE = "compute with its elements one by one, and reduce it: row.sum(-1), row.any(-1), row.amax(-1), torch.dot(row, other)"
 
 
-class Vector:
+class Row:
+    """What a vector and a captured tensor indexed in part have in common: a dtype, and a shape of which a mod may make loops.
+
+    The shape of a captured tensor is part of a trace's key, so a loop over a row is unrolled as one over ``range(n)`` is.
+    """
+
+    shape: Any
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return self.shape[0]  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind())
+
+    def __reversed__(self) -> Any:
+        return self.flip(0)  # type: ignore[attr-defined]
+
+    def unbind(self, dim: int = 0) -> tuple:
+        """The entries along a dimension, as torch.unbind."""
+        if not -self.ndim <= dim < self.ndim:
+            raise mod_error(f"unbind is given dim={dim} for a row of {self.ndim} dimensions", f"use {-self.ndim} to {self.ndim - 1}")
+        before = (slice(None),) * (dim % self.ndim)
+        return tuple([self[(*before, n)] for n in range(self.shape[dim])])  # type: ignore[index]
+
+
+class Vector(Row):
     """A small tensor of symbolic values, stored in a NumPy array."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}  # functions that a mod may call, by name: the table of ``symbolic.py``
@@ -44,12 +86,8 @@ class Vector:
         return self.items.flat[0].builder
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self.items.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.items.ndim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,26 +97,8 @@ class Vector:
     def device(self) -> torch.device:
         return self.items.flat[0].device  # type: ignore[no-any-return]
 
-    def dim(self) -> int:
-        return self.items.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.items.size
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def __len__(self) -> int:
-        return self.items.shape[0]
-
     def __bool__(self) -> bool:
         raise mod_error(f"a row of shape {tuple(self.shape)} has no truth value", "reduce it: row.any(-1) or row.all(-1)")
-
-    def __iter__(self) -> Any:
-        raise mod_error("a mod cannot loop over a row of a captured tensor", "index it: row[0], or reduce it: row.sum(-1)")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

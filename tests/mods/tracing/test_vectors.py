@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from anyattn import flex_attention
 from anyattn.errors import ModError
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.dependence import dependence
@@ -77,6 +78,7 @@ SCORES = {
     "promoted": lambda s, b_, h, i, j: s + (ids[i] * w[:4]).sum() + (ids32[i] * 0.5).mean() + flags[i].sum() * 0.25,
     "lerp": lambda s, b_, h, i, j: s + torch.lerp(a[i], b[j], 0.3).sum() + torch.hypot(a[i], b[j]).mean() + torch.logaddexp(a[i], w).sum(),
     "squeezed": lambda s, b_, h, i, j: s + kr[b_, :, j].squeeze(0).sum() + s.sum() + s[..., None].sum(-1),
+    "loop": lambda s, b_, h, i, j: s + sum(x * y for x, y in zip(a[i], b[j] * 2)) * sum(x for x in grid[i].unbind(1)[0]),
     "reduced_twice": lambda s, b_, h, i, j: s + sum((a[i] * b[j])[c] for c in range(8)),
 }
 MASKS = {
@@ -93,6 +95,59 @@ MASKS = {
     "window_of_rows": lambda b_, h, i, j: ((grid[i] - signed[j]).abs() < 1.5).all(-1).any(-1),
     "bytes": lambda b_, h, i, j: (bytes_[i].sum() > j) | (bytes_[i].any() == 0),
     "nan": lambda b_, h, i, j: ~torch.isnan(a[i] / 0 * 0).any() | torch.isfinite(b[j]).all(),
+}
+
+
+def in_spans(spans, b_, i, j):
+    seen = i >= j
+    for begin, length in spans[b_]:
+        seen = seen | ((i >= begin) & (j < begin + length))
+    return seen
+
+
+def zipped(b_, h, i, j):
+    seen = i == j
+    for n, (one, other) in enumerate(zip(ids[i], pairs[i, j], strict=True)):
+        seen = seen | (one + n == j) & (other > 0)
+    return seen
+
+
+def unpacked(b_, h, i, j):
+    first, *rest = ids[i]
+    (x, y), _, (z, *_) = spans[b_]
+    return (first > j) ^ (sum(rest) + x > i + y * z)
+
+
+def unbound(b_, h, i, j):
+    begins, ends = spans[b_].unbind(-1)
+    (least, *_), columns = torch.unbind(grid[i] - signed[j]), grid[i].unbind(dim=1)
+    return (begins[0] > j) ^ (ends[-1] > i) ^ (least.sum() > 0) ^ (columns[size - 1][1] > 0)
+
+
+def sized(b_, h, i, j):
+    table = spans[b_]
+    seen = i >= table.size(0) + table.dim() - len(table)
+    for n in range(len(table)):
+        seen = seen ^ (table[n].size()[0] + table.numel() + table[n][0] > j + table[n, 1])
+    return seen
+
+
+def reversed_and_flipped(b_, h, i, j):
+    seen = i == j
+    for x in reversed(ids[i] - j):
+        seen = ~(seen & (x > 0))
+    return seen & (grid[i].flip(0, 1)[0, 0] > 0) | (grid[i].flip(-1)[0, 0] > 0.5) & (ids[i][-1] == 0)
+
+
+spans = torch.tensor([[(1, 3), (2, 1), (4, 2)], [(0, 2), (3, 0), (6, 5)]])
+MASKS |= {
+    "loop": lambda b_, h, i, j: in_spans(spans, b_, i, j),
+    "loop_over_nothing": lambda b_, h, i, j: in_spans(spans[:, :0], b_, i, j),
+    "zipped": zipped,
+    "unpacked": unpacked,
+    "unbound": unbound,
+    "sized": sized,
+    "reversed": reversed_and_flipped,
 }
 
 
@@ -213,7 +268,9 @@ REFUSED = {
     "mean_of_ints": (lambda b_, h, i, j: ids[i].mean() > 0, "takes floats"),
     "dim": (lambda b_, h, i, j: a[i].sum(1) > 0, "out of range"),
     "truth": (lambda b_, h, i, j: a[i] > 0 and j > 0, "has no truth value"),
-    "loop": (lambda b_, h, i, j: sum(x for x in a[i] * 2) > 0, "reduce it: row.sum(-1)"),
+    "loop": (lambda b_, h, i, j: sum(x for x in i) > 0, "cannot be looped over"),
+    "unbound": (lambda b_, h, i, j: a[i].unbind(1)[0] > 0, "unbind is given dim=1 for a row of 1 dimensions"),
+    "unbound_number": (lambda b_, h, i, j: torch.unbind(a[i, 0])[0] > 0, "unbind is given dim=0 for a row of 0 dimensions"),
     "indices": (lambda b_, h, i, j: a[i].max(-1).indices.long() == j, "use its value"),
     "computed_index": (lambda b_, h, i, j: (a[i] * 2)[j] > 0, "differs per"),
     "unknown_method": (lambda b_, h, i, j: (a[i] * 2).cumsum(0).any(), "cumsum"),
@@ -234,6 +291,26 @@ def test_what_is_refused_names_line_and_cure(name):
     assert __file__ in str(error.value)
     if name != "as_mask":
         assert "lambda b_, h, i, j" in str(error.value) or "[i]" in str(error.value), str(error.value)
+
+
+def seen_by_spans(spans):
+    return torch.stack([in_spans(spans, b_, torch.arange(32)[:, None], torch.arange(32)) for b_ in range(2)])[:, None]
+
+
+def test_rows_of_another_length_are_looped_over_anew():
+    """Eager, cold and warm, with other values in the same tensor, and compiled with a dynamic length."""
+    q, k, v = torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 32, 4), torch.eye(32).expand(2, 1, 32, 32)
+
+    def weights(spans):
+        return flex_attention(q, k, v, mask_mod=lambda b_, h, i, j: in_spans(spans, b_, i, j))
+
+    compiled = torch.compile(weights, backend="aot_eager", fullgraph=True)
+    for length in (1, 3, 2, 1, 3):
+        table = torch.randint(0, 30, (2, length, 2), generator=torch.Generator().manual_seed(length))
+        for _ in range(2):
+            assert torch.equal(weights(table) > 0, seen_by_spans(table))
+            assert torch.equal(compiled(table) > 0, seen_by_spans(table))
+            table += 2
 
 
 def test_other_values_in_captures_compile_nothing():
