@@ -21,10 +21,12 @@ from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
+from anyattn.errors import ModError
 from anyattn.mods.ir import codec
+from anyattn.mods.tracing.arguments import misfit
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
-from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, strayed
+from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, strayed, unfit
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
@@ -87,6 +89,8 @@ def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[t
     for program in codec.separated(programs):
         expr, kinds, pattern, count = _read_program(program)
         scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
+        if (use := unfit(expr, scalars)) is not None:
+            raise ModError("; ".join(misfit(*use)))
         if strayed(expr, scalars):
             raise ValueError(_FAR.format(scalars))
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from anyattn.arithmetic import LOG2E
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.dependence import Dep, dependence
-from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
+from anyattn.mods.ir.expr import HALVES, DType, Expr, Node, category, is_weak
 from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 
 __all__ = [
@@ -41,9 +41,8 @@ NEAR = 2**22  # bound of ``Style.is_near``: sums of a few such numbers are exact
 _EXACT_BITS = 24  # integers of so many bits are exact in float32
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
-_HALVES = (torch.float16, torch.bfloat16)
 _TEMPLATES = {
-    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})", "log1p": "device_math.log1p({0})",
+    "exp": "device_math.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})", "log1p": "device_math.log1p({0})",
     "expm1": "device_math.expm1({0})",
     "sqrt": "device_math.sqrt({0})", "rsqrt": "device_math.divide(1, device_math.sqrt({0}))", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
     "tanh": "device_math.tanh({0})", "sigmoid": "device_math.sigmoid({0})", "erf": "tl.erf({0})",
@@ -78,6 +77,7 @@ _BY_KIND = {
 # in float32, for results that are rounded to 16 bits later
 _FAST = {
     "tanh": "device_math.tanh_fast({0})", "sigmoid": "device_math.sigmoid_fast({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
+    "exp": "tl.exp({0})",
     "reciprocal": "1 / {0}", "pow": "device_math.power_fast({0}, {1})",
 }  # fmt: skip
 _NVIDIA = {
@@ -238,14 +238,14 @@ class _Writer:
         args, is_wide = self._operands(at)
         if node.op == "pow":
             return self._power(at, args)
-        if operand in _HALVES and node.op != "where":  # as torch: computes in float32, then rounds
+        if operand in HALVES and node.op != "where":  # as torch: computes in float32, then rounds
             args = [f"{a}.to(tl.float32)" for a in args]
             if node.op in ("mul", "div"):
                 args = [self._factor(i, text) for i, text in zip(node.args, args, strict=True)]
         text = self._fast(at, args) or self._operation(at, args)
         if is_wide:
             return f"({text}).to(tl.int32)"
-        return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in _HALVES and node.op != "where" else text
+        return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in HALVES and node.op != "where" else text
 
     def _factor(self, at: int, text: str) -> str:
         """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""
@@ -272,7 +272,7 @@ class _Writer:
     def _fast(self, at: int, args: list[str]) -> str | None:
         """The text of a faster float32 operation; None where torch's rounding is required or there is none."""
         node = self.nodes[at]
-        if self.style.functions == "exact" or at in self.sharp or node.dtype not in (torch.float32, *_HALVES):
+        if self.style.functions == "exact" or at in self.sharp or node.dtype not in (torch.float32, *HALVES):
             return None
         if node.op == "div":
             divisor = node.args[1]
@@ -306,7 +306,7 @@ class _Writer:
         """Small whole powers as products, as in torch; other powers as a function call."""
         node = self.nodes[at]
         exponent, kind = self.nodes[node.args[1]], category(node.dtype)
-        if node.dtype in _HALVES:
+        if node.dtype in HALVES:
             args = [f"{a}.to(tl.float32)" for a in args]
         if exponent.op == "const" and exponent.attr in (1, 2, 3):
             text = " * ".join([args[0]] * int(exponent.attr))  # type: ignore[call-overload]

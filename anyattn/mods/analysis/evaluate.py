@@ -85,7 +85,7 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         if on_host and is_weak(node.dtype):
             return node.dtype(args[0])  # type: ignore[operator]
         # casts of Python numbers come from promotion only; the next operation treats the number as torch would
-        if on_host and _keeps_number(args[0], node.dtype):
+        if on_host and node.attr is None and _keeps_number(args[0], node.dtype):
             is_narrow = category(node.dtype) == "int" and node.dtype is not torch.int64
             return wrapped(args[0], node.dtype) if is_narrow else args[0]  # type: ignore[arg-type]
         return _as_tensor(args[0], node.dtype)

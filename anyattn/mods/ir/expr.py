@@ -26,15 +26,34 @@ import torch
 
 from anyattn.mods.ir.content_key import content_key
 
-__all__ = ["INDICES", "MIRRORED", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify", "wrapped"]
+__all__ = [
+    "HALVES",
+    "INDICES",
+    "MIRRORED",
+    "OPS",
+    "Builder",
+    "DType",
+    "Expr",
+    "Node",
+    "category",
+    "is_weak",
+    "overflows",
+    "verify",
+    "wrapped",
+]
 
 DType = torch.dtype | type
+HALVES = (torch.float16, torch.bfloat16)
 INDICES = ("b", "h", "q_idx", "kv_idx")
 MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}  # the comparison with its operands exchanged
 
 
 class Node(NamedTuple):
-    """One operation: its name, the positions of its arguments, the dtype of its value, and a leaf's or cast's attribute."""
+    """One operation: its name, the positions of its arguments, the dtype of its value, and an attribute.
+
+    The attribute of a cast is None, or says that torch converts a number to the dtype before it computes: a whole number must then fit it
+    (``weak_captures.unfit``), and the attribute names torch's function; a float is rounded.
+    """
 
     op: str
     args: tuple[int, ...]
@@ -61,6 +80,17 @@ def wrapped(number: int, dtype: torch.dtype) -> int:
     """
     info = torch.iinfo(dtype)
     return (number - info.min) % 2**info.bits + info.min
+
+
+def overflows(number: int, dtype: torch.dtype) -> bool:
+    """Whether torch refuses ``number`` where it converts numbers to ``dtype`` with a check; unsigned types take the negative numbers whose
+    size fits.
+
+    >>> overflows(128, torch.int8), overflows(-1, torch.uint8), overflows(-256, torch.uint8)
+    (True, False, True)
+    """
+    info = torch.iinfo(dtype)
+    return not (info.min or -info.max) <= number <= info.max
 
 
 class OpSpec(NamedTuple):

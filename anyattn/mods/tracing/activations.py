@@ -120,7 +120,7 @@ def _hardsigmoid(x: Any) -> Any:
 
 @_activation("hardswish")
 def _hardswish(x: Any) -> Any:
-    return torch.where(x <= -3, 0.0, torch.where(x >= 3, x, x * (x + 3.0) / 6.0))
+    return x * torch.where(x <= -3, 0.0, torch.where(x >= 3, 6.0, x + 3.0)) / 6.0
 
 
 @_activation("softsign")
@@ -186,14 +186,10 @@ def _lerp(start: Any, end: Any, weight: Any) -> Any:
     return torch.where(abs(weight) < 0.5, near_start, near_end)
 
 
-def _addcmul(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
-    return x + value * tensor1 * tensor2
-
-
 def _addcdiv(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
     if not (tensor1.is_floating_point() or tensor2.is_floating_point()):
         raise mod_error("addcdiv divides two whole numbers", "convert one first, as in x.float()")
-    return x + value * (tensor1 / tensor2)
+    return x + value * tensor1 / tensor2
 
 
 def _logaddexp(x: Any, y: Any) -> Any:
@@ -239,7 +235,6 @@ ACTIVATIONS |= {
     "isneginf": _isneginf,
     "nan_to_num": _nan_to_num,
     "lerp": _lerp,
-    "addcmul": _addcmul,
     "addcdiv": _addcdiv,
     "logaddexp": _logaddexp,
     "logaddexp2": _logaddexp2,

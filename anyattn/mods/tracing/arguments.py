@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anyattn.mods.ir.expr import category, wrapped
+from anyattn.mods.ir.expr import category, overflows
 from anyattn.mods.tracing.diagnostics import mod_error
 
 __all__ = [
@@ -21,9 +21,10 @@ __all__ = [
     "check_flags",
     "check_memory_format",
     "dtype_of",
+    "fitting",
+    "misfit",
     "options_of",
     "refuse_bare",
-    "refuse_outside",
 ]
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the dtypes that torch reads from Python types
@@ -132,10 +133,20 @@ def refuse_bare(*values: Any) -> None:
             raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
 
 
-def refuse_outside(value: Any, dtype: Any, use: str) -> None:
-    """Raises ``ModError`` for a literal that does not fit ``dtype``, in functions where torch raises instead of wrapping around."""
+def fitting(value: Any, dtype: Any, use: str) -> Any:
+    """``value`` for a function in which torch converts numbers to ``dtype`` and raises for one that does not fit: ``ModError`` for such a
+    literal; a captured number is marked, to be checked at every call."""
     node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
-    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
-        raise mod_error(
-            f"{use} is given {node.attr}, which does not fit into {strong}", "use a number that fits, or convert the other side"
-        )
+    if not category(node.dtype) == category(strong) == "int":
+        return value
+    if node.op == "const":
+        if overflows(node.attr, strong):
+            raise mod_error(*misfit(use, node.attr, strong))
+    elif node.dtype is int and strong is not torch.int64:
+        return type(value)(value.builder, value.builder.add("cast", value.node, dtype=strong, attr=use))
+    return value
+
+
+def misfit(use: str, number: int, dtype: Any) -> tuple[str, str]:
+    """The problem and the cure for a number that ``dtype`` does not hold."""
+    return f"{use} is given {number}, which does not fit into {dtype}", "use a number that fits, or convert the other side"

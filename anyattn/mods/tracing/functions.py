@@ -7,13 +7,14 @@ to rows of captured tensors, element by element, and adds Python's operators.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from anyattn.mods.ir.expr import category, is_weak, result_dtype
-from anyattn.mods.tracing.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of, refuse_outside
+from anyattn.mods.ir.expr import HALVES, category, is_weak, result_dtype
+from anyattn.mods.tracing.arguments import check_device, check_flags, check_memory_format, dtype_of, fitting, options_of
 from anyattn.mods.tracing.diagnostics import mod_error
 from anyattn.mods.tracing.reductions import with_rows
 from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, binary, builder_in, cast
@@ -30,11 +31,42 @@ def _number(x: Any, *beside: Any) -> Value:
     return Value.lift(builder, x)
 
 
+def _rounded_once(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` of several operations, whose result torch rounds once: of 16-bit values it is computed in float32."""
+
+    @functools.wraps(f)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(enumerate(args)), **kwargs}
+        values = {at: _number(x, *named.values()) for at, x in named.items() if isinstance(x, (Value, View, torch.Tensor))}
+        strong = [at for at in values if values[at].is_tensor]
+        dtype: Any = result_dtype([v.kind for v in values.values()])
+        if not strong or dtype not in HALVES:
+            return f(*args, **kwargs)
+        named |= values | {at: cast(cast(values[at], dtype), torch.float32) for at in strong}
+        return cast(f(*(named[at] for at in range(len(args))), **{key: named[key] for key in kwargs}), dtype)
+
+    return apply
+
+
 # ---- arithmetic
 
 _ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
 _POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # pow takes floats, or a whole number with a literal exponent
 _WHERE = FUNCTIONS["where"]
+ROUNDED_ONCE = (
+    "silu", "gelu", "softplus", "log_sigmoid", "mish", "elu", "selu", "celu", "hardsigmoid", "hardswish", "lerp",
+    "addcmul", "addcdiv", "logaddexp", "logaddexp2",
+)  # fmt: skip
+
+
+_multiply_add = _rounded_once(lambda factor, other, addend: _ADD(addend, _MUL(other, factor)))
+
+
+def _converted(number: Value, dtype: Any) -> Value:
+    """A number in a function that rounds it to the dtype of 16-bit values before it computes; others take it as it is."""
+    if not is_weak(number.kind) or dtype not in HALVES:
+        return cast(number, dtype)
+    return Value(number.builder, number.builder.add("cast", number.node, dtype=dtype, attr="rounded"))
 
 
 def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
@@ -45,15 +77,22 @@ def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
         a, b = (b, a) if swapped else (a, b)
         if not (isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and alpha == 1):
             factor = _number(alpha, a)
-            left, right = a.builder.promote(a.node, b.node)
-            a, b = Value(a.builder, left), Value(a.builder, right)
-            kind = category(a.kind)
+            dtype: Any = result_dtype([a.kind, b.kind])
+            kind = category(dtype)
             if not is_weak(factor.kind) or kind == "bool" or (kind == "int" and factor.kind is float):
-                raise mod_error(f"{name} is given an alpha of {factor.kind} for {a.kind} values", "write it out: x + alpha * y")
-            b = _MUL(b, factor)
+                raise mod_error(f"{name} is given an alpha of {factor.kind} for {dtype} values", "write it out: x + alpha * y")
+            factor = factor if name == "add" else -factor  # type: ignore[operator] # as torch does, which has no subtraction with alpha
+            factor = fitting(factor, dtype, f"alpha of torch.{name}")
+            return _multiply_add(*(_converted(x, dtype) for x in (factor, b, a)))  # type: ignore[no-any-return]
         return (_ADD if name == "add" else _SUB)(a, b)  # type: ignore[no-any-return]
 
     return apply
+
+
+def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
+    kinds = [_number(x, input, tensor1, tensor2).kind for x in (input, tensor1, tensor2)]
+    factor = fitting(_number(value, input, tensor1, tensor2), result_dtype(kinds), "addcmul")
+    return _ADD(input, _MUL(_MUL(factor, tensor1), tensor2))  # type: ignore[no-any-return]
 
 
 def _positive(input: Any) -> Value:
@@ -107,7 +146,7 @@ def _pow(input: Any, exponent: Any) -> Value:
     if type(exponent) is int and exponent == 2 and base.kind is not torch.bool:
         return _MUL(base, base)  # type: ignore[no-any-return]
     if category(result_dtype([base.kind, power.kind])) != "int" or _literal(power, 0) is not None:
-        return _POW(base, power)  # type: ignore[no-any-return]
+        return _POW(base, fitting(power, result_dtype([base.kind, power.kind]), "pow"))  # type: ignore[no-any-return]
     if (two := _literal(base, 2)) is not None and is_weak(base.kind) and two & (two - 1) == 0:
         bits = two.bit_length() - 1
         if is_weak(power.kind):
@@ -254,8 +293,7 @@ def _constant(name: str, like: Any, fill: Any, options: dict[str, Any]) -> Value
     if not is_weak(number.kind) and number.is_floating_point():
         raise mod_error(f"{name} cuts a value off from its gradient", "use the value itself, or x.to(dtype)")
     dtype = options_of(name, options) or like.dtype
-    refuse_outside(number, dtype, name)
-    return cast(number, dtype)
+    return cast(fitting(number, dtype, name), dtype)
 
 
 def _new_full(input: Any, size: Any, fill_value: Any, **options: Any) -> Value:
@@ -283,8 +321,7 @@ def _tensor(name: str) -> Callable[..., Value]:
             raise mod_error("torch.tensor cuts a value off from its gradient", "use the value itself, or x.clone()")
         wanted = options_of(name, {**options, "dtype": dtype, "device": device})
         default = torch.get_default_dtype() if name == "scalar_tensor" else value.dtype
-        refuse_outside(value, wanted or default, f"torch.{name}")
-        return cast(value, wanted or default)
+        return cast(fitting(value, wanted or default, f"torch.{name}"), wanted or default)
 
     return apply
 
@@ -305,6 +342,7 @@ FUNCTIONS.update({
     "rpow": lambda input, other: _pow(_number(other, input), input),
     "square": lambda input: _pow(input, 2),
     **dict.fromkeys(("xlogy", "special_xlogy"), _xlogy),
+    "addcmul": _addcmul,
     "detach": _detach,
     "positive": _positive,
     "relu": _relu,
@@ -328,6 +366,7 @@ FUNCTIONS.update({
     "squeeze": _squeeze,
     **{name: _tensor(name) for name in ("tensor", "as_tensor", "scalar_tensor")},
 })  # fmt: skip
+FUNCTIONS.update((name, _rounded_once(FUNCTIONS[name])) for name in ROUNDED_ONCE)
 FUNCTIONS.update(with_rows(dict(FUNCTIONS)))
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):

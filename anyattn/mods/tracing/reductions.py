@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anyattn.mods.ir.expr import is_weak
+from anyattn.mods.ir.expr import HALVES, is_weak
 from anyattn.mods.tracing.diagnostics import mod_error
 from anyattn.mods.tracing.vectors import Row, Vector, array_of, as_vector, broadcast, builder_of, by_element, is_row, kind_of, shaped
 
 __all__ = ["with_rows"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Extremes(NamedTuple):
@@ -76,7 +74,7 @@ def _of(name: str, x: Any) -> Any:
 
 
 def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _HALVES else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def _total(values: list[Any], dtype: torch.dtype) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from anyattn.mods.ir.expr import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.ir.expr import HALVES, OPS, Builder, category, is_weak, result_dtype
 from anyattn.mods.tracing.activations import ACTIVATIONS, rounded_to
-from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outside
+from anyattn.mods.tracing.arguments import check_call, fitting, refuse_bare
 from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.vectors import Row, Vector, as_vector, cuts, from_values, refuse_many, spelled_out
@@ -373,7 +373,12 @@ def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     _, (a, b) = _values(input, other)
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
-        return _unary("trunc")(binary("div")(a, b))
+        dtype: Any = result_dtype([a.kind, b.kind])
+        if dtype in HALVES and is_weak(
+            b.kind
+        ):  # torch rounds the quotient of two 16-bit tensors to 16 bits first, but not that by a number
+            a = cast(a, torch.float32)
+        return cast(_unary("trunc")(binary("div")(a, b)), dtype)
     return binary("floordiv")(binary("sub")(a, binary("fmod")(a, b)), b)  # subtracting the remainder first makes the quotient exact
 
 
@@ -382,11 +387,10 @@ def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
         raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
     _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
     refuse_bare(value, *ends)
-    for end in ends:
-        refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
+    ends = [fitting(end, result_dtype([value.kind, end.kind]), "clamp") for end in ends]
     if min is not None:
-        input = binary("max", tie="first")(input, min)
-    return input if max is None else binary("min", tie="first")(input, max)
+        value = binary("max", tie="first")(value, ends[0])
+    return value if max is None else binary("min", tie="first")(value, ends[-1])
 
 
 def _where(condition: Any, input: Any, other: Any) -> Value:
@@ -394,9 +398,8 @@ def _where(condition: Any, input: Any, other: Any) -> Value:
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
     refuse_bare(x, y)
-    for value in (x, y):
-        refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
-    left, right = builder.promote(x.node, y.node)
+    kind = result_dtype([x.kind, y.kind])
+    left, right = builder.promote(*(fitting(value, kind, "torch.where").node for value in (x, y)))
     if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) returns a tensor, not a Python number
         strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64
         left, right = builder.cast(left, strong), builder.cast(right, strong)
@@ -460,8 +463,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "maximum": binary("max"),
     "clamp": _clamp,
     "clip": _clamp,
-    "clamp_min": lambda input, min: binary("max", tie="first")(input, min),
-    "clamp_max": lambda input, max: binary("min", tie="first")(input, max),
+    "clamp_min": lambda input, min: _clamp(input, min),
+    "clamp_max": lambda input, max: _clamp(input, None, max),
     "where": _where,
     "bitwise_and": binary("and"),
     "bitwise_or": binary("or"),

@@ -3,7 +3,8 @@
 In the user's function, arithmetic among captured numbers is Python's: unbounded, with Python's exceptions. A traced mod computes it in 64
 bits, as torch does. If a call's numbers leave that range, or Python raises (a division by zero) or has no real result, the function is
 traced again with them as Python numbers: then it raises the user's exception, or its results meet tensors as in torch. The same holds for
-numbers so near the ends of 64 bits that sums with positions wrap around, which the analyses assume not to happen.
+numbers so near the ends of 64 bits that sums with positions wrap around, which the analyses assume not to happen, and for numbers that do
+not fit a dtype to which torch converts them with a check.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from anyattn.mods.ir.dependence import FAR_NUMBER, relies_on_near_numbers
-from anyattn.mods.ir.expr import OPS, Expr, Node, is_weak
+from anyattn.mods.ir.expr import OPS, Expr, Node, category, is_weak, overflows
 from anyattn.mods.tracing.diagnostics import note_raised
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "scalar_slots",
     "slots_in_question",
     "strayed",
+    "unfit",
     "weak_arithmetic",
 ]
 
@@ -61,8 +63,20 @@ def weak_arithmetic(nodes: Sequence[Node]) -> tuple[int, ...]:
     return tuple(
         i
         for i, node in enumerate(nodes)
-        if (node.dtype is int and node.op not in ("const", "scalar")) or (node.dtype is float and node.op in _RAISING)
+        if (node.dtype is int and node.op not in ("const", "scalar")) or (node.dtype is float and node.op in _RAISING) or _is_checked(node)
     )
+
+
+def _is_checked(node: Node) -> bool:
+    """Whether torch raises for a number that does not fit the node's dtype: ``arguments.fitting``."""
+    return node.op == "cast" and node.attr is not None and category(node.dtype) == "int"
+
+
+def unfit(expr: Expr, numbers: Sequence[int | float]) -> tuple[str, int, Any] | None:
+    """(torch's function, the number, the dtype that does not hold it) of the first such use of captured numbers."""
+    values = _weak_values(expr, numbers)
+    uses = ((str(n.attr), values[n.args[0]], n.dtype) for n in expr.nodes if _is_checked(n))
+    return next((use for use in uses if use[1] is not None and overflows(use[1], use[2])), None)  # type: ignore
 
 
 def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
@@ -78,14 +92,22 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
     found: frozenset[int] = frozenset()
     if relies_on_near_numbers(expr):
         found = frozenset(s for s in _whole_slots(expr) if not -FAR_NUMBER < numbers[s] < FAR_NUMBER)
+    values = _weak_values(expr, numbers)
+    for at in weak_arithmetic(expr.nodes):
+        node = expr.nodes[at]
+        value = values[node.args[0] if _is_checked(node) else at]
+        if value is None or (_is_checked(node) and overflows(value, node.dtype)):  # type: ignore[arg-type]
+            found |= _slots_below(expr, at)
+    return found
+
+
+def _weak_values(expr: Expr, numbers: Sequence[int | float]) -> dict[int, int | float | None]:
+    """Python's results of the nodes that are computed from captured numbers alone, as far as ``weak_arithmetic`` needs them."""
     values: dict[int, int | float | None] = {}
-    in_question = weak_arithmetic(expr.nodes)
-    for at, node in enumerate(expr.nodes[: in_question[-1] + 1] if in_question else ()):
+    for at, node in enumerate(expr.nodes[: max(weak_arithmetic(expr.nodes), default=-1) + 1]):
         if is_weak(node.dtype):
             values[at] = _computed(node, [values.get(a) for a in node.args], numbers)
-            if values[at] is None and at in in_question:
-                found |= _slots_below(expr, at)
-    return found
+    return values
 
 
 @lru_cache(maxsize=4096)

@@ -122,3 +122,67 @@ def test_a_divisor_of_zero_in_a_mask_raises_at_its_call_alone() -> None:
         else:
             made = create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
             assert made.sparsity() < 100
+
+
+CHECKED = {  # functions in which torch raises for a number outside a dtype
+    "where": lambda t, n: torch.where(t > 3, t, n),
+    "where of a number": lambda t, n: torch.where(t > 3, n * 1, t),
+    "where, the method": lambda t, n: t.where(t > 3, n),
+    "clamp": lambda t, n: torch.clamp(t, -1, n),
+    "clip": lambda t, n: t.clip(n),
+    "clamp_min": lambda t, n: torch.clamp_min(t, n),
+    "clamp_max": lambda t, n: t.clamp_max(n),
+    "masked_fill": lambda t, n: t.masked_fill(t > 3, n),
+    "full_like": lambda t, n: torch.full_like(t, n),
+    "new_full": lambda t, n: t.new_full((), n),
+    "tensor": lambda t, n: torch.tensor(n, dtype=t.dtype) + t,
+    "add": lambda t, n: torch.add(t, t, alpha=n),
+    "sub": lambda t, n: torch.sub(t, t, alpha=n),
+    "rsub": lambda t, n: torch.rsub(t, t, alpha=n),
+    "addcmul": lambda t, n: torch.addcmul(t, t, t, value=n),
+    "pow": lambda t, n: t ** (n if type(n) is int and n >= 0 else 2),
+    "unchecked": lambda t, n: (t + n) * n,
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_numbers_that_do_not_fit_a_dtype_are_refused_as_torch_refuses_them(name: str, dtype: torch.dtype) -> None:
+    f, t, info = CHECKED[name], torch.arange(8, dtype=dtype), torch.iinfo(dtype)
+    for n in (3, info.max, info.max + 1, info.min, info.min - 1, -info.max - 1, 3, 2**40):
+        mods = [lambda b, h, q, k, n=n: f(t[q], n) + 0 > 3, eval(f"lambda b, h, q, k: f(t[q], {n}) + 0 > 3", {"f": f, "t": t})]
+        for mod in mods if name != "pow" else mods[1:]:
+            try:
+                want = f(t, n) + 0 > 3
+            except RuntimeError as error:
+                assert "without overflow" in str(error)
+                with pytest.raises(ModError, match=r"does not fit into|without overflow"):
+                    trace(mod, "mask")
+            else:
+                assert torch.equal(evaluate(trace(mod, "mask"), B, H, torch.arange(8), K).expand(8), want.expand(8))
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_numbers_that_do_not_fit_are_refused_at_their_calls_alone(is_compiled: bool) -> None:
+    t, idx = torch.arange(8, dtype=torch.int8), torch.arange(8)
+    q, k, v = torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8, 4), torch.eye(8)[None, None]
+
+    def masked(n: int) -> Tensor:
+        return flex_attention(q, k, v, mask_mod=lambda b, h, i, j: torch.where(j > 3, t[j], n) > 4)
+
+    def scored(n: int) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.clamp(t[j], max=2 * n + 1))
+
+    def listed(n: int) -> Tensor:
+        return create_block_mask(lambda b, h, i, j: torch.where(j > 3, t[j], n) > 4, 1, 1, 8, 8, device="cpu").kv_num_blocks
+
+    calls = (masked, scored) if is_compiled else (masked, scored, listed)
+    for call in calls:
+        f = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True) if is_compiled else call
+        for n in (9, 9, 200, 2, 200, 60, -129, 9):
+            if n >= -128 and 2 * n + 1 <= 127:
+                seen = torch.where(idx > 3, idx, n) > 4 if call is masked else idx >= 0
+                assert torch.equal(f(n)[0, 0, 0] > 0, seen if call is not listed else torch.tensor(True))
+            else:
+                with pytest.raises(ModError, match=r"does not fit into torch.int8"):
+                    f(n)

@@ -74,7 +74,8 @@ def _approximate(function: Callable) -> Callable:
     return lambda x: function(Float32(x), fastmath=True)
 
 
-_FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
+_EXACT = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf")
+_FUNCTIONS = (*_EXACT, "floor", "ceil", "trunc")
 _UNARY: dict[str, Callable] = {
     **{name: _approximate(getattr(cute.math, name)) for name in _FUNCTIONS},
     **{name: getattr(cute.math, name) for name in ("atan", "sinh", "cosh")},
@@ -85,9 +86,9 @@ _UNARY: dict[str, Callable] = {
     "sigmoid": lambda x: tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
 }
-# exp, log and erf stay approximate, to some units in the last place: torch's own differ by one between a CPU and a GPU
 _SHARP_UNARY: dict[str, Callable] = {
-    **{name: getattr(cute.math, name) for name in ("sqrt", "rsqrt", "sin", "cos", "tanh")},
+    **{name: getattr(cute.math, name) for name in _EXACT},
+    "tanh": cute.math.tanh,
     "tan": lambda x: cute.math.sin(x) / cute.math.cos(x),
     "sigmoid": lambda x: Float32(1.0) / (Float32(1.0) + cute.math.exp(-x)),
     "reciprocal": lambda x: Float32(1.0) / x,
