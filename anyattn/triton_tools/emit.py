@@ -240,8 +240,8 @@ class _Writer:
             return self._power(at, args)
         if operand in HALVES and node.op != "where":  # as torch: computes in float32, then rounds
             args = [f"{a}.to(tl.float32)" for a in args]
-            if node.op in ("mul", "div"):
-                args = [self._factor(i, text) for i, text in zip(node.args, args, strict=True)]
+            if node.op in ("mul", "div", "floordiv"):
+                args = [args[0] if node.op == "floordiv" else self._factor(node.args[0], args[0]), self._factor(node.args[1], args[1])]
         text = self._fast(at, args) or self._operation(at, args)
         if is_wide:
             return f"({text}).to(tl.int32)"

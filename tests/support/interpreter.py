@@ -3,8 +3,9 @@
 Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for everything that pytest runs.
 
 NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16, where hardware rounds to nearest;
-products and most casts of bfloat16 use the raw bits; a comparison of scalars becomes a float when it is broadcast; an integer
-from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at the same time share one grid position
+products and most casts of bfloat16 use the raw bits, and it has no constants; a comparison of scalars becomes a float when it is
+broadcast; an integer from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at the same time share one
+grid position
 (``interpreter_speed`` and ``interpreter_blocks`` patch the slow parts).
 Only a process that interprets is patched.
 """
@@ -74,5 +75,9 @@ def _mend_numbers() -> None:
             return tl.tensor(handle(np.array([arg], dtype=np.int64), tl.int64), tl.int64)
         return as_argument(arg)
 
+    def bfloat16(self: Any, value: float) -> Any:
+        return self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
+
+    builder.get_bf16 = bfloat16
     interpreter._convert_float, interpreter._implicit_cvt = rounded, argument
     builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread

@@ -25,13 +25,15 @@ def _itself(x: Tensor, *_: Tensor) -> Tensor:
     return x * 0
 
 
-_OPERATIONS = (
-    "neg abs exp exp2 log log2 log1p expm1 sqrt rsqrt sin cos tan atan sinh cosh tanh sigmoid erf erfinv floor ceil trunc round sign "
-    "reciprocal square positive relu frac logit nan_to_num"
-).split()
-_PAIRS = (
-    "add sub mul div floor_divide remainder fmod pow atan2 hypot minimum maximum fmin fmax heaviside rsub true_divide"
-).split()  # fmt: skip
+_OPERATIONS = [
+    "neg", "abs", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh",
+    "sigmoid", "erf", "erfinv", "floor", "ceil", "trunc", "round", "sign", "reciprocal", "square", "positive", "relu", "frac", "logit",
+    "nan_to_num",
+]  # fmt: skip
+_PAIRS = [
+    "add", "sub", "mul", "div", "floor_divide", "remainder", "fmod", "pow", "atan2", "hypot", "minimum", "maximum", "fmin", "fmax",
+    "heaviside", "rsub", "true_divide",
+]  # fmt: skip
 
 CASES: dict[str, Case] = {
     **{name: Case(getattr(torch, name)) for name in _OPERATIONS},
@@ -48,6 +50,11 @@ CASES: dict[str, Case] = {
     "x / 0.3": Case(lambda x: x / 0.3),
     "0.3 / x": Case(lambda x: 0.3 / x),
     "x // 0.3": Case(lambda x: x // 0.3),
+    "0.3 // x": Case(lambda x: 0.3 // x),
+    "0.3 % x": Case(lambda x: 0.3 % x),
+    "fmod of a number": Case(lambda x: torch.fmod(x, 0.3)),
+    "x ** 0.3": Case(lambda x: abs(x) ** 0.3),
+    "x > 0.3": Case(lambda x: (x > 0.3).to(x.dtype)),
     "x % 0.3": Case(lambda x: x % 0.3),
     "x ** 3": Case(lambda x: x**3),
     "x ** -0.5": Case(lambda x: abs(x) ** -0.5),

@@ -12,6 +12,7 @@ from tests.support.torch_functions import CASES, DTYPES, arguments, wrong
 SIZE = 4096
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_functions_of_captured_values_are_torchs(name: str, dtype: torch.dtype) -> None:
