@@ -36,7 +36,7 @@ def _rounded_once(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(enumerate(args)), **kwargs}
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         values = {at: _number(x, *named.values()) for at, x in named.items() if isinstance(x, (Value, View, torch.Tensor))}
         strong = [at for at in values if values[at].is_tensor]
         dtype: Any = result_dtype([v.kind for v in values.values()])

@@ -66,8 +66,9 @@ class Row:
         """The entries along a dimension, as torch.unbind."""
         if not -self.ndim <= dim < self.ndim:
             raise mod_error(f"unbind is given dim={dim} for a row of {self.ndim} dimensions", f"use {-self.ndim} to {self.ndim - 1}")
-        before = (slice(None),) * (dim % self.ndim)
-        return tuple([self[(*before, n)] for n in range(self.shape[dim])])  # type: ignore[index]
+        whole = [slice(None)] * (dim % self.ndim)
+        keys = [(*whole, n) for n in range(self.shape[dim])]
+        return tuple([self[key] for key in keys])  # type: ignore[index]
 
 
 class Vector(Row):
