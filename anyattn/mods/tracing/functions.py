@@ -53,7 +53,7 @@ def _rounded_once(f: Callable[..., Any]) -> Callable[..., Any]:
 _ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
 _POW, _SHIFTED = FUNCTIONS["pow"], FUNCTIONS["lshift"]  # pow takes floats, or a whole number with a literal exponent
 _WHERE = FUNCTIONS["where"]
-ROUNDED_ONCE = (
+_ROUNDED_ONCE = (
     "silu", "gelu", "softplus", "log_sigmoid", "mish", "elu", "selu", "celu", "hardsigmoid", "hardswish", "lerp",
     "addcmul", "addcdiv", "logaddexp", "logaddexp2",
 )  # fmt: skip
@@ -366,7 +366,7 @@ FUNCTIONS.update({
     "squeeze": _squeeze,
     **{name: _tensor(name) for name in ("tensor", "as_tensor", "scalar_tensor")},
 })  # fmt: skip
-FUNCTIONS.update((name, _rounded_once(FUNCTIONS[name])) for name in ROUNDED_ONCE)
+FUNCTIONS.update((name, _rounded_once(FUNCTIONS[name])) for name in _ROUNDED_ONCE)
 FUNCTIONS.update(with_rows(dict(FUNCTIONS)))
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
