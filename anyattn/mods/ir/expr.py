@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -221,6 +221,18 @@ class Expr:
             args = [new[a] for a in node.args]
             new.append(args[0] if node.op == "detach" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
         return builder.build(*(new[o] for o in self.outputs))
+
+    def with_numbers(self, numbers: Sequence[int | float]) -> Expr:
+        """The expression of the first output with the captured numbers, by slot, as literals."""
+        builder = Builder()
+        new: list[int] = []
+        for node in self.nodes:
+            args = [new[a] for a in node.args]
+            if node.op == "scalar":
+                new.append(builder.const(numbers[node.attr]))  # type: ignore[call-overload]
+            else:
+                new.append(builder.cast(*args, node.dtype) if node.op == "cast" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+        return builder.build(new[self.outputs[0]])
 
     def of_first_output(self) -> Expr:
         """The expression of the first output alone. A builder puts the nodes that only later outputs need behind it."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from anyattn.mods.tracing.pure_names import STABLE_MODULES, compares_identity, handles_errors, has_pure_name, names_of
-from anyattn.mods.tracing.random_numbers import refusing
-from anyattn.mods.tracing.type_checks import TYPE_CHECKS, aware, has_type_checks
+from anyattn.mods.tracing.pure_names import STABLE_MODULES, has_pure_name, names_of
+from anyattn.mods.tracing.random_numbers import is_loaded, refusing
 
 __all__ = ["Found", "is_number", "rebuild", "walk"]
 
@@ -55,9 +54,15 @@ def is_number(item: Any) -> bool:
 
 
 def _from_stable_module(item: Any) -> bool:
-    """Whether ``item`` belongs to Python, torch or anyattn. Without a module a method of C code is Python's, a function is the user's."""
-    default = "" if isinstance(item, types.FunctionType) else "builtins"
-    return (getattr(item, "__module__", None) or default).split(".")[0] in STABLE_MODULES
+    """Whether ``item`` belongs to Python, torch or anyattn. Without a module a method of C code is Python's."""
+    return _module_of(item).split(".")[0] in STABLE_MODULES
+
+
+def _module_of(item: Any) -> str:
+    """The module in which ``item`` is defined. ``functools.wraps`` gives a function the ``__module__`` of another one."""
+    if isinstance(item, types.FunctionType):
+        return str(item.__globals__.get("__name__", ""))
+    return getattr(item, "__module__", None) or "builtins"
 
 
 def _instance_state(item: Any) -> dict | None:
@@ -68,13 +73,9 @@ def _instance_state(item: Any) -> dict | None:
 # ---- copies with other numbers
 
 
-def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> tuple[Callable, bool]:
-    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; and whether its code needs real numbers instead, because
-    it compares objects by ``is`` or handles exceptions."""
-    done: dict[int, Any] = {}
-    copy = _rebuild(fn, lift, done)
-    codes = (f.__code__ for f in done.values() if isinstance(f, types.FunctionType) and not _from_stable_module(f))
-    return copy, any(compares_identity(code) or handles_errors(code) for code in codes)
+def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> Callable:
+    """A copy of ``fn`` in which every captured int and float is ``lift(number)``; parts that contain none stay the objects they are."""
+    return _rebuild(fn, lift, {})  # type: ignore[no-any-return]
 
 
 def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
@@ -85,26 +86,32 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     if (instead := refusing(item)) is not None:
         return instead
     done[id(item)] = item  # a function that captures itself keeps the original in its copy
+    copy: Any = item
     if isinstance(item, types.FunctionType):
-        copy: Any = item if _library_code(item) else _rebuild_function(item, lift, done)
-    elif isinstance(item, functools.partial):
-        inner = _rebuild(item.func, lift, done)  # before its arguments, as in _walk: the order of the visits numbers the slots
-        args = [_rebuild(a, lift, done) for a in item.args]
-        copy = functools.partial(inner, *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
+        copy = item if _library_code(item) else _rebuild_function(item, lift, done)
+    elif type(item) is functools.partial:
+        old = (item.func, *item.args, *item.keywords.values())
+        inner, *new = [_rebuild(part, lift, done) for part in old]  # in the order of _walk, which numbers the slots
+        if _are_new(old, (inner, *new)):
+            named = dict(zip(item.keywords, new[len(item.args) :], strict=True))
+            copy = functools.partial(inner, *new[: len(item.args)], **named)
     elif isinstance(item, types.MethodType):
-        copy = types.MethodType(_rebuild(item.__func__, lift, done), _rebuild_instance(item.__self__, lift, done))
-    elif isinstance(item, types.ModuleType) or _instance_state(item) is None or (_from_stable_module(item) and not _is_own(item)):
-        copy = item
-    else:
+        parts = _rebuild(item.__func__, lift, done), _rebuild_instance(item.__self__, lift, done)
+        copy = types.MethodType(*parts) if _are_new((item.__func__, item.__self__), parts) else item
+    elif not isinstance(item, types.ModuleType) and _instance_state(item) is not None and (not _from_stable_module(item) or _is_own(item)):
         copy = _rebuild_instance(item, lift, done)
     done[id(item)] = copy
     return copy
 
 
+def _are_new(old: Iterable[Any], new: Iterable[Any]) -> bool:
+    return any(a is not b for a, b in zip(old, new, strict=True))
+
+
 def _library_code(fn: types.FunctionType) -> bool:
     """Whether ``fn`` is torch's or Python's own and captures nothing; closures over the user's values (torch's ``and_masks``) are
     excluded."""
-    return fn.__closure__ is None and _from_stable_module(fn) and not (fn.__module__ or "").startswith(_OWN)
+    return fn.__closure__ is None and _from_stable_module(fn) and not _module_of(fn).startswith(_OWN)
 
 
 def _is_own(item: Any) -> bool:
@@ -115,17 +122,22 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
     cells = []
     for cell in fn.__closure__ or ():
         try:
-            cells.append(types.CellType(_rebuild_contents(cell.cell_contents, lift, done)))
+            contents = _rebuild_contents(cell.cell_contents, lift, done)
+            cells.append(cell if contents is cell.cell_contents else types.CellType(contents))
         except ValueError:  # an empty cell
             cells.append(cell)
     names = fn.__globals__
     if not _from_stable_module(fn):
-        named = _global_names(fn.__code__)
-        replaced = {n: _rebuild(aware(names[n], named), lift, done) for n in named if n in names}
-        names = {**TYPE_CHECKS, **names, **replaced}
+        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
+        if any(names[n] is not item for n, item in replaced.items()):
+            names = {**names, **replaced}
     defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
+    keywords = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
+    old = (fn.__globals__, *(fn.__closure__ or ()), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+    if not _are_new(old, (names, *cells, *(defaults or ()), *(keywords or {}).values())):
+        return fn
     copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)
-    copy.__kwdefaults__ = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
+    copy.__kwdefaults__ = keywords
     copy.__dict__.update(fn.__dict__)
     return copy
 
@@ -133,27 +145,25 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
 def _rebuild_contents(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     """The copy of a cell's contents; a tuple or list of functions (torch's ``and_masks``) is copied element by element."""
     if type(item) in (tuple, list) and any(callable(i) for i in item):
-        return type(item)(_rebuild(i, lift, done) for i in item)
+        parts = [_rebuild(i, lift, done) for i in item]
+        return type(item)(parts) if _are_new(item, parts) else item
     return _rebuild(item, lift, done)
 
 
 def _rebuild_instance(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     state = getattr(item, "__dict__", None)
-    if state is None or isinstance(item, type):
+    if state is None or isinstance(item, type) or any(vars(c).get("__slots__") for c in type(item).__mro__):
         return item
     try:
         copy = object.__new__(type(item))
     except TypeError:
         return item
     done[id(item)] = copy
-    if not _is_own(item) and has_type_checks(type(item)):  # type: ignore[arg-type]
-        lift = _unlifted
     copy.__dict__.update({k: _rebuild_contents(v, lift, done) for k, v in state.items()})
-    return copy
-
-
-def _unlifted(number: int | float) -> int | float:
-    return number
+    if _are_new(state.values(), vars(copy).values()):
+        return copy
+    done[id(item)] = item
+    return item
 
 
 # ---- structure and captures
@@ -177,18 +187,18 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
         return ("number", type(item))
     if isinstance(item, torch.Tensor):
         tensors.append(item)
-        return ("tensor",)
-    if isinstance(item, _CONSTANTS) or type(item) is int:
+        return ("tensor", type(item))
+    if type(item) in _CONSTANTS or type(item) is int:
         return ("constant", type(item), item)
     if id(item) in seen:
         return ("again", seen[id(item)])
     seen[id(item)] = len(seen)
     if isinstance(item, types.FunctionType) and not _library_code(item):
         return _walk_function(item, numbers, tensors, seen)
-    if isinstance(item, functools.partial):
+    if type(item) is functools.partial:
         parts = [item.func, *item.args, *item.keywords.values()]
         return ("partial", tuple(item.keywords), tuple(_walk(p, numbers, tensors, seen) for p in parts))
-    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in STABLE_MODULES:
+    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in STABLE_MODULES and is_loaded(item):
         return ("same", item)
     is_library = isinstance(item, (types.FunctionType, types.BuiltinFunctionType, type)) and _from_stable_module(item)
     if is_library and not _has_state(item) and has_pure_name(item):
@@ -211,7 +221,7 @@ def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]
 
 def _is_trusted(fn: types.FunctionType) -> bool:
     """Whether ``fn`` reads only its cells: anyattn's closures, and those by which torch joins masks."""
-    return (fn.__module__ or "").startswith((_OWN, "torch.nn.attention."))
+    return _module_of(fn).startswith((_OWN, "torch.nn.attention."))
 
 
 def _reads_unknown(fn: types.FunctionType) -> bool:

@@ -230,6 +230,8 @@ def failed(error: Exception, name: str) -> ModError | None:
     if any(step.tb_frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS) for step in _steps(error)):
         return mod_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", FUNCTION_CURE, where)
     cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
+    if "numpy" in str(error):
+        cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
     return mod_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", cure, where)
 
 

@@ -23,7 +23,7 @@ __all__ = ["Pattern", "Reading", "recognise"]
 _MOST_PATTERNS = 64  # per code object: all masks made by ``a & b`` share one code object
 _MOST_CODE = 1024
 _MISSING = object()
-_FUNCTION, _PARTIAL, _TENSOR = types.FunctionType, functools.partial, torch.Tensor
+_FUNCTION, _PARTIAL = types.FunctionType, functools.partial
 
 
 class Pattern:
@@ -105,7 +105,7 @@ def _fits(node: tuple, item: Any, numbers: list, tensors: list, seen: list) -> b
         return type(item) is node[1] and is_number(item)
     if tag == "tensor":
         tensors.append(item)
-        return isinstance(item, _TENSOR)
+        return type(item) is node[1]
     if tag == "constant":
         return type(item) is node[1] and item == node[2]
     if tag == "again":
@@ -147,7 +147,7 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
             except ValueError:  # an empty cell
                 contents = _MISSING
             tag = cell_node[0]
-            if tag == "tensor" and isinstance(contents, _TENSOR):  # the test of ``_fits`` without its two calls
+            if tag == "tensor" and type(contents) is cell_node[1]:  # the test of ``_fits`` without its two calls
                 tensors.append(contents)
             elif tag == "number" and type(contents) is cell_node[1] and is_number(contents):
                 numbers.append(contents)

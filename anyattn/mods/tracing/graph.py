@@ -10,7 +10,8 @@ from torch import Tensor
 
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, at_line, mod_error
 from anyattn.mods.tracing.symbolic import Value
-from anyattn.mods.tracing.trace import InterceptCaptured, TracedMod, Tracer, finished, inputs_of
+from anyattn.mods.tracing.symbols import InterceptTorch, surfaced
+from anyattn.mods.tracing.trace import TracedMod, Tracer, finished, inputs_of
 
 __all__ = ["trace_graph"]
 
@@ -58,12 +59,12 @@ class _Run(torch.fx.Interpreter):
         slot = next((i for i, n in enumerate(self.numbers) if n.node.expr == item.node.expr), len(self.numbers))
         if slot == len(self.numbers):
             self.numbers.append(item)
-        return Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=slot))
+        return surfaced(Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=slot)))
 
-    def real(self, number: Tensor) -> Value:
+    def real(self, number: Tensor) -> Any:
         """A captured float held in a tensor of rank 0, cast to the score's dtype, as torch combines a Python float with a score."""
         value = Value.lift(self.tracer, number)
-        return Value(self.tracer, self.tracer.cast(value.node, self.score_dtype))
+        return surfaced(Value(self.tracer, self.tracer.cast(value.node, self.score_dtype)))
 
 
 def trace_graph(
@@ -77,8 +78,8 @@ def trace_graph(
     tracer = Tracer(device)
     runner = _Run(graph, tracer, score_dtype)
     arguments = [*inputs_of(tracer, kind, score_dtype), *map(runner.lifted, captured)]
-    with InterceptCaptured(tracer):
+    with InterceptTorch(tracer):
         result = runner.run(*arguments, enable_io_processing=False)
-    if isinstance(result, (tuple, list)) and len(result) == 1:
-        (result,) = result
-    return finished(result, tracer, kind, score_dtype, runner.numbers, name)
+        if isinstance(result, (tuple, list)) and len(result) == 1:
+            (result,) = result
+        return finished(result, tracer, kind, score_dtype, runner.numbers, name)

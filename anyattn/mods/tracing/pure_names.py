@@ -96,7 +96,7 @@ def handles_errors(code: CodeType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> tuple[bool, frozenset[str]]:
     """(whether all attributes and imports in the body are pure, the globals it reads other than pure built-ins)."""
-    is_pure, read = not compares_identity(code), set()
+    is_pure, read = not (compares_identity(code) or handles_errors(code)), set()
     for instruction in dis.get_instructions(code):
         kind, name = instruction.opname, instruction.argval
         is_import = kind == "IMPORT_NAME" and name.split(".")[0] not in STABLE_MODULES

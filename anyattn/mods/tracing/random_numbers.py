@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from anyattn.mods.tracing.diagnostics import RANDOM_FILES, defined_at, is_library, mod_error
 
-__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_random", "reads_refused", "refuse_random", "refusing"]
+__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_loaded", "is_random", "reads_refused", "refuse_random", "refusing"]
 
 RANDOM_CURE = (
     "compute it from the position instead, which gives every pair its own number and the backward pass the same one: a hash of a captured "
@@ -128,9 +128,14 @@ def _clock(called: Any) -> str | None:
     return f"{owner.__name__}.{name}" if is_date else None  # type: ignore[union-attr]
 
 
+def is_loaded(module: types.ModuleType) -> bool:
+    """Whether importing the module's name gives this module, rather than one that has its name only."""
+    return sys.modules.get(module.__name__) is module
+
+
 def refusing(item: Any) -> Any:
     """The replacement for a clock or a source of random numbers, or for an object that contains one; None for anything else."""
-    if isinstance(item, types.ModuleType):
+    if isinstance(item, types.ModuleType) and is_loaded(item):
         if item.__name__ in ("numpy", "os", "resource", "time"):
             return _Module(item.__name__)
         return _Refusing(item.__name__) if item.__name__ in ("random", "secrets", "numpy.random") else None

@@ -155,6 +155,8 @@ class Value:
     def lift(builder: Builder, item: Any) -> Value:
         """``item`` as a value: a ``Value`` itself, a literal, or a captured tensor of rank 0."""
         if isinstance(item, Value):
+            if item.builder is not builder:
+                raise mod_error("a value of one mod's trace is used in that of another", "capture what the mod needs, and compute it there")
             return item
         if isinstance(item, Vector):
             cure = "index every dimension, as in table[h, q_idx], or reduce the row: .sum(-1), .any(-1)"
@@ -179,8 +181,10 @@ class Value:
     def python_number(self, use: str, cure: str = "") -> Any:
         """Requests a new trace in which this is a Python number; ``ModError`` if it depends on more than captured numbers."""
         scalars = scalar_slots(self.builder.nodes, self.node)
-        if scalars is not None:
+        if scalars:
             raise NeedsNumber(scalars)
+        if scalars is not None and (node := self.builder.nodes[self.node]).op == "const":
+            return node.attr
         raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", cure or truth_cure())
 
     def __bool__(self) -> bool:
@@ -245,14 +249,6 @@ class Value:
         if hasattr(self.kind, name) and is_weak(self.kind):  # such as n.bit_length() of a captured number
             return getattr(self.python_number(f".{name}"), name)
         raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """NumPy's functions; ``np.float64(2) * q_idx`` calls one too."""
-        name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
-        if method != "__call__" or kwargs or name not in FUNCTIONS:
-            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _supported())
-        x, *rest = args
-        return _call(name, x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

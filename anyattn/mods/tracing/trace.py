@@ -18,7 +18,6 @@ from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from anyattn.errors import ModError
 from anyattn.fast_dataclass import OfFields
@@ -26,13 +25,12 @@ from anyattn.mods.ir.expr import Builder, DType, Expr, category
 from anyattn.mods.tracing import closure
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, nothing_swallowed
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
-from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, reads_refused, refuse_random
+from anyattn.mods.tracing.random_numbers import check_draws, generators_state, reads_refused
 from anyattn.mods.tracing.symbolic import Value, View
-from anyattn.mods.tracing.vectors import Vector
+from anyattn.mods.tracing.symbols import InterceptTorch, payload, refuse_kept, surfaced
 from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
-    "InterceptCaptured",
     "Source",
     "TracedMod",
     "Tracer",
@@ -85,6 +83,8 @@ class Tracer(Builder):
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
+        self.symbols: list[Any] = []  # weak references to the objects that the body computes with
+        self.is_open = True  # until the body has returned
         self.reads_values = False  # the body read state that the memo's key does not cover, so this trace must not be reused
         self.wants_grad: bool | None = None  # grad mode when the body is called
         self.wants_autocast: bool | None = None  # autocast when the body is called
@@ -115,40 +115,6 @@ class Tracer(Builder):
             slot = len(self.tensors)
             self.tensors.append(tensor)
         return View(self, slot, tensor, (None,) * tensor.ndim)
-
-
-# Attributes of captured tensors that are part of the memo's key: shape, dtype and device.
-_METADATA = frozenset(("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
-_PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"))
-
-
-def _is_metadata(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", "") in _PROPERTIES if name == "__get__" else name in _METADATA
-
-
-class InterceptCaptured(TorchFunctionMode):
-    """Redirects torch calls with a symbolic argument to the table of functions; only a mode sees ``tensor[value]``."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if is_random(name := getattr(func, "__name__", "")):
-            refuse_random(f"torch.{name}")
-        if any(_is_symbolic(a) for a in (*args, *kwargs.values())):
-            return Value.__torch_function__(func, types, args, kwargs)
-        result = func(*args, **kwargs)
-        of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
-        if of_a_tensor and not isinstance(result, torch.Tensor) and not _is_metadata(func):
-            self.tracer.reads_values = True
-        return result
-
-
-def _is_symbolic(item: Any) -> bool:
-    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
 
 
 def name_of(fn: Callable) -> str:
@@ -201,24 +167,29 @@ def trace(
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
-    is_known = reading is not None and not _has_symbolic_sizes([*reading.tensors, *aux])
+    is_within = torch._C._len_torch_function_stack() > 0 and any(hasattr(t, "_represents") for t in (reading.tensors if reading else ()))
+    is_known = reading is not None and not is_within and not _has_symbolic_sizes([*reading.tensors, *aux])
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
     before = generators_state() if reading is None else None  # code with a pattern uses pure names: it neither draws nor reads a clock
     pinned: frozenset[int] = frozenset()
 
-    def run() -> tuple[Expr, Tracer, list[int | float]]:
+    def run(pinned: frozenset[int]) -> _Run:
         return _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device), before is not None)
 
     while True:
         try:
-            computed, tracer, numbers = run()
+            computed, tracer, numbers = run(pinned)
             more = strayed(computed, numbers)
+            if not more and before is not None:
+                more = _misread(run, computed, tracer, numbers, pinned)
             if not more:
                 break
             pinned |= more
         except NeedsNumber as need:
+            if need.slots <= pinned:
+                raise  # of the trace inside of which this one runs
             pinned |= need.slots
         except ModError:
             raise
@@ -232,11 +203,30 @@ def trace(
                 raise
             raise told from error
     if before is not None:
-        check_draws(fn, before, run)
+        check_draws(fn, before, lambda: run(pinned))
     expr, scalars, tensors = compact(computed.of_first_output(), tracer.tensors)
     is_kept = memo is not None and not tracer.reads_values
     source = memo.remember(computed, expr, scalars, tensors, numbers, pinned) if is_kept else None  # type: ignore[union-attr]
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
+
+
+def _misread(
+    run: Callable[[frozenset[int]], _Run], computed: Expr, tracer: Tracer, numbers: list[int | float], pinned: frozenset[int]
+) -> frozenset[int]:
+    """The slots of all captured numbers if the mod computes something else with the numbers themselves than with symbols of them.
+
+    For code of which not every step is known: it may read a number's type or identity, or keep its own registry of objects.
+    """
+    every = frozenset(range(len(numbers)))
+    if every <= pinned:
+        return frozenset()
+    exact, other, _ = run(every)
+    is_same = computed.of_first_output().with_numbers(numbers) == exact.of_first_output()
+    tensors = zip(tracer.tensors, other.tensors, strict=False)
+    has_same = len(tracer.tensors) == len(other.tensors) and all(
+        a is b or (a.device.type == "cpu" == b.device.type and a.dtype == b.dtype and torch.equal(a, b)) for a, b in tensors
+    )
+    return frozenset() if is_same and has_same else every
 
 
 def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
@@ -318,9 +308,12 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
     return tuple(p.name for p in positional), required, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
+_Run = tuple[Expr, Tracer, list[int | float]]
+
+
 def _run(
     fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device, is_watched: bool
-) -> tuple[Expr, Tracer, list[int | float]]:
+) -> _Run:
     """One trace: the result and, as further outputs, all arithmetic among captured numbers, whose slots are numbered as in
     ``closure.walk``.
 
@@ -333,35 +326,36 @@ def _run(
     def lift(number: int | float) -> Any:
         slot = len(numbers)
         numbers.append(number)
-        if slot in pinned:
-            return number
-        return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
+        return number if slot in pinned else surfaced(Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot)))
 
-    lifted, wants_numbers = closure.rebuild(fn, lift)
-    if wants_numbers and len(pinned) < len(numbers):
-        raise NeedsNumber(frozenset(range(len(numbers))))
+    lifted = closure.rebuild(fn, lift)
+    of_numbers = len(tracer.symbols)
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
-    with InterceptCaptured(tracer):
+    with InterceptTorch(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
         with reads_refused(fn) if is_watched else nullcontext(), nothing_swallowed():
             result = lifted(*arguments)
-        output = _result_node(result, tracer, kind, score_dtype, name_of(fn))
-        return tracer.build(output, *weak_arithmetic(tracer.nodes)), tracer, numbers
+        output = _result_node(payload(result), tracer, kind, score_dtype, name_of(fn))
+        expr = tracer.build(output, *weak_arithmetic(tracer.nodes))
+    del arguments, result
+    refuse_kept(tracer.symbols[of_numbers:], fn, f"{kind}_mod {name_of(fn)!r}")
+    del lifted
+    refuse_kept(tracer.symbols[:of_numbers], fn, f"{kind}_mod {name_of(fn)!r}")
+    return expr, tracer, numbers
 
 
-def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
+def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Any]:
     """The symbolic arguments of a mod."""
     leaves = (
         tracer.add("score", dtype=score_dtype) if name == "score" else tracer.add("index", dtype=torch.int64, attr=name)
         for name in _INPUTS[kind]
     )
-    return [Value(tracer, leaf) for leaf in leaves]
+    return [surfaced(Value(tracer, leaf)) for leaf in leaves]
 
 
 def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, numbers: list, name: str) -> TracedMod:
     """The traced mod of ``result``, which a call on ``inputs_of`` returned. numbers: the captured numbers, by scalar slot."""
-    with InterceptCaptured(tracer):
-        expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
+    expr = tracer.build(_result_node(payload(result), tracer, kind, score_dtype, name))
     expr, scalars, tensors = compact(expr, tracer.tensors)
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
 
@@ -411,7 +405,7 @@ class _Memo:
     @classmethod
     def of(cls, reading: Reading, kind: str, score_dtype: torch.dtype, aux: list, device: torch.device) -> _Memo:
         tensors = [*reading.tensors, *aux]
-        described = tuple((t.dtype, t.shape, t.device) for t in tensors)
+        described = tuple((type(t), t.dtype, t.shape, t.device) for t in tensors)
         same = tuple(next(j for j, u in enumerate(tensors) if u is t) for t in tensors) if len(tensors) > 1 else ()
         default = torch.get_default_dtype()  # the dtype of a captured float combined with integers
         return cls((reading.pattern, len(aux), kind, score_dtype, default, described, same, device), reading, kind, tensors)
