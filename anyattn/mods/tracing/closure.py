@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from anyattn.mods.tracing.pure_names import STABLE_MODULES, has_pure_name, names_of
+from anyattn.mods.tracing.pure_names import STABLE_MODULES, global_names, has_pure_name, names_of
 from anyattn.mods.tracing.random_numbers import is_loaded, refusing
 
 __all__ = ["Found", "is_number", "rebuild", "walk"]
@@ -37,15 +37,6 @@ class Found:
 
 class _Unknown(Exception):
     pass
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    names = list(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names.extend(_global_names(const))
-    return tuple(dict.fromkeys(names))
 
 
 def is_number(item: Any) -> bool:
@@ -128,7 +119,7 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
             cells.append(cell)
     names = fn.__globals__
     if not _from_stable_module(fn):
-        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
+        replaced = {n: _rebuild(names[n], lift, done) for n in global_names(fn.__code__) if n in names}
         if any(names[n] is not item for n, item in replaced.items()):
             names = {**names, **replaced}
     defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
@@ -242,7 +233,7 @@ def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: d
     names: tuple[tuple[str, tuple], ...] = ()
     if not _from_stable_module(fn):
         known = fn.__globals__
-        names = tuple((n, _walk(known[n], numbers, tensors, seen) if n in known else ("empty",)) for n in _global_names(fn.__code__))
+        names = tuple((n, _walk(known[n], numbers, tensors, seen) if n in known else ("empty",)) for n in global_names(fn.__code__))
     defaults = tuple(_walk(d, numbers, tensors, seen) for d in fn.__defaults__ or ())
     keywords = tuple((k, _walk(d, numbers, tensors, seen)) for k, d in (fn.__kwdefaults__ or {}).items())
     return ("function", fn.__code__, fn.__module__, tuple(cells), names, defaults, keywords)

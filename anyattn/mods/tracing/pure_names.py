@@ -19,7 +19,7 @@ import torch
 
 from anyattn.mods.tracing.functions import FUNCTIONS
 
-__all__ = ["STABLE_MODULES", "add_pure_names", "compares_identity", "handles_errors", "has_pure_name", "names_of"]
+__all__ = ["STABLE_MODULES", "add_pure_names", "compares_identity", "global_names", "handles_errors", "has_pure_name", "names_of"]
 
 STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
 
@@ -91,6 +91,16 @@ def handles_errors(code: CodeType) -> bool:
     if any(instruction.opname in _HANDLERS for instruction in dis.get_instructions(code)):
         return True
     return any(handles_errors(c) for c in code.co_consts if isinstance(c, CodeType))
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The names that the body, or a function inside it, may look up as globals."""
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names.extend(global_names(const))
+    return tuple(dict.fromkeys(names))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -122,6 +122,7 @@ class Value:
 
     # -- attributes of a tensor of rank 0
     shape, ndim = torch.Size(()), 0
+    is_shared = False  # whether torch would have a view of this tensor, or this be one
 
     @property
     def kind(self) -> torch.dtype | type:

@@ -26,13 +26,16 @@ from torch.overrides import TorchFunctionMode
 from anyattn.mods.ir.expr import category, is_weak
 from anyattn.mods.tracing.diagnostics import defined_at, mod_error
 from anyattn.mods.tracing.functions import FUNCTIONS
+from anyattn.mods.tracing.pure_names import STABLE_MODULES, global_names
 from anyattn.mods.tracing.random_numbers import is_random, refuse_random
 from anyattn.mods.tracing.symbolic import Value, View, _call, cast
 from anyattn.mods.tracing.vectors import Vector
+from anyattn.mods.tracing.weak_captures import scalar_slots
 
 __all__ = ["InterceptTorch", "Number", "payload", "refuse_kept", "surfaced"]
 
 _OPERANDS = (Value, View, Vector)
+_MOST_OBJECTS = 10000  # bounds the search for the name of a place
 _ATTRIBUTE_CURE = "use .shape, .dtype, .device, Python's operators and torch's functions of single numbers"
 _KEPT_CURE = "a mod's values exist for one trace: compute the value again where it is needed, and return what the mod is for"
 # Attributes that are part of the memo's key in captured tensors, and that a symbol has too.
@@ -237,7 +240,7 @@ def _without_writing(name: str) -> str | None:
 def _written(symbol: Any, name: str, operands: tuple, options: dict) -> Any:
     """``symbol`` with the result in its place, as ``x += 1`` has it in torch: other names of the same tensor see it too."""
     old = operands[0]
-    is_copy = type(old) is Value and not getattr(old, "is_shared", False) and _differs(old)
+    is_copy = type(old) is Value and not old.is_shared and _differs(old)
     if not is_copy:
         raise mod_error(f"torch.{name}_ writes into a tensor that has other uses", f"use what {name} returns: x = x + y instead of x += y")
     result = _call(name, *operands, **options)
@@ -249,10 +252,10 @@ def _written(symbol: Any, name: str, operands: tuple, options: dict) -> Any:
 
 
 def _differs(value: Value) -> bool:
-    """Whether the value is not an element of a captured tensor at a literal place, which is a view of the tensor in torch."""
+    """Whether the value is not an element of a captured tensor at one place for all pairs, which is a view of the tensor in torch."""
     nodes = value.builder.nodes
     node = nodes[value.node]
-    return node.op != "load" or any(nodes[a].op != "const" for a in node.args)
+    return node.op != "load" or any(scalar_slots(nodes, a) is None for a in node.args)
 
 
 def _note_shared(symbolic: list[Any], result: Any, name: str) -> None:
@@ -262,45 +265,59 @@ def _note_shared(symbolic: list[Any], result: Any, name: str) -> None:
         if name == "detach" or any(value is item for item in held):
             for item in (value, result):
                 if type(item) is Value:
-                    item.is_shared = True  # type: ignore[attr-defined]
+                    item.is_shared = True
 
 
 # ---- symbols that a mod has stored
 
 
-def refuse_kept(symbols: list[Any], fn: Any, what: str) -> None:
-    """Raises ``ModError`` if one of the symbols of a trace of ``fn``, weak references, still exists. what: the mod's kind and name."""
+def refuse_kept(symbols: list[Any], fn: Any, root: Any, what: str) -> None:
+    """Raises ``ModError`` if one of the symbols of a trace of ``fn``, weak references, still exists.
+
+    root: the function that was called, which may be a copy of ``fn``. what: the mod's kind and name."""
+    kept: list[Any] = []
     for oldest in (None, 0, 2):  # cycles of the mod's own objects are no containers; collecting the young ones takes microseconds
-        if oldest is not None:
-            gc.collect(oldest)
-        kept = [symbol for symbol in [reference() for reference in symbols] if symbol is not None]
+        if kept:
+            kept.clear()
+            gc.collect(oldest)  # type: ignore[arg-type]
+        kept += [symbol for symbol in [reference() for reference in symbols] if symbol is not None]
         if not kept:
             return
-    place, word = _place(kept[0], (kept,), 4)
+    path = _path(root, kept)
+    word = next((part for part in reversed(path) if not part.startswith("[")), "")
+    place = "".join(path) or "an object that its code does not name"
     raise mod_error(f"{what} keeps a value of its trace in {place}", _KEPT_CURE, defined_at(fn, word))
 
 
-def _place(item: Any, ours: tuple, depth: int) -> tuple[str, str]:
-    """The name by which a program reaches ``item``, and a word of it that stands in the program's text. ours: lists of this module."""
-    holders = gc.get_referrers(item) if depth else []
-    for holder in [h for h in holders if not any(h is x for x in ours)]:
-        kind = type(holder)
-        named = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None) or {}
-        key = next((k for k in named if named[k] is item), None)
-        if isinstance(holder, functools._lru_cache_wrapper):
-            return f"the cache of {holder.__name__}", holder.__name__
-        if kind is types.CellType:
-            functions = [f for t in gc.get_referrers(holder) for f in gc.get_referrers(t) if type(f) is types.FunctionType]
-            names = [n for f in functions for n, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False) if c is holder]
-            if names:
-                return f"the variable {names[0]}", names[0]
-        elif key is not None:
-            owner = holder if named is not holder else next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
-            if owner is None and "__builtins__" not in holder:
-                place, word = _place(holder, (*ours, holders), depth - 1)
-                return f"{place}, under {key!r}", word or str(key)
-            is_variable = owner is None or isinstance(owner, types.ModuleType)
-            return (f"the variable {key}", key) if is_variable else (f"the attribute {key} of a {type(owner).__name__}", f".{key}")
-        elif isinstance(holder, (list, tuple, set, collections.deque)):
-            return _place(holder, (*ours, holders), depth - 1)
-    return f"a {type(item).__name__}", ""
+def _path(root: Any, kept: list[Any]) -> tuple[str, ...]:
+    """The names and indices by which the code of ``root`` reaches one of the objects ``kept``; empty if the search does not find them."""
+    waiting: collections.deque[tuple[Any, tuple[str, ...]]] = collections.deque([(root, ())])
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        item, path = waiting.popleft()
+        if any(item is k for k in kept):
+            return path
+        if id(item) not in seen and not isinstance(item, torch.Tensor):
+            seen.add(id(item))
+            waiting.extend((part, (*path, *([name] if name else []))) for name, part in _parts(item))
+    return ()
+
+
+def _parts(item: Any) -> Iterable[tuple[str, Any]]:
+    """The objects that ``item`` holds, each with its name or index in code."""
+    if isinstance(item, types.FunctionType):
+        cells = zip(item.__code__.co_freevars, item.__closure__ or (), strict=True)
+        yield from ((name, c.cell_contents) for name, c in cells if c != types.CellType())
+        yield from ((name, item.__globals__[name]) for name in global_names(item.__code__) if name in item.__globals__)
+        yield from (("", default) for default in (*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()))
+    elif isinstance(item, types.MethodType):
+        yield from (("self", item.__self__), ("", item.__func__))
+    elif isinstance(item, dict):
+        yield from ((f"[{key!r}]", value) for key, value in list(item.items()))
+    elif isinstance(item, (list, tuple, set, collections.deque)):
+        yield from ((f"[{i}]", part) for i, part in enumerate(item))
+    elif isinstance(item, functools._lru_cache_wrapper):
+        yield from ((" (functools.lru_cache)", part) for key in gc.get_referents(item) for part in (key if type(key) is tuple else (key,)))
+    elif not isinstance(item, types.ModuleType) or item.__name__.split(".")[0] not in STABLE_MODULES:
+        yield from ((f".{key}", value) for key, value in list(getattr(item, "__dict__", {}).items()))
+        yield from (("self", type(item).__call__),) if callable(item) and not isinstance(item, type) else ()

@@ -79,11 +79,11 @@ class TracedMod(OfFields):
 class Tracer(Builder):
     """A builder that also assigns slots to captured tensors and numbers."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, symbols: list[Any] | None = None) -> None:
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
-        self.symbols: list[Any] = []  # weak references to the objects that the body computes with
+        self.symbols = [] if symbols is None else symbols  # weak references to the objects that the body computes with
         self.is_open = True  # until the body has returned
         self.reads_values = False  # the body read state that the memo's key does not cover, so this trace must not be reused
         self.wants_grad: bool | None = None  # grad mode when the body is called
@@ -175,8 +175,11 @@ def trace(
     before = generators_state() if reading is None else None  # code with a pattern uses pure names: it neither draws nor reads a clock
     pinned: frozenset[int] = frozenset()
 
+    symbols: list[Any] = []  # of all runs
+
     def run(pinned: frozenset[int]) -> _Run:
-        return _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device), before is not None)
+        tracer = Tracer(torch.device(device), symbols)
+        return _run(fn, tracer, kind, score_dtype, aux if takes_aux else None, pinned, before is not None)
 
     while True:
         try:
@@ -191,17 +194,19 @@ def trace(
             if need.slots <= pinned:
                 raise  # of the trace inside of which this one runs
             pinned |= need.slots
-        except ModError:
-            raise
         except Exception as error:
-            every = _every_slot(fn) if isinstance(error, TypeError) else pinned
-            if not every <= pinned:  # torch.arange(n) and others refuse a symbolic n with a TypeError
+            if isinstance(error, ModError) and before is None:
+                raise
+            if not (every := _every_slot(fn)) <= pinned:  # torch.arange(n) and others refuse a symbolic n
                 pinned = every
                 continue
+            if isinstance(error, ModError):
+                raise
             told = _told(error, fn, kind)
             if told is None:
                 raise
             raise told from error
+    refuse_kept(symbols, fn, fn, f"{kind}_mod {name_of(fn)!r}")
     if before is not None:
         check_draws(fn, before, lambda: run(pinned))
     expr, scalars, tensors = compact(computed.of_first_output(), tracer.tensors)
@@ -312,7 +317,7 @@ _Run = tuple[Expr, Tracer, list[int | float]]
 
 
 def _run(
-    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device, is_watched: bool
+    fn: Callable, tracer: Tracer, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], is_watched: bool
 ) -> _Run:
     """One trace: the result and, as further outputs, all arithmetic among captured numbers, whose slots are numbered as in
     ``closure.walk``.
@@ -320,7 +325,6 @@ def _run(
     In the user's function Python computes that arithmetic; torch refuses it beyond 64 bits, even if no result depends on it. is_watched:
     the names in the body do not rule out that it reads a clock.
     """
-    tracer = Tracer(device)
     numbers: list[int | float] = []
 
     def lift(number: int | float) -> Any:
@@ -338,9 +342,7 @@ def _run(
         output = _result_node(payload(result), tracer, kind, score_dtype, name_of(fn))
         expr = tracer.build(output, *weak_arithmetic(tracer.nodes))
     del arguments, result
-    refuse_kept(tracer.symbols[of_numbers:], fn, f"{kind}_mod {name_of(fn)!r}")
-    del lifted
-    refuse_kept(tracer.symbols[:of_numbers], fn, f"{kind}_mod {name_of(fn)!r}")
+    refuse_kept(tracer.symbols[of_numbers:], fn, lifted, f"{kind}_mod {name_of(fn)!r}")
     return expr, tracer, numbers
 
 

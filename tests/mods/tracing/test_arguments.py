@@ -142,8 +142,9 @@ def test_what_is_understood_has_torchs_meaning(name):
         assert torch.equal(evaluated(fn).nan_to_num(777.0), by_calling(fn).nan_to_num(777.0))
 
 
-def test_python_round_has_torchs_decimals():
-    assert torch.equal(evaluated(lambda s, b, h, q, k: round(s, 1)).nan_to_num(777.0), torch.round(SCORES, decimals=1).nan_to_num(777.0))
+def test_python_round_is_refused_as_by_a_tensor():
+    with pytest.raises(ModError, match="__round__"):
+        evaluated(lambda s, b, h, q, k: round(s, 1))
 
 
 # ---- every torch function that a mod may call, with every argument of its signature

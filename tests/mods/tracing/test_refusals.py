@@ -461,6 +461,7 @@ NUMPY = {
     "reflected": lambda b, h, q, k: q * array > k,
     "comparison": lambda b, h, q, k: q > array,
     "function": lambda b, h, q, k: np.where(q > k, True, False),
+    "ufunc": lambda b, h, q, k: np.minimum(q, 3) > k,
     "list_of_rows": lambda b, h, q, k: np.stack([array])[0, q] > k,
 }
 
