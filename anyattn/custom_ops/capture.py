@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 
 from anyattn.errors import BackendError, ModError
+from anyattn.mods.algebra import Mask, Score
 from anyattn.mods.tracing.graph import trace_graph
 from anyattn.mods.tracing.trace import TracedMod, is_native, trace
 from anyattn.tensors import kinds as tensor_kinds
@@ -94,9 +95,9 @@ def bound(fn: Any, kind: str, aux_tensors: Any) -> Callable | None:
 
 
 def _takes_aux(fn: Any, kind: str) -> bool:
-    inner = getattr(fn, "fn", fn)  # the function of a wrapped mod
-    inner = getattr(inner, "__func__", inner)
-    code = getattr(inner, "__code__", None)
+    inner = fn.fn if type(fn) is Mask or type(fn) is Score else fn
+    method = getattr(inner, "__func__", None)
+    code = getattr(method or inner, "__code__", None)
     if code is None:
         return False
-    return code.co_argcount - (inner is not getattr(fn, "fn", fn)) > _ARITY[kind]
+    return code.co_argcount - (method is not None) > _ARITY[kind]

@@ -7,6 +7,7 @@ once; after one warning the entry points run as in eager mode, opaque to Dynamo.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -23,7 +24,9 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
+from anyattn.errors import ModError
 from anyattn.mods.algebra import Mask
+from anyattn.mods.tracing.trace import refuse_scripted
 from anyattn.tensors import kinds as tensor_kinds
 from anyattn.tensors.dynamo import opaque
 
@@ -48,6 +51,7 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         graphs, captured = [], []
         for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
             graph, lifted = None, ()
+            _refuse_scripted(tx, fn, name)
             if not (fn.is_python_constant() and fn.as_python_constant() is None):
                 try:
                     graph, lifted = _subgraph(tx, self.value, like, fn, kind, name)
@@ -83,6 +87,19 @@ def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
     # Dynamo can only raise Python's own exception types
     kind = next((k for k in (ValueError, TypeError) if isinstance(error, k)), RuntimeError)
     raise_observed_exception(kind, tx, args=[VariableTracker.build(tx, str(error))])
+
+
+def _refuse_scripted(tx: Any, fn: Any, name: str) -> None:
+    """Refuses a function of torch.jit, for which Dynamo would trace the Python function that it was made of."""
+    try:
+        refuse_scripted(_given(tx, fn), name)
+    except ModError as error:
+        _refuse(tx, error, _is_replaced(tx))
+
+
+def _given(tx: Any, fn: Any) -> Any:
+    """The object that the program passes for ``fn``; None if it is made inside the compiled function."""
+    return tx.output.resolve_source_value(fn.source) if fn.source and hasattr(tx.output, "resolve_source_value") else None
 
 
 def _is_replaced(tx: Any) -> bool:
@@ -137,6 +154,14 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
             arguments.insert(0, scalar(dtype, like.requires_grad))
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+    given = _given(tx, fn)
+    if isinstance(given, functools.partial) and type(given) is not functools.partial:
+        unimplemented(
+            gb_type="subclass of functools.partial as a mod",
+            context=name,
+            explanation=f"{name} is of a subclass of functools.partial, and Dynamo would call what it wraps instead of it.",
+            hints=["Write the subclass as a function or a class with __call__."],
+        )
     drawn = len(getattr(tx.output, "random_calls", ()))
     with TransformGetItemToIndex():  # table[q_idx] is a load; without this Dynamo would need the value of q_idx
         # "flatten_manual" would also trace torch's pytree, and guard all of its parts at every call

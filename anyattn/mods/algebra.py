@@ -17,7 +17,7 @@ import torch
 
 from anyattn.mods.tracing.dynamo_import import call_when_imported
 from anyattn.mods.tracing.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
-from anyattn.mods.tracing.trace import name_of, refuse_native, trace
+from anyattn.mods.tracing.trace import name_of, refuse_native, refuse_scripted, trace
 
 __all__ = ["Derived", "Mask", "Score", "and_masks", "mod", "or_masks"]
 
@@ -34,7 +34,7 @@ class _Wrapped:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
     def __init__(self, fn: Callable, name: str | None = None):
-        self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
+        self.fn = function_of(fn)
         if torch.compiler.is_dynamo_compiling():  # the attention call that receives the mod traces it
             _enter_into_dynamo()
             self.recipe, self.name = None, name or "compiled mod"
@@ -44,8 +44,8 @@ class _Wrapped:
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
-        # only a call that passes aux_tensors can trace a mod that takes them
-        if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
+        # only a call that passes aux_tensors can trace a mod that takes them, and a subclass's own call may need what is not set yet
+        if function_of(self) is self.fn and _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
             for dtype in self.dtypes:
                 trace(self.fn, self.kind, score_dtype=dtype)
 
@@ -70,6 +70,11 @@ class _Wrapped:
         """Copies the captured tensors of the library's mods. A function of the user's is not copied, as by ``copy.deepcopy``."""
         make, args = self.recipe or Recipe(type(self), (self.fn, self.name))
         return make(*copy.deepcopy(args, memo))
+
+
+def function_of(fn: Any) -> Any:
+    """The function that a wrapped mod calls; ``fn`` itself if it is not wrapped, or is of a subclass with a ``__call__`` of its own."""
+    return fn.fn if isinstance(fn, _Wrapped) and type(fn).__call__ in (Mask.__call__, Score.__call__) else fn
 
 
 class Derived:
@@ -132,7 +137,7 @@ class Score(_Wrapped):
 
     def then(self, other: Callable) -> Score:
         """The score mod that applies ``other`` to the result of this one."""
-        return _chained(self, Score(other))
+        return _chained(self, other if isinstance(other, Score) else Score(other))
 
 
 def _enter_into_dynamo() -> None:
@@ -145,7 +150,7 @@ _enter_into_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined] 
 
 @remade_by_call
 def _inverted(mask: Mask) -> Mask:
-    inner = mask.fn
+    inner = function_of(mask)
 
     def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ~inner(b, h, q_idx, kv_idx)
@@ -155,10 +160,10 @@ def _inverted(mask: Mask) -> Mask:
 
 @remade_by_call
 def _chained(first: Score, second: Score) -> Score:
-    before = first.fn
+    before, after = function_of(first), function_of(second)
 
     def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return second.fn(before(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+        return after(before(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
 
     return Score(chained, f"{first.name} then {second.name}")
 
@@ -178,6 +183,7 @@ def mod(fn: Callable) -> Mask | Score:
         return fn
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}; wanted a function of (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)")
+    refuse_scripted(fn, "fn")
     names = _positional(fn)
     if len(names) == 4 or (len(names) == 5 and names[-1] == "aux_tensors"):
         return Mask(fn)
@@ -226,7 +232,7 @@ def _joined(symbol: str, left: Callable, right: Callable) -> Mask:
 
 @remade_by_call
 def _joined_masks(symbol: str, a: Mask, b_: Mask) -> Mask:
-    f, g = a.fn, b_.fn
+    f, g = function_of(a), function_of(b_)
     if symbol == "&":
 
         def joined(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

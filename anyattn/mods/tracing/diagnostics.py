@@ -232,6 +232,8 @@ def failed(error: Exception, name: str) -> ModError | None:
     cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
     if "numpy" in str(error):
         cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
+    if "TorchScript" in str(error):
+        cure = "call the Python function, not the function of torch.jit that was made of it"
     return mod_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", cure, where)
 
 

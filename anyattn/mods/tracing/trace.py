@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,6 +32,7 @@ from anyattn.mods.tracing.symbols import InterceptTorch, payload, refuse_kept, s
 from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, slots_in_question, strayed, weak_arithmetic
 
 __all__ = [
+    "SCRIPTED",
     "Source",
     "TracedMod",
     "Tracer",
@@ -39,9 +41,11 @@ __all__ = [
     "is_native",
     "name_of",
     "refuse_native",
+    "refuse_scripted",
     "trace",
 ]
 
+SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
@@ -83,6 +87,7 @@ class Tracer(Builder):
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
+        self._captured: list[torch.Tensor] = []  # the objects of which ``tensors`` are the plain tensors
         self.symbols = [] if symbols is None else symbols  # weak references to the objects that the body computes with
         self.is_open = True  # until the body has returned
         self.reads_values = False  # the body read state that the memo's key does not cover, so this trace must not be reused
@@ -110,11 +115,25 @@ class Tracer(Builder):
             raise mod_error(f"a captured tensor is {kind}", "capture a dense tensor of a real dtype")
         if tensor.dtype is torch.uint64:
             raise mod_error("a captured tensor is torch.uint64", "capture it as torch.int64, whose sums and products have the same bits")
-        slot = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
+        slot = next((i for i, t in enumerate(self._captured) if t is tensor), None)
         if slot is None:
             slot = len(self.tensors)
-            self.tensors.append(tensor)
-        return View(self, slot, tensor, (None,) * tensor.ndim)
+            self._captured.append(tensor)
+            self.tensors.append(_without_methods(tensor))
+        return View(self, slot, self.tensors[slot], (None,) * tensor.ndim)
+
+
+def _without_methods(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the methods of a subclass, which have run where the mod called them: what the mod loads are its elements."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    handler = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    if handler not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl):  # type: ignore[attr-defined]
+        cure = "capture tensor.as_subclass(torch.Tensor), and write what the class does into the mod"
+        raise mod_error(f"a captured tensor is a {kind.__name__}, whose __torch_function__ gives torch's functions another meaning", cure)
+    has_dispatch = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return tensor if has_dispatch else tensor.as_subclass(torch.Tensor)
 
 
 def name_of(fn: Callable) -> str:
@@ -131,9 +150,20 @@ def is_native(fn: Any) -> bool:
 
 
 def refuse_native(fn: Any, kind: str) -> None:
-    """Raises ``ModError`` for a CuTe function, also under ``functools.partial``."""
-    if is_native(getattr(fn, "func", fn)):
+    """Raises ``ModError`` for a CuTe function or one of torch.jit, also under ``functools.partial``."""
+    refuse_scripted(fn, f"{kind}_mod")
+    if is_native(fn.func if type(fn) is partial else fn):
         raise _unreadable(f"{kind}_mod {name_of(fn)!r} is", kind)
+
+
+def refuse_scripted(fn: Any, what: str) -> None:
+    """Raises ``ModError`` for a function, method or module of torch.jit, also under ``functools.partial``. what: the argument's name."""
+    inner = fn.func if type(fn) is partial else fn
+    if isinstance(inner, SCRIPTED):
+        raise ModError(
+            f"{what} is a {type(inner).__name__} of torch.jit.trace or torch.jit.script, which runs outside of Python and cannot be read; "
+            "wanted the Python function that was traced or scripted, which anyattn compiles itself"
+        )
 
 
 def _unreadable(what: str, kind: str) -> ModError:
