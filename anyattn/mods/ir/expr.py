@@ -231,7 +231,9 @@ class Expr:
             if node.op == "scalar":
                 new.append(builder.const(numbers[node.attr]))  # type: ignore[call-overload]
             else:
-                new.append(builder.cast(*args, node.dtype) if node.op == "cast" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+                new.append(
+                    builder.cast(*args, node.dtype) if node.op == "cast" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr)
+                )
         return builder.build(new[self.outputs[0]])
 
     def of_first_output(self) -> Expr:

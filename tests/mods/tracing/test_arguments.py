@@ -38,8 +38,6 @@ REFUSED = {
     "expand": (lambda s, b, h, q, k: s.expand(3), "expand"),
     "squeeze": (lambda s, b, h, q, k: s.squeeze(1), "dim=1"),
     "out": (lambda s, b, h, q, k: torch.exp(s, out=torch.empty(())), "out"),
-    "in_place": (lambda s, b, h, q, k: torch.relu_(s), "relu_"),
-    "in_place_method": (lambda s, b, h, q, k: s.add_(1), "add_"),
     "in_place_flag": (lambda s, b, h, q, k: F.relu(s, inplace=True), "inplace"),
     "in_place_captured": (lambda s, b, h, q, k: s + table[0, 0].mul_(q), "mul_"),
     "max_over_dim": (lambda s, b, h, q, k: torch.max(s, 0) + q, "Extremes"),
@@ -194,7 +192,7 @@ def call_of(func: Any, required: int, value: str, second: str, name: str | None,
 def torchs(body: Any) -> tuple[Any, Any]:
     """dtype and values by torch; ("raises", None) or ("no number", None)."""
     try:
-        found = [body(SCORES[i], torch.tensor(i), COLUMN) for i in range(ROWS)]
+        found = [body(SCORES[i].clone(), torch.tensor(i), COLUMN) for i in range(ROWS)]
     except Exception:
         return "raises", None
     if not all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in found):

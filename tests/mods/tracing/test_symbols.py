@@ -246,7 +246,7 @@ def test_a_value_that_a_mod_stores_is_refused_by_its_place(how: str) -> None:
     with pytest.raises(anyattn.ModError, match=f"keeps a value of its trace in {re.escape(STORED[how])}\n") as caught:
         seen(mask, device="cpu")
     assert __file__ in str(caught.value)
-    with pytest.raises(anyattn.ModError, match="of its trace in|outside of that trace"):
+    with pytest.raises(anyattn.ModError, match=r"of its trace in|outside of that trace"):
         seen(mask, device="cpu")
 
 
@@ -259,14 +259,16 @@ def test_a_stored_value_is_dead() -> None:
     far, width = state["far"], number.__closure__[0].cell_contents[0]  # type: ignore[attr-defined]
     state["width"] = width
     uses = [
-        lambda: far + 1, lambda: bool(far), lambda: far.shape, lambda: torch.where(far, 1, 0), lambda: torch.arange(8)[far], lambda: far.item(),
+        lambda: far + 1, lambda: bool(far), lambda: far.shape, lambda: torch.where(far, 1, 0), lambda: torch.arange(8)[far],
+        lambda: far.item(),
         lambda: width + 1, lambda: int(width), lambda: torch.ones(2) * width, lambda: width < 3, lambda: torch.arange(width),
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(anyattn.ModError, match=r"outside of that trace[\s\S]*test_symbols"):
             use()
     mods = [
-        lambda b, h, q, k: far, lambda b, h, q, k: far & (q >= k), lambda b, h, q, k: (q >= k) & state["far"], lambda b, h, q, k: q < state["width"],
+        lambda b, h, q, k: far, lambda b, h, q, k: far & (q >= k), lambda b, h, q, k: (q >= k) & state["far"],
+        lambda b, h, q, k: q < state["width"],
         lambda b, h, q, k: q >= k if far else q < k, lambda b, h, q, k: q >= k if state["width"] > 3 else q < k,
         lambda b, h, q, k: q >= torch.arange(99)[width] + k,
     ]  # fmt: skip
