@@ -212,12 +212,6 @@ class Value:
     def tolist(self) -> Any:
         return self.python_number(".tolist()")
 
-    def __iter__(self) -> Any:
-        raise mod_error("a mod's index or score is one number and cannot be looped over", "loop over range(n) with a Python number n")
-
-    def __len__(self) -> int:
-        raise mod_error("a mod's index or score is one number and has no len()", "use captured tensor.shape for sizes")
-
     def __contains__(self, item: Any) -> bool:
         raise mod_error("`in` has no meaning per (q, kv)", "write it with == and |")
 
