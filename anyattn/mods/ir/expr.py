@@ -232,7 +232,9 @@ class Expr:
                 new.append(builder.const(numbers[node.attr]))  # type: ignore[call-overload]
             else:
                 new.append(
-                    builder.cast(*args, node.dtype) if node.op == "cast" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr)
+                    builder.cast(args[0], node.dtype)
+                    if node.op == "cast"
+                    else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr)
                 )
         return builder.build(new[self.outputs[0]])
 

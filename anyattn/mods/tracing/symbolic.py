@@ -172,7 +172,7 @@ class Value:
             raise mod_error(f"the number {item} has more than the 64 bits of torch's whole numbers", "use one of 64 bits, or a float")
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int; the IR has exact types only
-                return Value(builder, builder.const(number.__pos__(item) if number is not bool else item))  # as torch: not by int()
+                return Value(builder, builder.const(number.__pos__(item) if number is not bool else item))  # type: ignore[arg-type]
         cure = "use numbers, indices, the score and captured tensors"
         if type(item).__module__ == "numpy":
             cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"

@@ -53,7 +53,7 @@ class _Kept(torch.Tensor):
         _refuse_foreign()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         _refuse_foreign()
 
 
@@ -119,8 +119,8 @@ def surfaced(item: Any) -> Any:
         if kind is Value and is_weak(item.kind):
             return _registered(Number(item), item)
         symbol = torch.Tensor._make_wrapper_subclass(_Kept, tuple(item.shape), dtype=item.dtype, device=item.device)  # type: ignore
-        symbol.__class__ = torch.Tensor
-        symbol._represents = item
+        symbol.__class__ = torch.Tensor  # type: ignore[assignment]
+        symbol._represents = item  # type: ignore[attr-defined]
         return _registered(symbol, item)
     if isinstance(item, (tuple, list)):
         parts = map(surfaced, item)

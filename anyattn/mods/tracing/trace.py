@@ -5,7 +5,8 @@ instance attributes hold symbolic numbers. Where the body needs a Python number 
 exceeds 64 bits), the mod is traced again with that number as a constant, which becomes part of the key. Captured tensors become run-time
 inputs when they are indexed (or, at rank 0, computed with).
 
-A trace takes about 0.2 ms, twice that for code of which not every step is known. ``fingerprint.py`` recognises a function that was traced before with other captured values, and skips it.
+A trace takes about 0.2 ms, and some three times that for code of which not every step is known and which captures numbers.
+``fingerprint.py`` recognises a function that was traced before with other captured values, and skips it.
 """
 
 from __future__ import annotations
