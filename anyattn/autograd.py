@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anyattn import hardware
 from anyattn.backends import backend_module
+from anyattn.default_device import UsersDefaultDevice, without_default_device
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import for_backward
@@ -67,7 +68,9 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
             f"attention is called inside torch.func.{kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
             f"wanted tensors that do not: detach() them, or pass them to the transformed function"
         )
-    found = _apply(problem, plan, *problem.grad_inputs)
+    inputs = problem.grad_inputs
+    with UsersDefaultDevice():  # hooks of saved tensors are called
+        found = _apply(problem, plan, *inputs)
     return found if type(found) is tuple else (found, None, None)
 
 
@@ -79,6 +82,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
+    @without_default_device
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
         wants_lse, fields = problem.wants_lse, vars(problem)
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
@@ -125,6 +129,7 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
+@without_default_device
 def _gradients(
     fields: dict[str, Any], plan: Plan, needed: tuple[bool, ...], saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:

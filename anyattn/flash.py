@@ -13,6 +13,7 @@ from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
+from anyattn.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import has_memory
@@ -107,17 +108,7 @@ def flash_attn_func(
 
         found = compiled(q, k, v, nowhere, given, backend)
         return found if return_lse else found[0]
-    options = Options(*given)
-    if autocast.is_on():
-        q, k, v = autocast.arguments(q, k, v)
-    call = attention.flash_call(q, k, v, options, backend)
-    if call is None:
-        from anyattn.custom_ops import eager_calls
-
-        found = eager_calls.flash(q, k, v, attention.Places(*nowhere), options, backend)
-        return found if return_lse else found[0]
-    out, lse, _ = autograd.compute(*call)
-    return _laid_out(out, lse, False, return_lse)
+    return _attended(q, k, v, nowhere, given, backend, is_varlen=False)
 
 
 @entry_point
@@ -190,23 +181,33 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    places = ((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), (max_seqlen_q, max_seqlen_k), validate)
     if is_compiling():
         from anyattn.custom_ops.entry_points import flash as compiled
 
-        found = compiled(q, k, v, (tables, (max_seqlen_q, max_seqlen_k), validate), given, backend)
+        found = compiled(q, k, v, places, given, backend)
         return found if return_lse else found[0]
-    options, places = Options(*given), attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate)
+    return _attended(q, k, v, places, given, backend, is_varlen=True)
+
+
+@opaque
+@without_default_device
+def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, given: tuple, backend: str | None, is_varlen: bool) -> Any:
+    """Eager calls of ``flash_attn_func`` and ``flash_attn_varlen_func``. places, given: ``Places``, ``Options``."""
+    options = Options(*given)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
-    call = attention.varlen_call(q, k, v, places, options, backend)
+    if is_varlen:
+        call = attention.varlen_call(q, k, v, attention.Places(*places), options, backend)
+    else:
+        call = attention.flash_call(q, k, v, options, backend)
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, places, options, backend)
-        return found if return_lse else found[0]
+        found = eager_calls.flash(q, k, v, attention.Places(*places), options, backend)
+        return found if options.return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
-    return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
+    return _laid_out(out, lse, places[0][0] is not None, options.return_lse)
 
 
 @entry_point
@@ -305,6 +306,7 @@ def flash_attn_with_kvcache(
 
 
 @opaque
+@without_default_device
 def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """Eager calls of ``flash_attn_with_kvcache``. cached, given: ``Given``, ``Options``."""
     from anyattn.call_cache.kvcache import decode_call
@@ -348,6 +350,7 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 
 
 @opaque
+@without_default_device
 def _combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """``flash_attn_combine`` as ``torch.compile`` inlines it: each backend is made of torch operations, or is an operator."""
     out_partial, lse_partial = flash.combine_arguments(out_partial, lse_partial)

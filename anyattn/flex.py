@@ -12,7 +12,9 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
+from anyattn.default_device import without_default_device
 from anyattn.tensors import autocast
+from anyattn.tensors.dynamo import opaque
 from anyattn.validate.flex import is_no_mask, wanted
 
 if TYPE_CHECKING:
@@ -75,8 +77,6 @@ def flex_attention(
     wants_lse, wants_max = wanted(return_lse, return_aux)
     if getattr(block_mask, "seq_lengths", None) == (1, 1) and is_no_mask(block_mask):
         block_mask = None
-    if not is_compiling() and autocast.is_on():
-        query, key, value = autocast.arguments(query, key, value)
     arguments = (
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
     )  # fmt: skip
@@ -85,13 +85,22 @@ def flex_attention(
 
         out, lse, max_scores = compiled(arguments, backend, kernel_options)
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
-    call = FlexCall(*arguments)
+    return _called(FlexCall(*arguments), backend, kernel_options, return_lse, return_aux)
+
+
+@opaque
+@without_default_device
+def _called(call: FlexCall, backend: str | None, kernel_options: Any, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+    """Eager calls of ``flex_attention``."""
+    if autocast.is_on():
+        query, key, value = autocast.arguments(call.query, call.key, call.value)
+        call = call._replace(query=query, key=key, value=value)
     found = attention.flex_call(call, backend, kernel_options)
     if found is None:
         from anyattn.custom_ops import eager_calls
 
         out, lse, max_scores = eager_calls.flex(call, backend, kernel_options)
-        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+        return _returned(out, lse, max_scores if call.wants_max else None, return_lse, return_aux)
     return _returned(*autograd.compute(*found), return_lse, return_aux)
 
 

@@ -37,7 +37,7 @@ class Setting:
 
     def random(self, *shape: int, seed: int) -> torch.Tensor:
         """float32, standard normal, the same for the same seed."""
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(self.device)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _sliding_window(setting: Setting) -> Mods:
 
 def _document(setting: Setting) -> Mods:
     # lengths as uneven as real documents are
-    ends = torch.tensor([0.0, 0.08, 0.30, 0.36, 0.60, 0.71, 1.0]).mul(setting.seqlen).long()
+    ends = torch.tensor([0.0, 0.08, 0.30, 0.36, 0.60, 0.71, 1.0], device="cpu").mul(setting.seqlen).long()
     return Mods(masks.document_from_cu_seqlens(ends.to(setting.device)))
 
 

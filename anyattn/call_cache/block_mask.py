@@ -15,6 +15,7 @@ import torch
 from anyattn.call_cache.calls import TwoGenerationCache
 from anyattn.call_cache.rebind import Recipe
 from anyattn.call_cache.signature import Kind, Signature, signature
+from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.load_bounds import doubt
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
@@ -55,6 +56,7 @@ _masks: TwoGenerationCache[RememberedMask] = TwoGenerationCache()
 
 
 @opaque
+@without_default_device
 def block_mask_call(
     mask_mod: Any,
     batch: tuple[int | None, int | None],

@@ -195,4 +195,4 @@ def _page_places(table: Tensor, starts: list[int], new: int, page_size: int) -> 
 
 
 def _vector(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -104,7 +104,7 @@ def _measured(variant: gallery.Variant, size: _Size, step: Callable[[str], None]
     step("run")
     generator = torch.Generator().manual_seed(0)
     shape = (1, size.heads, size.seqlen, size.head_dim)
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(size.dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cpu").to(size.dtype) for _ in range(4))
     qkv = tuple(t.requires_grad_() for t in (q, k, v))
     # made once, as in a training loop that uses the block mask at every step
     blocks = None

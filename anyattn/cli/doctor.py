@@ -84,7 +84,7 @@ def _cache() -> str:
 def _worst(name: str, dtype: torch.dtype) -> float:
     mods = gallery.VARIANTS[name].mods(gallery.Setting(seqlen=192, heads=2))
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2, 192, 32, generator=generator).to(dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 2, 192, 32, generator=generator, device="cpu").to(dtype) for _ in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     out = anyattn.flex_attention(q, k, v, mods.score, mask_mod=mods.mask)
     return max(shares(mods, (q, k, v), dout, out, torch.autograd.grad(out, (q, k, v), dout)).values())

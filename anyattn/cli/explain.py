@@ -32,7 +32,7 @@ def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backen
     """
     mods = named_mods(mod, gallery.Setting(seqlen, heads))
     # nothing is computed, so an expanded scalar stands for all tensors
-    q = torch.zeros(1, dtype=getattr(torch, dtype)).expand(1, heads, seqlen, head_dim)
+    q = torch.zeros(1, dtype=getattr(torch, dtype), device="cpu").expand(1, heads, seqlen, head_dim)
     try:
         with errors_of(mod):
             text = str(explain(q, q, q, mods.score, mask_mod=mods.mask, backend=backend))

@@ -101,10 +101,10 @@ def _training(place: Place, backend: str) -> float:
 def _decoding(place: Place, backend: str) -> float:
     shapes = (len(_CACHED), 1, _HEADS, _HEAD_DIM), (len(_CACHED), _CAPACITY, _HEADS, _HEAD_DIM)
     q, k, v, k_cache, v_cache = _random(place, *[shapes[0]] * 3, *[shapes[1]] * 2)
-    lengths = torch.tensor(_CACHED, dtype=torch.int32)
+    lengths = torch.tensor(_CACHED, dtype=torch.int32, device="cpu")
     given = [t.to(place.device, copy=True) for t in (q, k_cache, v_cache, k, v, lengths)]
     out = anyattn.flash_attn_with_kvcache(*given[:5], cache_seqlens=given[5], causal=True, backend=backend)
-    rows = torch.arange(len(_CACHED))
+    rows = torch.arange(len(_CACHED), device="cpu")
     k_cache[rows, lengths.long()], v_cache[rows, lengths.long()] = k[:, 0], v[:, 0]
     if not (torch.equal(given[1].cpu(), k_cache) and torch.equal(given[2].cpu(), v_cache)):
         return float("inf")  # the appended or the earlier cache entries are wrong
@@ -114,4 +114,4 @@ def _decoding(place: Place, backend: str) -> float:
 def _random(place: Place, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Random tensors on the CPU, where results are judged."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(place.dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(place.dtype) for shape in shapes]

@@ -30,9 +30,9 @@ def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, 
     grid = lists.classes()[0, 0].numpy()
     visible = None
     if max(seqlen) <= _ELEMENTS:
-        place = [torch.tensor(i) for i in (batch, head)]
-        seen = mask(*place, torch.arange(seqlen[0])[:, None], torch.arange(seqlen[1]))
-        visible = torch.as_tensor(seen).expand(seqlen).numpy()
+        place = [torch.tensor(i, device="cpu") for i in (batch, head)]
+        seen = mask(*place, torch.arange(seqlen[0], device="cpu")[:, None], torch.arange(seqlen[1], device="cpu"))
+        visible = torch.as_tensor(seen, device="cpu").expand(seqlen).numpy()
     return TilePanel(title, grid, tile, seqlen, visible)
 
 

@@ -125,7 +125,7 @@ def _whole_problems(variant: _Variant) -> list[Any]:
 
     mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
     predicates = () if mask is None else (trace(mask, "mask"),)
-    k, found = torch.zeros(1, 1, 64, variant.head_dim, dtype=getattr(torch, variant.dtype)), []
+    k, found = torch.zeros(1, 1, 64, variant.head_dim, dtype=getattr(torch, variant.dtype), device="cpu"), []
     for heads, rows in ((n, 2) for n in _GROUPS) if variant.layout == "grouped" else ((1, 64),):
         q = k.new_zeros(1, heads, rows, variant.head_dim)
         found.append(Problem(q=q, k=k, v=k, scale=1.0, predicates=predicates, wants_lse=variant.has_lse))
@@ -143,7 +143,10 @@ def _packed_problems(variant: _Variant) -> list[Any]:
     from anyattn.validate.flash import Options, problem_of
     from anyattn.validate.sequences import offset_unread, unread_sequences
 
-    packed, ends = torch.zeros(64, 1, variant.head_dim, dtype=getattr(torch, variant.dtype)), torch.tensor([0, 64], dtype=torch.int32)
+    packed, ends = (
+        torch.zeros(64, 1, variant.head_dim, dtype=getattr(torch, variant.dtype), device="cpu"),
+        torch.tensor([0, 64], dtype=torch.int32, device="cpu"),
+    )
     window = (16, 0) if variant.mask == "window" else (-1, -1)
     options = Options(causal=variant.mask == "causal", window_size=window, return_lse=variant.has_lse)
     found = []

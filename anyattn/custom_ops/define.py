@@ -15,6 +15,7 @@ import torch
 from anyattn.custom_ops.arguments import Arguments
 from anyattn.custom_ops.direct import direct, install
 from anyattn.custom_ops.gradients import without_gradients
+from anyattn.default_device import without_default_device
 from anyattn.tensors.dynamo import opaque
 
 __all__ = ["operator"]
@@ -40,6 +41,7 @@ def operator(
         name = fn.__name__
         written = [arguments.names.index(c) for c in changed]
 
+        @without_default_device
         def run(*given: Any) -> Any:
             return fn(*arguments.records(given))
 
@@ -60,7 +62,7 @@ def operator(
             _library.impl(name, opaque(counting), "ADInplaceOrView", with_keyset=True)
         below_autograd = (lambda *given: counted(run, given)) if written else run
         _library.impl(name, opaque(without_gradients(made, arguments, below_autograd)), "Autograd", with_keyset=True)
-        made.direct = opaque(direct(made, arguments, below_autograd))
+        made.direct = opaque(without_default_device(direct(made, arguments, below_autograd)))
         install(made, fn.__module__)
         return made
 

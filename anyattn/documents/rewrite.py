@@ -48,7 +48,7 @@ class DocumentTables:
         if ids.device.type == "cpu":
             self.count = int((lengths > 0).sum())
         elif is_kept:
-            self._told = torch.full(lengths.shape, _UNTOLD, dtype=lengths.dtype, pin_memory=ids.device.type == "cuda")
+            self._told = torch.full(lengths.shape, _UNTOLD, dtype=lengths.dtype, pin_memory=ids.device.type == "cuda", device="cpu")
             self._told.copy_(lengths, non_blocking=True)
 
     def answer(self) -> bool | None:

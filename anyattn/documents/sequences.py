@@ -90,7 +90,9 @@ class DocumentSequences(UnreadSequences):
 
 
 # for callers that use only the type of the sequences
-NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
+NO_DOCUMENTS = DocumentSequences(
+    torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.int64, device="cpu"), DocumentSizes(0, 0, 0)
+)
 
 
 def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:

@@ -104,7 +104,7 @@ class PagedKVCache:
         """The handle of a new, empty sequence. It holds no page yet, and its number is never reused."""
         handle = self._next_handle
         self._next_handle += 1
-        self._sequences[handle] = _Sequence(torch.empty(0, dtype=torch.int32), [0] * self.num_layers)
+        self._sequences[handle] = _Sequence(torch.empty(0, dtype=torch.int32, device="cpu"), [0] * self.num_layers)
         return handle
 
     def free(self, handles: Handles) -> None:
@@ -237,7 +237,7 @@ class PagedKVCache:
             )
         for sequence, count in zip(sequences, missing):
             if count:
-                taken = torch.tensor([self._free.pop() for _ in range(count)], dtype=torch.int32)
+                taken = torch.tensor([self._free.pop() for _ in range(count)], dtype=torch.int32, device="cpu")
                 sequence.pages = torch.cat((sequence.pages, taken))
 
     def _table(self, sequences: list[_Sequence]) -> Tensor:

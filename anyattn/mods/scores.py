@@ -39,10 +39,11 @@ def _divisor(name: str, value: Any) -> float | Tensor:
     return float(value)
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """ALiBi's slopes, float32 (num_heads,): the geometric series 2^(-8/n), 2^(-16/n), ... for n a power of two.
 
-    For other counts, the slopes of the next smaller power of two n, then every second one of 2n. Source: ALiBi (arXiv:2108.12409).
+    For other counts, the slopes of the next smaller power of two n, then every second one of 2n. device: as of ``torch.tensor``.
+    Source: ALiBi (arXiv:2108.12409).
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -56,7 +57,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     def series(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
 
-    return torch.tensor(series(power) + series(2 * power)[0::2][: num_heads - power])
+    return torch.tensor(series(power) + series(2 * power)[0::2][: num_heads - power], dtype=torch.float32, device=device)
 
 
 @remade_by_call

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn.arithmetic import ceil_div
+from anyattn.default_device import without_default_device
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
@@ -451,6 +452,7 @@ def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[i
 
 
 @opaque
+@without_default_device
 def build_block_mask(
     mask_mod: Callable,
     batch: tuple[int | None, int | None],

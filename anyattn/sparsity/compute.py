@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -73,6 +74,7 @@ def compute_block_sparsity(
 
 
 @opaque
+@without_default_device
 def _computed(
     tile: tuple[int, int],
     batch: tuple[int | None, int | None],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
@@ -343,6 +344,7 @@ def compute_varlen_block_sparsity(
 
 
 @opaque
+@without_default_device
 def _computed(
     tile: tuple[int, int],
     num_heads: int | None,

@@ -75,7 +75,7 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
         sigma, slack = (t.to(device) if minus is None else torch.where(minus, 0.0, t.to(device)) for t in noise)
         allowed, most = allowed + _row_rms(_SIGMAS * slack)[0], most + _SIGMAS * float(sigma.abs().max())
     by_row = _ratio(rows[0], allowed)
-    overall = float(_ratio(torch.tensor(top[0]), torch.tensor(most)))
+    overall = float(_ratio(torch.tensor(top[0], device="cpu"), torch.tensor(most, device="cpu")))
     if overall > float(by_row.max()):
         return overall, f"the greatest error, at {_place(error.abs() == error.abs().max())},"
     return float(by_row.max()), f"row {_row_name(by_row, expected)}"
@@ -107,5 +107,5 @@ def _place(where: Tensor) -> str:
 
 def _row_name(by_row: Tensor, like: Tensor) -> str:
     row = int(by_row.argmax()) * (like.numel() // by_row.numel())
-    position = [int(i) for i in torch.unravel_index(torch.tensor(row), like.shape)] if like.ndim else []
+    position = [int(i) for i in torch.unravel_index(torch.tensor(row, device="cpu"), like.shape)] if like.ndim else []
     return f"starting at {tuple(position)} of {by_row.numel()}"

@@ -41,15 +41,15 @@ def inputs(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tens
     """
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     g = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, heads_q, seqlen_q, head_dim, generator=g, dtype=torch.float64)
-    k = torch.randn(batch, heads_kv, seqlen_k, head_dim, generator=g, dtype=torch.float64)
-    v = torch.randn(batch, heads_kv, seqlen_k, head_dim_v, generator=g, dtype=torch.float64)
-    dout = torch.randn(batch, heads_q, seqlen_q, head_dim_v, generator=g, dtype=torch.float64)
+    q = torch.randn(batch, heads_q, seqlen_q, head_dim, generator=g, dtype=torch.float64, device="cpu")
+    k = torch.randn(batch, heads_kv, seqlen_k, head_dim, generator=g, dtype=torch.float64, device="cpu")
+    v = torch.randn(batch, heads_kv, seqlen_k, head_dim_v, generator=g, dtype=torch.float64, device="cpu")
+    dout = torch.randn(batch, heads_q, seqlen_q, head_dim_v, generator=g, dtype=torch.float64, device="cpu")
     if kind == "peaky":
         q *= 4
     elif kind == "coded":
         q.zero_()
-        key, dim = torch.arange(seqlen_k)[:, None], torch.arange(head_dim_v)
+        key, dim = torch.arange(seqlen_k, device="cpu")[:, None], torch.arange(head_dim_v, device="cpu")
         v = v * 0 + ((key * (2 * dim + 1)) % 127 / 127 - 0.5)
     elif kind != "normal":
         raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
@@ -115,16 +115,16 @@ def _islands(shape: Shape, *_: Tensor) -> Callable:
 
 def _draw_ids(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
     longest = max(shape.seqlen_q, shape.seqlen_k, 1)
-    cuts = torch.rand(shape.batch, longest, generator=g) < 6 / longest
+    cuts = torch.rand(shape.batch, longest, generator=g, device="cpu") < 6 / longest
     return (cuts.long().cumsum(1),)
 
 
 def _draw_lengths(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.randint(0, max(1, shape.seqlen_k), (max(1, shape.batch),), generator=g),)
+    return (torch.randint(0, max(1, shape.seqlen_k), (max(1, shape.batch),), generator=g, device="cpu"),)
 
 
 def _normal(*dims: Callable[[Shape], int]) -> Callable[[Shape, torch.Generator], tuple[Tensor, ...]]:
-    return lambda shape, g: (torch.randn([d(shape) for d in dims], generator=g, dtype=torch.float64),)
+    return lambda shape, g: (torch.randn([d(shape) for d in dims], generator=g, dtype=torch.float64, device="cpu"),)
 
 
 def _heads(s: Shape) -> int:
@@ -186,7 +186,7 @@ VARIANTS = {
         Variant("islands", _islands),
         Variant("sink", _causal, has_sink=True),
         Variant("islands_sink", _islands, has_sink=True),
-        Variant("alibi", _causal, _alibi, lambda s, g: (torch.rand(s.heads_q, generator=g, dtype=torch.float64),)),
+        Variant("alibi", _causal, _alibi, lambda s, g: (torch.rand(s.heads_q, generator=g, dtype=torch.float64, device="cpu"),)),
         Variant("relative", None, _relative, _normal(_heads, lambda s: 33)),
         Variant("relative_window", _window, _relative, _normal(_heads, lambda s: 33)),
         Variant("t5", _causal, _t5, _normal(lambda s: 16, _heads)),
@@ -258,8 +258,8 @@ def expected(
     wide = torch.promote_types(dtype, torch.float32)
     drawn = variant.make(shape, g)
     tensors = tuple((t.to(captured_dtype or wide) if t.is_floating_point() else t).to(device) for t in drawn)
-    sink = torch.randn(shape.heads_q, generator=g, dtype=torch.float64).to(device, dtype) if variant.has_sink else None
-    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(device, wide) if with_lse else None
+    sink = torch.randn(shape.heads_q, generator=g, dtype=torch.float64, device="cpu").to(device, dtype) if variant.has_sink else None
+    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64, device="cpu").to(device, wide) if with_lse else None
 
     def call(precision: torch.dtype) -> dict[str, Any]:
         leaves = tuple(oracle._leaf(t, precision) if t.is_floating_point() else t for t in tensors)

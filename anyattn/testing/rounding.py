@@ -104,7 +104,7 @@ class Rounded(TorchDispatchMode):
 
 def _normal(like: Tensor, random: torch.Generator) -> Tensor:
     """Drawn on the CPU, so that a budget does not depend on the device, and in float32: float64 takes over twice as long."""
-    return torch.randn(like.shape, generator=random, dtype=torch.float32).to(like)
+    return torch.randn(like.shape, generator=random, dtype=torch.float32, device="cpu").to(like)
 
 
 class _Sum:

@@ -20,8 +20,8 @@ __all__ = ["brute_classes", "brute_classes_ragged", "dense", "library_masks", "r
 
 def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
     """bool (B, H, seqlen_q, seqlen_k): every pair evaluated."""
-    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-    q_idx, kv_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    b, h = torch.arange(B, device="cpu")[:, None, None, None], torch.arange(H, device="cpu")[:, None, None]
+    q_idx, kv_idx = torch.arange(seqlen_q, device="cpu")[:, None], torch.arange(seqlen_k, device="cpu")
     return evaluate(trace(mod, "mask"), b, h, q_idx, kv_idx).expand(B, H, seqlen_q, seqlen_k)
 
 
@@ -46,7 +46,7 @@ def random_lengths(seed: int, tile: tuple[int, int], batch: int, most: int = 100
 
     def side(size: int) -> Tensor:
         choices = (0, 1, 2, size - 1, size, size + 1, 2 * size, 2 * size + 1, rng.randrange(most + 1), rng.randrange(most + 1))
-        return torch.tensor([min(rng.choice(choices), most) for _ in range(batch)], dtype=torch.int64)
+        return torch.tensor([min(rng.choice(choices), most) for _ in range(batch)], dtype=torch.int64, device="cpu")
 
     return side(tile[0]), side(tile[1])
 
@@ -55,10 +55,14 @@ def brute_classes_ragged(
     mod: Any, seqlens_q: Tensor, seqlens_k: Tensor, tile: tuple[int, int], H: int = 1, q_first: Tensor | None = None
 ) -> Tensor:
     """uint8 (H, total_tiles): every pair of every sequence, one sequence after another, in ``classify_ragged``'s order."""
-    traced, h, parts = trace(mod, "mask"), torch.arange(H)[:, None, None], [torch.zeros(H, 0, dtype=torch.uint8)]
+    traced, h, parts = (
+        trace(mod, "mask"),
+        torch.arange(H, device="cpu")[:, None, None],
+        [torch.zeros(H, 0, dtype=torch.uint8, device="cpu")],
+    )
     for b, (m, n) in enumerate(zip(seqlens_q.tolist(), seqlens_k.tolist(), strict=True)):
-        rows = torch.arange(m)[:, None] + (0 if q_first is None else int(q_first[b]))
-        seen = evaluate(traced, torch.tensor(b), h, rows, torch.arange(n)).expand(H, m, n)
+        rows = torch.arange(m, device="cpu")[:, None] + (0 if q_first is None else int(q_first[b]))
+        seen = evaluate(traced, torch.tensor(b, device="cpu"), h, rows, torch.arange(n, device="cpu")).expand(H, m, n)
         parts.append(brute_classes(seen, *tile).reshape(H, -1))
     return torch.cat(parts, 1)
 
@@ -67,11 +71,13 @@ def library_masks(seqlen_q: int, seqlen_k: int, B: int = 2, seed: int = 0) -> di
     """Every mask of the library, with odd parameters that suit the lengths, and some compositions."""
     rng = random.Random(seed)
     length = max(seqlen_q, seqlen_k, 1)
-    ids = torch.tensor(_runs(rng, length))
-    ids_per_batch = torch.tensor([_runs(rng, length) for _ in range(B)])
+    ids = torch.tensor(_runs(rng, length), device="cpu")
+    ids_per_batch = torch.tensor([_runs(rng, length) for _ in range(B)], device="cpu")
     cuts = sorted({0, length, *(rng.randrange(length + 1) for _ in range(3))})
-    words = torch.randint(-(2**62), 2**62, (max(seqlen_q, 1), ceil_div(length, 64)), generator=torch.Generator().manual_seed(seed))
-    prefix = torch.tensor([rng.randrange(length + 1) for _ in range(B)])
+    words = torch.randint(
+        -(2**62), 2**62, (max(seqlen_q, 1), ceil_div(length, 64)), generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
+    prefix = torch.tensor([rng.randrange(length + 1) for _ in range(B)], device="cpu")
     w = rng.randrange(1, length + 2)
     return {
         "full": masks.full(),
@@ -85,7 +91,7 @@ def library_masks(seqlen_q: int, seqlen_k: int, B: int = 2, seed: int = 0) -> di
         "prefix_per_batch": masks.prefix_lm(prefix),
         "document": masks.document(ids),
         "document_per_batch": masks.document(ids_per_batch),
-        "cu_seqlens": masks.document_from_cu_seqlens(torch.tensor(cuts)),
+        "cu_seqlens": masks.document_from_cu_seqlens(torch.tensor(cuts, device="cpu")),
         "document_causal": masks.document(ids) & masks.causal(),
         "not_document": ~masks.document(ids) & masks.causal(),
         "chunked": masks.chunked(w),
@@ -142,7 +148,10 @@ def _linear(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 
 def _per_row(rng: random.Random, length: int, B: int, H: int) -> Callable:
-    table, compare = torch.tensor([[rng.randrange(-2, length + 2) for _ in range(length)] for _ in range(H)]), _comparison(rng)
+    table, compare = (
+        torch.tensor([[rng.randrange(-2, length + 2) for _ in range(length)] for _ in range(H)], device="cpu"),
+        _comparison(rng),
+    )
     return lambda b, h, q, k: compare(k, table[h, q] + b)
 
 
@@ -157,12 +166,12 @@ def _blocks(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 
 def _documents(rng: random.Random, length: int, B: int, H: int) -> Callable:
-    ids = torch.tensor([_runs(rng, length) for _ in range(B)])
+    ids = torch.tensor([_runs(rng, length) for _ in range(B)], device="cpu")
     if rng.random() < 0.3:
         ids = ids.sort(-1).values
         compare = _comparison(rng)
         return lambda b, h, q, k: compare(ids[b, q], ids[b, k])
-    other = torch.tensor([rng.choice(ids[0].tolist()) for _ in range(length)])
+    other = torch.tensor([rng.choice(ids[0].tolist()) for _ in range(length)], device="cpu")
     one = ids[0].contiguous()
     return rng.choice(
         [lambda b, h, q, k: ids[b, q] == ids[b, k], lambda b, h, q, k: other[q] == one[k], lambda b, h, q, k: one[k] != one[q] + 1]
@@ -171,7 +180,7 @@ def _documents(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 def _keep(rng: random.Random, length: int, B: int, H: int) -> Callable:
     lo = [rng.randrange(length + 1) for _ in range(B)]
-    keep = torch.tensor([[s <= i < s + length // 2 for i in range(length)] for s in lo])
+    keep = torch.tensor([[s <= i < s + length // 2 for i in range(length)] for s in lo], device="cpu")
     return lambda b, h, q, k: keep[b, k]
 
 
@@ -193,7 +202,7 @@ def _periodic(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 
 def _scattered(rng: random.Random, length: int, B: int, H: int) -> Callable:
-    table = torch.tensor([rng.randrange(-length, length) for _ in range(length)])
+    table = torch.tensor([rng.randrange(-length, length) for _ in range(length)], device="cpu")
     return rng.choice(
         [lambda b, h, q, k: table[q] == table[k], lambda b, h, q, k: table[table[k]] > q, lambda b, h, q, k: table[k - q] * b < q]
     )
@@ -213,13 +222,13 @@ def _divided(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 def _jumping(rng: random.Random, length: int, B: int, H: int) -> Callable:
     """One short range per row, at a position unrelated to the next row's."""
-    starts, size = torch.tensor([rng.randrange(length) for _ in range(length)]), rng.randrange(1, 4)
+    starts, size = torch.tensor([rng.randrange(length) for _ in range(length)], device="cpu"), rng.randrange(1, 4)
     return lambda b, h, q, k: (k >= starts[q]) & (k < starts[q] + size)
 
 
 def _real(rng: random.Random, length: int, B: int, H: int) -> Callable:
     x = rng.uniform(0.1, 3.0)
-    bias = torch.tensor([rng.choice([rng.random(), float("inf"), float("-inf"), float("nan")]) for _ in range(length)])
+    bias = torch.tensor([rng.choice([rng.random(), float("inf"), float("-inf"), float("nan")]) for _ in range(length)], device="cpu")
     return rng.choice(
         [
             lambda b, h, q, k: q * x >= k,

@@ -84,7 +84,7 @@ def _template(
     left: int | None, right: int | None, keys: str | int, queries: str | int, *dtypes: torch.dtype | None
 ) -> tuple[TracedMod, tuple[int, ...]]:
     """The mask traced with placeholder tables, and for each of its tensors whether it is the keys' (0) or the queries' (1) table."""
-    tables = [None if dtype is None else torch.zeros(2, dtype=dtype) for dtype in dtypes]
+    tables = [None if dtype is None else torch.zeros(2, dtype=dtype, device="cpu") for dtype in dtypes]
 
     of_keys, of_queries = (_reader(kind, table) for kind, table in zip((keys, queries), tables, strict=True))
 

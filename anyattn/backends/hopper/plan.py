@@ -70,7 +70,8 @@ def _differs_in_float32(node: Node) -> bool:
     if category(node.dtype) != "float" or is_weak(node.dtype) or node.dtype is torch.float32:
         return False
     if node.op == "const" and math.isfinite(node.attr):  # type: ignore[arg-type]
-        return float(torch.tensor(node.attr, dtype=node.dtype)) != float(torch.tensor(node.attr, dtype=torch.float32))  # type: ignore[arg-type]
+        wide, narrow = (float(torch.tensor(node.attr, dtype=t, device="cpu")) for t in (node.dtype, torch.float32))  # type: ignore[arg-type]
+        return wide != narrow
     return node.op not in ("load", "const") or node.dtype is torch.float64
 
 

@@ -211,7 +211,7 @@ class _Cover:
     def of(visible: Tensor, dtype: torch.dtype) -> _Cover:
         bits = _BITS[dtype]
         keep = visible.to(bits).neg_()
-        minus_inf = int(torch.tensor(-math.inf, dtype=dtype).view(bits))
+        minus_inf = int(torch.tensor(-math.inf, dtype=dtype, device="cpu").view(bits))
         return _Cover(keep, keep.bitwise_not().bitwise_and_(minus_inf))
 
     def hide(self, scores: Tensor) -> None:

@@ -122,7 +122,7 @@ class MaskDescription(torch_flex.BlockMask):
             return None
         found = self._biases.get(dtype)
         if found is None:
-            found = torch.zeros(rows.hidden.shape, dtype=dtype).masked_fill_(rows.hidden, float("-inf"))[:, None, None]
+            found = torch.zeros_like(rows.hidden, dtype=dtype).masked_fill_(rows.hidden, float("-inf"))[:, None, None]
             self._biases[dtype] = found
         return found
 

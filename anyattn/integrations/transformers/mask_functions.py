@@ -74,8 +74,10 @@ def _code_of(factory: str, *arguments: Any) -> Any:
 _AND = _code_of("and_masks", masking_utils.causal_mask_function)
 _WINDOW = _code_of("sliding_window_overlay", 1)
 _BAND = _code_of("sliding_window_bidirectional_overlay", 1)
-_DOCUMENTS = _code_of("packed_sequence_mask_function", torch.zeros(1, 1, dtype=torch.int64))
-_REMAPPED = _code_of("remap_positions_for_packed_sequence", masking_utils.causal_mask_function, torch.zeros(1, 1, dtype=torch.int64))
+_DOCUMENTS = _code_of("packed_sequence_mask_function", torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+_REMAPPED = _code_of(
+    "remap_positions_for_packed_sequence", masking_utils.causal_mask_function, torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+)
 
 
 def _captured(function: Callable, name: str) -> Any:

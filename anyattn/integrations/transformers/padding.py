@@ -24,7 +24,7 @@ class Padding(NamedTuple):
     positions: Tensor
 
 
-NO_PADDING = Padding(None, None, torch.empty(0, 0, dtype=torch.bool))
+NO_PADDING = Padding(None, None, torch.empty(0, 0, dtype=torch.bool, device="cpu"))
 
 
 def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Padding:

@@ -94,7 +94,7 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
             try:
                 return f(*args)
             except (ArithmeticError, ValueError):
-                return TORCH_OPS[node.op](*(torch.tensor(a, dtype=torch.float64) for a in args)).item()
+                return TORCH_OPS[node.op](*(torch.tensor(a, dtype=torch.float64, device="cpu") for a in args)).item()
         # operands of a comparison keep Python's precision; other operations compute in their own dtype
         strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
         args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
@@ -123,8 +123,8 @@ def _as_tensor(value: Any, dtype: Any = None) -> Tensor:
         return value if dtype is None or is_weak(dtype) else value.to(dtype)
     strong = None if dtype is None or is_weak(dtype) else dtype
     if strong is not None and isinstance(value, float) and category(strong) == "int":  # torch.tensor refuses it, a cast does not
-        return torch.tensor(value, dtype=torch.float64).to(strong)
-    return torch.tensor(value, dtype=strong)
+        return torch.tensor(value, dtype=torch.float64, device="cpu").to(strong)
+    return torch.tensor(value, dtype=strong, device="cpu")
 
 
 def _load(tensor: Tensor, indices: list[Any]) -> Tensor:

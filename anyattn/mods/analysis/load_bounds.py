@@ -74,7 +74,7 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
         if not doubtful:
             return
     if not reads_values or not by_values:  # shapes and numbers decide: computed on the CPU, without synchronising
-        mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
+        mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype, device="cpu").expand(t.shape) for t in mod.tensors))
     device = mod.tensors[0].device
     box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
     deps = dependence(mod.expr)
@@ -136,8 +136,8 @@ def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q
         # an index computed from a score has no range; the check at the call refuses it
         (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
     if by_positions:
-        box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
-        box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
+        box = {name: (torch.zeros(1, dtype=torch.int64, device="cpu"), torch.full((1,), n - 1, device="cpu")) for name, n in sizes.items()}
+        box["q_idx"] = (torch.full((1,), first_q, device="cpu"), torch.full((1,), end_q - 1, device="cpu"))
         found.by_positions.extend(_still_doubtful(mod, by_positions, box))
     return found
 
@@ -252,7 +252,7 @@ def _at(positions: Tensor, i: int) -> int:
 
 def _run(index: Expr, leaves: dict[str, Any], mod: TracedMod) -> Tensor:
     value = run(index, leaves, mod.scalars, mod.tensors)[0]
-    return value if isinstance(value, Tensor) else torch.tensor(value)
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
 
 
 def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, sizes: dict[str, int]) -> None:

@@ -482,4 +482,4 @@ class Solver:
                 values[position] = apply(this, [values[a] for a in this.args], self.tensors)
         result = values[bound]
         indices = self.out.nodes[next(iter(loads))].args if loads else ()
-        return torch.as_tensor(result).to(torch.int64), indices
+        return (result if isinstance(result, Tensor) else torch.tensor(result, device="cpu")).to(torch.int64), indices

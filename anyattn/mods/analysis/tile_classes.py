@@ -278,7 +278,7 @@ class Refiner:
 
 def _samples(m: int, n: int) -> tuple[Tensor, Tensor]:
     """Sample positions in a tile that are likely to include both visible and hidden pairs: corners, then an aperiodic spread."""
-    spread = torch.arange(20, dtype=torch.float64)
-    q = torch.cat([torch.tensor([0, 0, m - 1, m - 1]), ((spread * 0.7548776662) % 1 * m).to(torch.int64)])
-    kv = torch.cat([torch.tensor([0, n - 1, 0, n - 1]), ((spread * 0.5698402910) % 1 * n).to(torch.int64)])
+    spread = torch.arange(20, dtype=torch.float64, device="cpu")
+    q = torch.cat([torch.tensor([0, 0, m - 1, m - 1], device="cpu"), ((spread * 0.7548776662) % 1 * m).to(torch.int64)])
+    kv = torch.cat([torch.tensor([0, n - 1, 0, n - 1], device="cpu"), ((spread * 0.5698402910) % 1 * n).to(torch.int64)])
     return q, kv

@@ -175,7 +175,7 @@ def _examine(mod: TracedMod, pairs: Pairs, reads_values: bool) -> _Examined:
 
 def _without_values(mod: TracedMod) -> TracedMod:
     """The mod with CPU tensors of the same shapes and without contents."""
-    return replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
+    return replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype, device="cpu").expand(t.shape) for t in mod.tensors))
 
 
 def _refuse_seen(e: _Examined, pairs: Pairs, masks: Sequence[TracedMod], lists: Callable[[], Listed] | None, wants_full: bool) -> None:

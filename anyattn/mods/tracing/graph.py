@@ -53,7 +53,7 @@ class _Run(torch.fx.Interpreter):
             return tuple([self.lifted(n) for n in item])
         if isinstance(item, torch.SymFloat):
             # a sum, since torch keeps a float symbolic only in operations with tensors that it knows
-            return self.real(torch.zeros((), dtype=torch.float64) + item)  # type: ignore[operator]
+            return self.real(torch.zeros((), dtype=torch.float64, device="cpu") + item)  # type: ignore[operator]
         if not isinstance(item, torch.SymInt):
             return item
         slot = next((i for i, n in enumerate(self.numbers) if n.node.expr == item.node.expr), len(self.numbers))

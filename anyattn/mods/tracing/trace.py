@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from anyattn.default_device import UsersDefaultDevice
 from anyattn.errors import ModError
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.ir.expr import Builder, DType, Expr, category
@@ -366,7 +367,7 @@ def _run(
     lifted = closure.rebuild(fn, lift)
     of_numbers = len(tracer.symbols)
     tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
-    with InterceptTorch(tracer):
+    with UsersDefaultDevice(), InterceptTorch(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
         with reads_refused(fn) if is_watched else nullcontext(), nothing_swallowed():
             result = lifted(*arguments)

@@ -52,7 +52,7 @@ def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, seqlen, heads, width = k.shape
     each = seqlen // page_size
     assert each * page_size == seqlen, f"pages of {page_size} do not divide {seqlen} keys"
-    where = torch.randperm(batch * each, generator=torch.Generator().manual_seed(4)).to(inputs.device)
+    where = torch.randperm(batch * each, generator=torch.Generator().manual_seed(4), device="cpu").to(inputs.device)
     pools = []
     for cache in (k, v):
         pool = torch.empty(batch * each, page_size, heads, width, dtype=cache.dtype, device=cache.device)

@@ -49,7 +49,7 @@ def visible(mods: Mods, where: tuple[Tensor, ...]) -> Tensor | None:
 def bias(mods: Mods, where: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """The bias of an additive score mod, contiguous (1 or batch, heads, seqlen_q, seqlen_k); -inf where the mask hides."""
     assert mods.score is not None
-    added = torch.as_tensor(mods.score(torch.zeros((), device=where[0].device), *where))
+    added = torch.as_tensor(mods.score(torch.zeros((), device=where[0].device), *where), device=where[0].device)
     seen = visible(mods, where)
     added = added.expand(torch.broadcast_shapes(added.shape, *(t.shape for t in where[1:])))
     return (added if seen is None else added.masked_fill(~seen, -math.inf)).to(dtype).contiguous()

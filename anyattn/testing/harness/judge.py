@@ -57,7 +57,7 @@ class Judge:
         """The judged part; of a backward pass one whole K/V head, since dk and dv are sums over all queries."""
         shape, heads = self._inputs.case.shape, self._inputs.case.shape.heads_kv
         if self._inputs.case.is_backward:
-            return _Part(self._inputs, [heads - 1], torch.arange(shape.seqlen_q))
+            return _Part(self._inputs, [heads - 1], torch.arange(shape.seqlen_q, device="cpu"))
         return _Part(self._inputs, sorted({0, heads - 1}), _some_rows(self._inputs))
 
     @cached_property
@@ -80,7 +80,7 @@ class _Part:
     def __init__(self, inputs: Inputs, kv_heads: list[int], rows: Tensor):
         shape, device = inputs.case.shape, inputs.device
         ratio = shape.heads_q // shape.heads_kv
-        self._batches = torch.linspace(0, shape.batch - 1, min(_BATCHES, shape.batch)).long().to(device)
+        self._batches = torch.linspace(0, shape.batch - 1, min(_BATCHES, shape.batch), device="cpu").long().to(device)
         self._kv_heads, self._rows = torch.tensor(kv_heads, device=device), rows.to(device)
         self._q_heads = (self._kv_heads[:, None] * ratio + torch.arange(ratio, device=device)).flatten()
         q, k, v = (t.detach() for t in inputs.bshd)
@@ -107,16 +107,16 @@ def _some_rows(inputs: Inputs) -> Tensor:
     rows = _some(inputs.case.shape.seqlen_q, _ROWS)
     if inputs.variant.documents is None:
         return rows
-    ends = torch.tensor(inputs.variant.documents(inputs.case.shape.seqlen_q)).cumsum(0)
+    ends = torch.tensor(inputs.variant.documents(inputs.case.shape.seqlen_q), device="cpu").cumsum(0)
     return torch.cat([rows, ends - 1, ends[:-1]]).unique()
 
 
 def _some(total: int, wanted: int) -> Tensor:
     """Positions in ``range(total)``: the first and last and random ones, ascending."""
     if total <= wanted:
-        return torch.arange(total)
-    ends = torch.cat([torch.arange(8), torch.arange(total - 8, total)])
-    random = torch.randperm(total, generator=torch.Generator().manual_seed(7))[: wanted - 16]
+        return torch.arange(total, device="cpu")
+    ends = torch.cat([torch.arange(8, device="cpu"), torch.arange(total - 8, total, device="cpu")])
+    random = torch.randperm(total, generator=torch.Generator().manual_seed(7), device="cpu")[: wanted - 16]
     return torch.cat([ends, random]).unique()
 
 
@@ -127,8 +127,8 @@ def _tiles_agree(inputs: Inputs, block_mask: Any) -> bool:
     tile_m, tile_n = block_mask.BLOCK_SIZE
     rows, columns = -(-shape.seqlen_q // tile_m), -(-shape.seqlen_k // tile_n)
     random = torch.Generator().manual_seed(5)
-    some = [(int(i), int(j)) for i, j in torch.randint(0, min(rows, columns), (_TILES, 2), generator=random)]
-    near = [(i, max(0, i - int(d))) for (i, _), d in zip(some, torch.randint(0, 3, (_TILES,), generator=random))]
+    some = [(int(i), int(j)) for i, j in torch.randint(0, min(rows, columns), (_TILES, 2), generator=random, device="cpu")]
+    near = [(i, max(0, i - int(d))) for (i, _), d in zip(some, torch.randint(0, 3, (_TILES,), generator=random, device="cpu"))]
     partial, full = (_listed(block_mask, prefix) for prefix in ("kv", "full_kv"))
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for i, j in {*some, *near, (0, 0), (rows - 1, columns - 1)}:

@@ -70,15 +70,17 @@ class Variant:
 
 def document_lengths(seqlen: int, count: int = DOCUMENTS) -> list[int]:
     """The lengths of ``count`` documents that fill a sequence, cut at random."""
-    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(1))[: count - 1] + 1
-    ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])])
+    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(1), device="cpu")[: count - 1] + 1
+    ends = torch.cat([torch.tensor([0], device="cpu"), cuts.sort().values, torch.tensor([seqlen], device="cpu")])
     return ends.diff().tolist()
 
 
 def spread_lengths(seqlen: int, count: int = 64) -> list[int]:
     """Lengths from 12 to about 1,800, evenly spread in their logarithm and shuffled, with the sum ``seqlen``."""
     random = torch.Generator().manual_seed(0)
-    spread = torch.exp(torch.linspace(2.5, 7.5, count, dtype=torch.float64))[torch.randperm(count, generator=random)]
+    spread = torch.exp(torch.linspace(2.5, 7.5, count, dtype=torch.float64, device="cpu"))[
+        torch.randperm(count, generator=random, device="cpu")
+    ]
     lengths = (spread / spread.sum() * seqlen).round().long().clamp(min=1)
     lengths[lengths.argmax()] += seqlen - lengths.sum()
     return lengths.tolist()
@@ -86,7 +88,7 @@ def spread_lengths(seqlen: int, count: int = 64) -> list[int]:
 
 def _ids(setting: Setting, lengths: list[int]) -> Tensor:
     """The document of each position."""
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(setting.device)
+    return torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), torch.tensor(lengths, device="cpu")).to(setting.device)
 
 
 def _causal_documents(ids: Tensor) -> Mods:
@@ -115,8 +117,8 @@ def _strided(setting: Setting) -> Mods:
 def _random_blocks(setting: Setting) -> Mods:
     """A tenth of the blocks, and those on the diagonal."""
     blocks = -(-setting.seqlen // _RANDOM_BLOCK)
-    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(5)) < _RANDOM_SHARE
-    table = (drawn | torch.eye(blocks, dtype=torch.bool)).to(setting.device)
+    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(5), device="cpu") < _RANDOM_SHARE
+    table = (drawn | torch.eye(blocks, dtype=torch.bool, device="cpu")).to(setting.device)
     return Mods(lambda b, h, q_idx, kv_idx: table[q_idx // _RANDOM_BLOCK, kv_idx // _RANDOM_BLOCK])
 
 
