@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyattn import hardware
 from anyattn.backends import backend_module
-from anyattn.default_device import UsersDefaultDevice, without_default_device
+from anyattn.mods.tracing.default_device import UsersDefaultDevice, without_default_device
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import for_backward

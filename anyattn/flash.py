@@ -13,7 +13,7 @@ from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
-from anyattn.default_device import without_default_device
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import has_memory

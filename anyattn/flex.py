@@ -12,7 +12,7 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
-from anyattn.default_device import without_default_device
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
 from anyattn.validate.flex import is_no_mask, wanted

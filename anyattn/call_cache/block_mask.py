@@ -15,8 +15,8 @@ import torch
 from anyattn.call_cache.calls import TwoGenerationCache
 from anyattn.call_cache.rebind import Recipe
 from anyattn.call_cache.signature import Kind, Signature, signature
-from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.load_bounds import doubt
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sparsity.arguments import reads_nothing

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from anyattn.call_cache.rebind import Recipe, checks_hold
+from anyattn.call_cache.rebind import Recipe, checks_hold, decisive_tensors
 from anyattn.call_cache.signature import NotCacheable, Signature
+from anyattn.mods.analysis.by_writes import ByWrites
+from anyattn.mods.analysis.visible_loads import is_captured
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -30,7 +32,8 @@ class RememberedCall(NamedTuple):
     fields: of the problem, without its tensors and the captured values of its mods.
     has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value have batch 1 for every query batch
     entry. extents, sizes, follows (``flash_attn_with_kvcache``): for ``append.check_step``, if the call appends; for ``CacheStep``.
-    plans: more plans, by the greatest number of keys, if the plan depends on it.
+    plans: more plans, by the greatest number of keys, if the plan depends on it. decisive, checked: ``rebind.decisive_tensors``, and the
+    tensors in these places whose contents the bounds checks have read.
     """
 
     plan: Plan
@@ -43,6 +46,11 @@ class RememberedCall(NamedTuple):
     sizes: CacheSizes | None = None
     follows: bool = False
     plans: dict[int, Plan] | None = None
+    decisive: tuple[tuple[int, int], ...] = ()
+    checked: ByWrites | None = None
+
+    def decisive_tensors(self, found: Signature) -> list[Any]:
+        return [(*found.readings[reading].tensors, *found.aux)[place] for reading, place in self.decisive]
 
     def filled(self, q: Any, k: Any, v: Any, sink: Any, scale: Any, found: Signature, arguments: tuple[Any, ...] = ()) -> dict[str, Any]:
         """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.made``."""
@@ -108,8 +116,11 @@ def size() -> int:
 
 
 def known(found: Signature | None) -> RememberedCall | None:
-    """The remembered call with this signature."""
-    return None if found is None else _calls.get(found.key)
+    """The remembered call with this signature; None if the contents of its captured tensors have to be checked again."""
+    warm = None if found is None else _calls.get(found.key)
+    if warm is not None and warm.checked is not None and warm.checked.get(warm.decisive_tensors(found)) is None:  # type: ignore[arg-type]
+        return None
+    return warm
 
 
 def remember(
@@ -142,7 +153,15 @@ def remember(
         masks = [Recipe.of(p, p if i < count else None, i + has_score, arguments) for i, p in enumerate(problem.predicates)]
     except NotCacheable:
         return
-    _calls.put(found.key, RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), **more))
+    decisive = decisive_tensors([score, *problem.predicates[:count]], problem)
+    if decisive and is_captured():
+        return  # whose check has not read them
+    before = _calls.get(found.key) if decisive else None
+    checked = None if not decisive else ByWrites() if before is None or before.checked is None else before.checked
+    call = RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), decisive=decisive, checked=checked, **more)
+    if checked is not None:
+        checked.put(call.decisive_tensors(found), True)
+    _calls.put(found.key, call)
 
 
 def score_of_user(given: Options, problem: Problem) -> TracedMod | None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from anyattn.call_cache.signature import NotCacheable, Signature
 from anyattn.mods.analysis.load_bounds import doubt, hangs_on_masks, unsettled
+from anyattn.mods.analysis.visible_loads import reading_waits
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Recipe", "checks_hold"]
+__all__ = ["Recipe", "checks_hold", "decisive_tensors"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,22 @@ class Recipe:
         return scalars, tensors
 
 
+def decisive_tensors(mods: list[TracedMod | None], problem: Problem) -> tuple[tuple[int, int], ...]:
+    """The captured tensors whose contents decide whether the user's mods read inside their tensors: numbers of the ``Signature.readings``
+    entry and of the tensor in it (aux_tensors last). Indices are computed from them, or they decide which pairs a mask hides."""
+    if problem.sequences is not None:
+        return ()
+    sizes, found, decide = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k), [], False
+    for reading, mod in enumerate(m for m in mods if m is not None):
+        slots, source = doubt(mod, *sizes).slots, mod.source
+        decide = decide or bool(slots and reading_waits([mod]))
+        if source is not None:
+            own = len(mod.tensors) - len(source.tensors)
+            places = source.tensors if mod.kind == "mask" else [source.tensors[slot - own] for slot in slots]
+            found += [(reading, place) for place in places]
+    return tuple(found) if decide else ()
+
+
 def _place(tensor: Tensor, arguments: tuple[Any, ...]) -> int:
     for i, x in enumerate(arguments):
         if x is tensor:
@@ -106,6 +123,11 @@ def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
         return doubt(mod, *entries, max(end, -first), problem.bound_k).of_numbers
     sizes = (*entries, problem.bound_q, problem.bound_k)
     hangs = doubt(mod, *sizes)
-    if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
+    if hangs.of_score:
+        return None
+    if hangs.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
+        has_other_lists = problem.blocks is not None and not problem.blocks_follow
+        return hangs.of_numbers if reading_waits([mod]) and not has_other_lists else None
+    if hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates)):
         return None
     return hangs.of_numbers

@@ -15,7 +15,7 @@ import torch
 from anyattn.custom_ops.arguments import Arguments
 from anyattn.custom_ops.direct import direct, install
 from anyattn.custom_ops.gradients import without_gradients
-from anyattn.default_device import without_default_device
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors.dynamo import opaque
 
 __all__ = ["operator"]

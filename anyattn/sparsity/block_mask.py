@@ -13,12 +13,12 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn.arithmetic import ceil_div
-from anyattn.default_device import without_default_device
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.pickling import Recipe, refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.default_device import without_default_device
 from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.analysis.visible_loads import Ragged, check_call
 from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sparsity import captured, varlen_checks

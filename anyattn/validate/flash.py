@@ -15,7 +15,7 @@ from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
-from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped
+from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped, is_captured
 from anyattn.mods.compose import chained
 from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.trace import TracedMod
@@ -327,12 +327,13 @@ def _inside(
         first, end = (0, bare.bound_q) if s is None else s.position_bounds
         mods = (*masks, *scores)
         left = [unsettled(m, bare.batch, bare.heads_q, end, bare.bound_k, first) for m in mods]
-        if not reads_captured or not any(loads.by_positions for loads in left):
+        if not reads_captured or not any(loads.by_positions for loads in left) or is_captured():
             found = [clamped(m, loads) for m, loads in zip(mods, left, strict=True)]
             return found[: len(masks)], found[len(masks) :]
     lists = flex.classes_of(blocks)
     if s is None:
-        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+        pairs = Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k)
+        return check_call(pairs, masks, scores, lists, list_tensors=flex.tensors_of(blocks))
     return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
 
 

@@ -134,7 +134,9 @@ def flex_problem(
     if mask_mod is not None:
         predicates.append(_traced(mask_mod, "mask", query, aux))
     if reads_captured:
-        predicates, scores = check_call(Dense(*lengths), predicates, scores, None if follows else classes_of(blocks))
+        unfollowed = None if follows else blocks
+        of_lists = tensors_of(unfollowed)
+        predicates, scores = check_call(Dense(*lengths), predicates, scores, classes_of(unfollowed), list_tensors=of_lists)
     else:
         predicates, scores = ([held(m, *lengths) for m in mods] for mods in (predicates, scores))
     return Problem(
@@ -241,6 +243,11 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
 def classes_of(blocks: Any) -> Callable[[], Listed] | None:
     """A call's lists in the form that ``check_call`` takes; None without lists."""
     return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
+
+
+def tensors_of(blocks: Any) -> list[Tensor]:
+    """The tensors of a call's lists."""
+    return [] if blocks is None else [t for t in vars(blocks).values() if isinstance(t, Tensor)]
 
 
 class KeptLists(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, calls, rebind
+from anyattn.mods.analysis import visible_loads
 from anyattn.validate import flex as check
 from tests.support.warm_calls import LENGTH, K, Q, V, call, flex, follows, made, narrow, wide
 
@@ -327,3 +328,59 @@ def test_a_block_mask_that_is_no_longer_exact():
     mask.mask_mod = wide
     check.read_lists(mask)
     assert check.kept_lists(mask).facts[3] is False
+
+
+# ---- contents that decide whether a mod reads inside its tensors, on a device that the host would have to wait for
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """CPU tensors are taken for a device's; one entry for each time that the bounds checks read contents."""
+    made: list[int] = []
+    checked = visible_loads._checked
+    monkeypatch.setattr(visible_loads, "_checked", lambda *a, **kw: made.append(1) or checked(*a, **kw))
+    monkeypatch.setattr(visible_loads, "_results", {})
+    for module in (visible_loads, rebind):
+        monkeypatch.setattr(module, "reading_waits", lambda mods: any(m.tensors for m in mods))
+    return made
+
+
+GATHERS = {
+    "score_mod": lambda q, t, i: anyattn.flex_attention(q, q, q, lambda s, b, h, x, y: s + t[h, i[y]]),
+    "both": lambda q, t, i: anyattn.flex_attention(
+        q, q, q, lambda s, b, h, x, y: s + t[h, i[y]], mask_mod=lambda b, h, x, y: (i[x] == i[y]) & (x >= y)
+    ),
+    "mask_mod": lambda q, t, i: anyattn.flex_attention(q, q, q, mask_mod=lambda b, h, x, y: t[h, i[x]] >= t[h, i[y]]),
+    "aux_tensors": lambda q, t, i: anyattn.flex_attention(q, q, q, lambda s, b, h, x, y, aux: s + aux[0][h, aux[1][y]], aux_tensors=[t, i]),
+    "flash": lambda q, t, i: anyattn.flash_attn_func(q, q, q, causal=True, score_mod=lambda s, b, h, x, y: s + t[h, i[y]]),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_calls_that_gather_are_warm_until_a_write(name: str, checks: list[int]) -> None:
+    q, table = torch.randn(1, 2, 24, 8), torch.tensor([[0.0, 1.0, 2.0, 3.0], [3.0, 2.0, 1.0, 0.0]])
+    q = q.transpose(1, 2) if name == "flash" else q
+    ids, others = torch.arange(24) % 4, torch.arange(24) // 8
+    call = lambda i: GATHERS[name](q, table, i)
+    first, of_others = call(ids), call(others)
+    assert len(checks) == 2 and attention.size() == 1
+    for _ in range(2):  # layers with ids of their own stay warm side by side
+        assert torch.equal(call(ids), first) and torch.equal(call(others), of_others)
+    assert len(checks) == 2
+    ids[5] = 2
+    rewritten = call(ids)
+    assert len(checks) == 3 and torch.equal(call(ids), rewritten) and not torch.equal(rewritten, first)
+    ids[5] = 99
+    with pytest.raises(ValueError, match=r"index 99 \(at"):
+        call(ids)
+
+
+def test_a_call_under_capture_is_not_taken_for_a_checked_one(checks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, table, wrong = torch.randn(1, 2, 24, 8), torch.randn(2, 4), torch.full((24,), 99)
+    with monkeypatch.context() as captured:
+        for module in (visible_loads, calls):
+            captured.setattr(module, "is_captured", lambda: True)
+        clamped = GATHERS["score_mod"](q, table, wrong)
+        assert not checks and torch.equal(clamped, GATHERS["score_mod"](q, table, torch.full((24,), 3)))
+    with pytest.raises(ValueError, match="index 99"):
+        GATHERS["score_mod"](q, table, wrong)

@@ -87,10 +87,14 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
 
 
 class Doubt(NamedTuple):
-    """The inputs besides shapes that the bounds checks depend on: captured numbers, and contents of captured tensors."""
+    """The inputs besides shapes that the bounds checks depend on: captured numbers, and contents of captured tensors, at these slots.
+
+    of_score: an index is computed from the score, which the checks refuse.
+    """
 
     of_numbers: bool
-    of_values: bool
+    slots: tuple[int, ...]
+    of_score: bool
 
 
 def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
@@ -102,7 +106,8 @@ def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt
     nodes = [node for _, _, arg in found for node in _index(mod, arg).nodes]
     settled = 0 if mod.source is None else len(mod.scalars) - len(mod.source.scalars)
     of_numbers = any(node.op == "scalar" and node.attr >= settled for node in nodes)  # type: ignore[operator]
-    return Doubt(of_numbers, any(node.op in ("load", "score") for node in nodes))
+    slots = dict.fromkeys(node.attr for node in nodes if node.op == "load")
+    return Doubt(of_numbers, tuple(slots), any(node.op == "score" for node in nodes))  # type: ignore[arg-type]
 
 
 def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:

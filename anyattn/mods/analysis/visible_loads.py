@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from anyattn.mods.analysis.by_writes import ByWrites
 from anyattn.mods.analysis.evaluate import evaluate
-from anyattn.mods.analysis.load_bounds import OutsideError, Unsettled, check_loads, check_loads_ragged, inside, message, unsettled
+from anyattn.mods.analysis.load_bounds import OutsideError, Unsettled, check_loads, check_loads_ragged, doubt, inside, message, unsettled
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
@@ -23,7 +24,7 @@ from anyattn.mods.compose import anded
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["Dense", "Listed", "Ragged", "check_call", "clamped", "held"]
+__all__ = ["Dense", "Listed", "Ragged", "check_call", "clamped", "held", "is_captured", "reading_waits"]
 
 _TILE = (128, 128)
 
@@ -113,13 +114,17 @@ def check_call(
     lists: Callable[[], Listed] | None = None,
     *,
     reads_values: bool = True,
+    list_tensors: Sequence[Tensor] = (),
 ) -> tuple[list[TracedMod], list[TracedMod]]:
     """The masks and scores, with every load inside its tensor at all pairs. Raises ``ValueError`` if a load leaves it at a visible pair.
 
     A pair is visible if all masks show it. With ``lists``, which are read only if they decide, the first mask applies only in partial
     tiles; full tiles do not need it, and all other tiles are hidden. A mask's own load counts if the mask may show the pair for some loaded
     value.
-    reads_values: as in ``check_loads``; if False, the values of captured tensors do not decide visibility either.
+    reads_values: as in ``check_loads``; if False, the values of captured tensors do not decide visibility either, and an index that is
+    computed from them is clamped. The contents of tensors on another device than the CPU are read once for each tensor and state of its
+    write counter, and not while a CUDA graph is captured; there too such an index is clamped, because a graph's replay may find other
+    contents. list_tensors: the tensors that ``lists`` reads.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> table = torch.zeros(4)
@@ -129,6 +134,76 @@ def check_call(
     >>> [node.op for node in held_bias.expr.nodes if node.op in ("min", "max", "load")]
     ['min', 'max', 'load']
     """
+    if not isinstance(pairs, Dense):
+        return _checked(pairs, masks, scores, lists)
+    sizes = (pairs.batch, pairs.heads, pairs.seqlen_q, pairs.seqlen_k)
+    if not reads_values:
+        masks, scores = ([_held_by_contents(m, sizes) for m in mods] for mods in (masks, scores))
+        return _checked(pairs, masks, scores, lists, reads_values=False)
+    if not reading_waits((*masks, *scores)):
+        return _checked(pairs, masks, scores, lists)
+    return _checked_once(pairs, sizes, masks, scores, lists, list_tensors)
+
+
+def reading_waits(mods: Sequence[TracedMod]) -> bool:
+    """Whether the host waits for a device when it reads the mods' captured tensors."""
+    return any(t.device.type != "cpu" for m in mods for t in m.tensors)
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured, in which the host can read no tensor."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_results: dict[tuple, ByWrites] = {}  # of ``_checked_once``, by everything but contents
+
+
+def _checked_once(
+    pairs: Dense,
+    sizes: tuple[int, int, int, int],
+    masks: Sequence[TracedMod],
+    scores: Sequence[TracedMod],
+    lists: Callable[[], Listed] | None,
+    list_tensors: Sequence[Tensor],
+) -> tuple[list[TracedMod], list[TracedMod]]:
+    """``check_call`` of tensors on a device. Remembers for each mod its new program, numbers, and whether it keeps its source; None for an
+    unchanged mod."""
+    mods = (*masks, *scores)
+    facts = (pairs, len(masks), lists is None, *((m.expr, m.scalars, tuple([t.shape for t in m.tensors])) for m in mods))
+    if len(_results) > 1024:
+        _results.clear()
+    results = _results.setdefault(facts, ByWrites())
+    decisive = [m.tensors[slot] for m in mods for slot in doubt(m, *sizes).slots]
+    all_read = [*decisive, *(t for m in masks for t in m.tensors), *list_tensors]
+    known = results.get(decisive) or results.get(all_read)
+    if known is None:
+        if is_captured():
+            return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
+        new_masks, new_scores = _checked(pairs, masks, scores, lists)
+        new = [*new_masks, *new_scores]
+        are_inside = all(a is b for a, b in zip(mods, new, strict=True))
+        new = [_held_by_contents(m, sizes) for m in new]
+        known = [None if n is m else (n.expr, n.scalars, n.source is not None) for m, n in zip(mods, new, strict=True)]
+        results.put(decisive if are_inside else all_read, known)
+    made = [
+        m if n is None else replace(m, expr=n[0], scalars=n[1], source=m.source if n[2] else None) for m, n in zip(mods, known, strict=True)
+    ]
+    return made[: len(masks)], made[len(masks) :]
+
+
+def _held_by_contents(mod: TracedMod, sizes: tuple[int, int, int, int]) -> TracedMod:
+    """The mod with every index clamped that is computed from contents."""
+    return clamped(mod, unsettled(mod, *sizes)._replace(by_positions=[])) if doubt(mod, *sizes).slots else mod
+
+
+def _checked(
+    pairs: Pairs,
+    masks: Sequence[TracedMod],
+    scores: Sequence[TracedMod],
+    lists: Callable[[], Listed] | None,
+    *,
+    reads_values: bool = True,
+) -> tuple[list[TracedMod], list[TracedMod]]:
     hangs = lists is not None or isinstance(pairs, Ragged)  # the result depends on the contents of lists, or on lengths
     examined = [_examine(m, pairs, reads_values) for m in masks]
     if any(e.outside for e in examined):

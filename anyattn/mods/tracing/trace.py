@@ -21,11 +21,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from anyattn.default_device import UsersDefaultDevice
 from anyattn.errors import ModError
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.ir.expr import Builder, DType, Expr, category
 from anyattn.mods.tracing import closure
+from anyattn.mods.tracing.default_device import UsersDefaultDevice
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, nothing_swallowed
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
 from anyattn.mods.tracing.random_numbers import check_draws, generators_state, reads_refused

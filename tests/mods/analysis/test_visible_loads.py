@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import anyattn
 from anyattn import masks
 from anyattn.call_cache import attention
+from anyattn.mods.analysis import visible_loads
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.load_bounds import check_loads, check_loads_ragged
 from anyattn.mods.analysis.visible_loads import Dense, Listed, Ragged, check_call, held
@@ -18,6 +20,7 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.validate import sequences
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import Given, cache_call
+from tests.support.no_reading import Waited, no_reading
 
 B, H, M, N = 2, 2, 40, 56
 FLAGS = torch.arange(200) % 3 != 0
@@ -348,3 +351,72 @@ def test_warm_calls_with_clamps_have_their_own_numbers():
         found = anyattn.flex_attention(q, k, v, score, mask_mod=mask)
         rows = seen.any(1)
         assert torch.allclose(found[:, :, rows], wanted[:, :, rows], rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """CPU tensors are taken for a device's, whose contents the host can read only by waiting."""
+    monkeypatch.setattr(visible_loads, "reading_waits", lambda mods: any(m.tensors for m in mods))
+    monkeypatch.setattr(visible_loads, "_results", {})
+
+
+PLACES = {  # the mods of a call, from its tensors: an index that is read, one that a mask hides, one in a mask
+    "gather": lambda t, i: ([trace(lambda b, h, q, k: q >= k, "mask")], [trace(lambda s, b, h, q, k: s + t[h, i[q]], "score")]),
+    "hidden": lambda t, i: (
+        [trace(lambda b, h, q, k: (i[k] < 4) & (q < 4), "mask")],
+        [trace(lambda s, b, h, q, k: s + t[h, i[k]] + t[h, q], "score")],
+    ),
+    "in a mask": lambda t, i: ([trace(lambda b, h, q, k: t[h, i[q]] >= t[h, i[k]], "mask")], []),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_contents_on_a_device_are_read_once_for_each_write(name, on_a_device):
+    table, ids = torch.rand(H, 4), torch.arange(20) % 4
+    call = lambda: check_call(Dense(B, H, 20, 20), *PLACES[name](table, ids))
+    first = call()
+    with no_reading():
+        again = call()
+        if name == "gather":
+            table.add_(1.0)  # as an optimizer does: entries that are no index and no part of a mask decide nothing
+            call()
+    assert [[m.expr for m in mods] for mods in first] == [[m.expr for m in mods] for mods in again]
+    assert {id(t) for mods in again for m in mods for t in m.tensors} <= {id(table), id(ids)}
+    ids[3] = -9
+    with pytest.raises(ValueError, match="reads dimension 1 of a captured tensor"):
+        call()
+    with pytest.raises(ValueError, match="reads dimension 1 of a captured tensor"):  # an error is not remembered
+        call()
+    ids[3] = 2
+    call()
+    other = ids.clone()
+    ids = other  # another tensor is read too
+    with pytest.raises(Waited), no_reading():
+        call()
+
+
+def test_an_index_from_contents_is_clamped_on_a_device_too(on_a_device):
+    """The contents may change unseen: in the replay of a CUDA graph, or by a kernel of another library."""
+    table, ids = torch.rand(H, 4), torch.arange(20) % 4
+    _, (score,) = check_call(Dense(B, H, 20, 20), *PLACES["gather"](table, ids))
+    assert clamps(score) == 1 and score.source is not None
+    check_loads(replace(score, tensors=tuple(t if t is table else t + 1000 for t in score.tensors)), B, H, 20, 20)
+
+
+def test_while_a_graph_is_captured_nothing_is_read(on_a_device, monkeypatch):
+    monkeypatch.setattr(visible_loads, "is_captured", lambda: True)
+    table, ids = torch.rand(H, 4), torch.full((20,), 77)
+    with no_reading():
+        _, (score,) = check_call(Dense(B, H, 20, 20), *PLACES["gather"](table, ids))
+    check_loads(score, B, H, 20, 20)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="index 77"):
+        check_call(Dense(B, H, 20, 20), *PLACES["gather"](table, ids))
+
+
+def test_lists_made_without_reading_clamp_an_index_from_contents():
+    """``create_block_mask`` on a GPU: kernels read no entry outside a tensor, whatever the contents are."""
+    table, ids = torch.rand(H, 4), torch.full((20,), 77)
+    with no_reading():
+        ((mask,), _) = check_call(Dense(B, H, 20, 20), PLACES["in a mask"](table, ids)[0], reads_values=False)
+    check_loads(mask, B, H, 20, 20)
