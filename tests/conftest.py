@@ -33,6 +33,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_configure() -> None:
+    if device := os.environ.get("ANYATTN_TEST_DEFAULT_DEVICE"):
+        from tests.support.default_device import run_under
+
+        run_under(device)
     if os.environ.get("TRITON_INTERPRET"):
         from tests.support.interpreter import mend
 
