@@ -1,6 +1,7 @@
-"""A default device (``torch.set_default_device``, ``with torch.device(...)``) changes no result, and warm calls do not pass through it.
+"""What torch keeps for the process changes no result: the default device and dtype, deterministic algorithms.
 
-"meta" plays a device other than that of the tensors: whatever is allocated on it has no memory.
+Nor do warm calls pass through a default device (``torch.set_default_device``, ``with torch.device(...)``). In these tests "meta" is a
+device other than that of the tensors: whatever is allocated on it has no memory.
 """
 
 from __future__ import annotations
@@ -249,15 +250,68 @@ def test_the_default_device_is_back_after_an_error() -> None:
         assert torch.empty(1).is_meta
 
 
-def test_create_block_mask_inside_a_compiled_function_follows_its_captures() -> None:
-    def program(q: Tensor, ids: Tensor) -> Tensor:
-        mask = anyattn.create_block_mask(lambda b, h, x, y: (ids[x] == ids[y]) & (x >= y), None, None, N, N)
-        return anyattn.flex_attention(q, q, q, block_mask=mask)
+@pytest.fixture(params=["default dtype", "deterministic algorithms"])
+def state(request: pytest.FixtureRequest) -> Iterator[None]:
+    attention.clear()
+    if request.param == "default dtype":
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
-    wanted = program(Q, IDS)
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_without_the_state(name: str, state: None) -> None:
+    first, again = CALLS[name](), CALLS[name]()
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    wanted = CALLS[name]()
+    assert same(first, wanted) and same(again, wanted)
+    assert all(a.dtype is b.dtype for a, b in zip(tensors_of(first), tensors_of(wanted), strict=True))
+
+
+class Rebuilt(torch.nn.Module):
+    """A layer that makes its mask anew in each forward pass, of the documents in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        mask = anyattn.create_block_mask(lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j), len(x), None, N, N, BLOCK_SIZE=16)
+        q, k, v = (t[:, None] for t in self.project(x).chunk(3, -1))
+        return x + anyattn.flex_attention(q, k, v, block_mask=mask)[:, 0]
+
+
+def test_a_compiled_module_whose_mask_is_rebuilt() -> None:
+    """One graph serves all masks. Their lists are where what they capture is, not on the default device."""
+    layer, ids = Rebuilt(), [torch.arange(N).expand(B, N) // n for n in (20, 9, 33)]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    wanted = [layer(Q[:, 0], i) for i in ids]
     with torch.device("meta"):
-        found = torch.compile(program, fullgraph=True, backend="aot_eager")(Q, IDS)
+        found = [compiled(Q[:, 0], ids[0])]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found += [compiled(Q[:, 0], i) for i in ids[1:]]
     assert same(found, wanted)
+
+
+@pytest.mark.slow
+def test_a_compiled_module_in_changing_states() -> None:
+    layer, ids = Rebuilt(), torch.arange(N).expand(B, N) // 20
+    compiled, wanted = torch.compile(layer, fullgraph=True, backend="aot_eager"), layer(Q[:, 0], ids)
+    try:
+        for device in (None, "meta", "cpu", "meta", None):
+            torch.set_default_device(device)
+            torch.use_deterministic_algorithms(device == "meta")
+            torch.set_default_dtype(torch.float64 if device == "cpu" else torch.float32)
+            assert same(compiled(Q[:, 0], ids), wanted) and same(layer(Q[:, 0], ids), wanted)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
 
 
 def test_slopes_are_where_torch_allocates_or_on_the_named_device() -> None:
