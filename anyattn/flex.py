@@ -58,6 +58,9 @@ def flex_attention(
     deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
     the call.
 
+    The contents of captured tensors that an index is computed from (``table[ids[q_idx]]``) are checked; on a GPU the host waits for that
+    once per tensor and write to it, not while a CUDA graph is captured, and the index is clamped too.
+
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
     captured float tensors, and through lse. A row without visible keys has out 0 and lse -inf. Under ``torch.autocast`` query, key and
     value are cast as ``scaled_dot_product_attention`` casts them; captured tensors, sink and masks are not cast.
