@@ -245,8 +245,12 @@ class _Work:
         shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * variance
         _accumulate(self.dv, b, kv, variance, weights.mT, shared)
         dp, delta = dout @ f.v.mT, (dout * f.out).sum(-1, keepdim=True)
-        dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * dp.square()
-        delta2 = (dout2 * (u2 * out_sq + f.out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + u2 * delta.square()
+        # a stored dP is off by u dP; delta = sum of p dP, of the same dP, moves along: by all of it where a row sees one key
+        p_dp2 = (p2 * dp.square()).sum(-1, keepdim=True)
+        dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * ((1 - 2 * f.p) * dp.square() + p_dp2).clamp_min(0)
+        out_is_exact = f.p.amax(-1, keepdim=True) == 1 if seqlen_k else False  # a row of V
+        of_out2 = torch.where(torch.as_tensor(out_is_exact), 0.0, u2 * out_sq + f.out2)
+        delta2 = (dout2 * (of_out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + w2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
         own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS without delta's error, which a row shares
         ds = f.p * net

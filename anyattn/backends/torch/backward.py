@@ -1,8 +1,12 @@
 """Streaming backward pass on the forward's tiles, with probabilities recomputed from the saved log-sum-exp.
 
-With P the probabilities of a row, dP = dO V^T and delta = rowsum(dO * O) - dLSE, the derivative by the modified score is
-dS = P * (dP - delta) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once, which completes its dQ; dK, dV
-and the captured tensors' gradients are summed over the tiles in a fixed order, so that reruns agree bitwise.
+With P the probabilities of a row, dP = dO V^T and delta = rowsum(dO * O), the derivative by the modified score is
+dS = P * (dP - delta + dLSE) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once, which completes its dQ;
+dK, dV and the captured tensors' gradients are summed over the tiles in a fixed order, so that reruns agree bitwise.
+
+A product in 16 bits rounds its result, and dP - delta of a row that sees one key is 0: dP rounded alone would leave all of its rounding
+error. So dO has three more columns, delta in three 16-bit parts, and V has -1 there: the product sums dP - delta in float32 and rounds it
+once.
 """
 
 from __future__ import annotations
@@ -25,16 +29,18 @@ from anyattn.backends.torch.workspace import zeros_in_order
 
 __all__ = ["backward"]
 
+_COLUMNS = 8  # added to dO and V: three parts of delta, and zeros up to a multiple of 16 bytes
 _FAR = 1024.0  # beyond this a base-2 log-sum-exp cannot represent the sum to 2^-13
 
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
     """Per query row: base-2 log-sum-exp (+inf in a row without visible keys,
-    so that its probabilities are 0), delta, and cleaned inputs."""
+    so that its probabilities are 0), delta, the gradient of the natural log-sum-exp, and cleaned inputs."""
 
     lse: Tensor  # (B, Hq, Sq, 1)
     delta: Tensor  # (B, Hq, Sq, 1)
+    dlse: Tensor | None  # (B, Hq, Sq, 1)
     q: Tensor
     dout: Tensor
 
@@ -46,10 +52,9 @@ class _Statistics:
         if bool(idle.any()):  # 0 x NaN: a row without visible keys has zero probabilities
             # finite values are kept: a row whose 16-bit output only looks like the sink alone has keys with nonzero weights
             dout, q = (torch.where(idle[..., None], finite_or_zero(t), t) for t in (dout, q))
-        delta = (dout.to(stat) * out).sum(-1)
-        if dlse is not None:
-            delta -= dlse
-        return _Statistics((lse * LOG2E).masked_fill_(blind, math.inf)[..., None], delta.masked_fill_(blind, 0.0)[..., None], q, dout)
+        delta = (dout.to(stat) * out).sum(-1).masked_fill_(blind, 0.0)[..., None]
+        by_lse = None if dlse is None else dlse.to(stat).masked_fill(blind, 0.0)[..., None]
+        return _Statistics((lse * LOG2E).masked_fill_(blind, math.inf)[..., None], delta, by_lse, q, dout)
 
 
 def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
@@ -78,9 +83,10 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         heads.add_to_keys(dv, operands.dv)
     dsink = None
     if problem.sink is not None:
-        # the sink's probability in a row is exp2(sink - lse); its value is 0, so dP - delta is -delta
+        # the sink's probability in a row is exp2(sink - lse); its value is 0, so dP - delta + dLSE is dLSE - delta
         share = torch.exp2(problem.sink.to(stat)[:, None, None] * LOG2E - statistics.lse)
-        dsink = (share * statistics.delta).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
+        net = statistics.delta if statistics.dlse is None else statistics.delta - statistics.dlse
+        dsink = (share * net).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
     return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), dsink, *scores.captured.results()
 
 
@@ -117,6 +123,9 @@ class _Operands:
             self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
         self.dk = torch.zeros(self.keys.shape, dtype=stat, device=device)
         self.dv = torch.zeros(self.values.shape, dtype=stat, device=device)
+        if call.dtype != stat:
+            self.values = torch.nn.functional.pad(self.values, (0, _COLUMNS))
+            self.values[..., -_COLUMNS : 3 - _COLUMNS] = -1.0
 
 
 class ScoreGradients:
@@ -176,7 +185,8 @@ def _row_tile(
     stat, scale = call.problem.stat_dtype, call.problem.scale
     rows = (row_tile.q_lo, row_tile.q_hi)
     q, dout = heads.rows(statistics.q, *rows, "q"), heads.rows(statistics.dout, *rows, "dout")
-    lse, delta = heads.rows(statistics.lse, *rows, "lse", stat), heads.rows(statistics.delta, *rows, "delta", stat)
+    lse = heads.rows(statistics.lse, *rows, "lse", stat)
+    with_delta, rest = _with_delta(call, heads, statistics, rows, dout)
     top, log_sum = scores.normaliser(q, operands.keys, heads, row_tile, lse, is_whole=start is None)
     dq = call.workspace.take("dq", tuple(q.shape), stat).zero_() if start is None else start.clone()
     for chunk in chunks(row_tile, call.plan.tile_n_backward):
@@ -186,11 +196,10 @@ def _row_tile(
         p = modified.sub_(top).sub_(log_sum).exp2_() if log_sum is not None else modified.sub_(top).exp2_()
         _accumulate(operands.dv[:, here], _narrow(call, p, "p"), dout)
         dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
-        torch.baddbmm(dp, dout, operands.values[:, here].transpose(1, 2), beta=0, out=dp)
-        if dp.dtype == stat:
-            dscore = dp.sub_(delta).mul_(p)
-        else:
-            dscore = p.mul_(call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp).sub_(delta))
+        torch.baddbmm(dp, with_delta, operands.values[:, here].transpose(1, 2), beta=0, out=dp)
+        if dp.dtype != stat:
+            dp = call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp)
+        dscore = p.mul_(dp if rest is None else dp.add_(rest))
         scores.captured.add(row_heads(dscore, tile), tile, chunk.asked)
         if by_score is not None:
             dscore = row_heads(dscore, tile).mul_(by_score)
@@ -200,6 +209,24 @@ def _row_tile(
         _accumulate(operands.dk[:, here], narrow, q, scale)
         dq = _add_product(dq, narrow, operands.finite_keys[:, here], scale)
     return dq
+
+
+def _with_delta(call: Call, heads: Heads, statistics: _Statistics, rows: tuple[int, int], dout: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The left operand of the product dP, and what is then added to get dP - delta + dLSE (count, rows, 1; None for 0)."""
+    stat = call.problem.stat_dtype
+    delta = heads.rows(statistics.delta, *rows, "delta", stat)
+    dlse = None if statistics.dlse is None else heads.rows(statistics.dlse, *rows, "dlse", stat)
+    if call.dtype == stat:
+        return dout, delta.neg() if dlse is None else dlse.sub_(delta)
+    width = dout.shape[-1]
+    wide = call.workspace.take("dout with delta", (*dout.shape[:-1], width + _COLUMNS), call.dtype)
+    wide[..., :width] = dout
+    wide[..., width:] = 0.0
+    for at in range(width, width + 3):
+        part = delta.to(call.dtype)
+        wide[..., at : at + 1] = part
+        delta = delta.sub_(part)
+    return wide, dlse  # apart: dLSE may be larger than float16 can hold, and delta no larger than dP
 
 
 def _narrow(call: Call, x: Tensor, name: str) -> Tensor:
