@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["TEXT_HEADER", "DiskCache", "Entry", "Payload", "default_folder", "is_on", "keep_text", "open_cache", "why_not"]
+__all__ = ["TEXT_HEADER", "DiskCache", "Entry", "Payload", "cannot_check", "default_folder", "is_on", "keep_text", "open_cache", "why_not"]
 
 TEXT_HEADER = "# Written by anyattn, to be read: nothing loads this file, and `anyattn cache clear` removes it.\n"
 _HEADER = b"anyattn kernel 2\n"
@@ -80,11 +80,18 @@ def default_folder() -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "anyattn" / "kernels"
 
 
+def cannot_check() -> str | None:
+    """The reason on a system without POSIX's owners of files (Windows): whose code the folder holds is then unknown; else None."""
+    return None if hasattr(os, "geteuid") else "this system does not say which user owns a folder, and anyattn would run the code in it"
+
+
 def why_not(folder: Path) -> str | None:
     """Creates ``folder`` (0700) if it is missing. Returns None if only the user can write into it, else the reason not to use it.
 
     The folders above it are checked too: a user who may write into one of them can replace ``folder``.
     """
+    if (reason := cannot_check()) is not None:
+        return reason
     if not folder.is_absolute():
         return f"{folder} is no absolute path: this user has no home folder; wanted a folder for the cache: set ANYATTN_CACHE_DIR"
     try:
@@ -158,7 +165,7 @@ def open_cache() -> DiskCache | None:
         return DiskCache(folder)
     if reason not in _refused:
         _refused.add(reason)
-        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place"
+        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place, ANYATTN_CACHE=0 none"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     return None
 

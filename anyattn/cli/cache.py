@@ -60,6 +60,9 @@ def clear() -> None:
 
 def _cache() -> DiskCache:
     """The user's cache, even if it is turned off."""
+    if (reason := disk_cache.cannot_check()) is not None:
+        click.echo(f"no kernels are kept: {reason}")
+        raise click.exceptions.Exit(0)
     folder = disk_cache.default_folder()
     reason = disk_cache.why_not(folder)
     if reason is not None:

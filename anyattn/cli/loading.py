@@ -28,6 +28,8 @@ def errors_of(text: str) -> Iterator[None]:
         yield
     except (click.ClickException, BackendError):
         raise
+    except SystemExit as error:
+        raise _ended(text, error) from error
     except Exception as error:
         where = None if isinstance(error, ModError) else raised_at(error)
         if where is not None:
@@ -35,6 +37,16 @@ def errors_of(text: str) -> Iterator[None]:
         if not isinstance(error, (ValueError, TypeError, IndexError)):
             raise
         raise click.BadParameter(f"{text}: {error}") from error
+
+
+def _ended(what: str, error: SystemExit) -> click.ClickException:
+    """The error for user code that ends the process; the command ends with its status, or 2 if that would report success."""
+    found = click.ClickException(
+        f"{what} ended the program with SystemExit({error.code!r}) before its function was read; put what runs a program under "
+        f"if __name__ == '__main__':"
+    )
+    found.exit_code = (error.code if isinstance(error.code, int) else int(error.code is not None)) or click.UsageError.exit_code
+    return found
 
 
 def _told(error: Exception, where: tuple[str, str]) -> str:
@@ -70,6 +82,8 @@ def _from_file(path: Path, name: str) -> Callable:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise _ended(str(path), error) from error
     except Exception as error:
         where = raised_at(error)
         told = f"{type(error).__name__}: {error}" if where is None else _told(error, where)

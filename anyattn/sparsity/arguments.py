@@ -19,7 +19,6 @@ from anyattn.tensors.dynamo import opaque
 __all__ = [
     "MOST_TILES",
     "check_many",
-    "check_retile",
     "check_tables",
     "device_of",
     "length",
@@ -78,15 +77,6 @@ def pair(name: str, value: Any) -> tuple[int, int]:
         return length(f"{name}[0]", value[0], 1), length(f"{name}[1]", value[1], 1)
     number = length(name, value, 1)
     return number, number
-
-
-def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) -> None:
-    """Raises ``ValueError`` unless lists for tile size ``present`` can be converted to ``wanted``. build: how to make new lists."""
-    if any(new % old and old % new for new, old in zip(wanted, present, strict=True)):
-        raise ValueError(
-            f"the block lists were built for tiles of {present}, but tiles of {wanted} are wanted, and on one side neither size is a "
-            f"multiple of the other; build the lists with {build}, or choose a kernel tile that fits {present}"
-        )
 
 
 def reads_nothing(mod: TracedMod, device: torch.device) -> bool:

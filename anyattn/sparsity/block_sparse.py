@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
-from anyattn.sparsity.arguments import check_retile, length, pair
+from anyattn.sparsity.arguments import length, pair
 from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
 from anyattn.sparsity.pytree_nodes import register
 
@@ -122,29 +122,26 @@ class BlockSparseTensors:
         return self.from_classes(self.classes().transpose(-1, -2), self.tile[::-1], lengths, self.full_block_cnt is not None)
 
     def retile(self, tile_m: int, tile_n: int) -> BlockSparseTensors:
-        """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
+        """The same sparsity in tiles of (tile_m, tile_n), of any size.
 
-        A coarser tile is full if all its parts are full, empty if all are empty, else partial. A finer tile takes the class of the tile
-        that it is cut from: full and empty stay exact; a part of a partial tile is listed as partial, and the mask is evaluated in it.
+        A tile is full if all present tiles that it overlaps are full, empty if all are empty, else partial: the mask is evaluated in it.
+        Where its size divides the present one, full and empty stay exact.
 
-        Raises ``ValueError`` naming both tiles if neither size divides the other.
+        Raises ``ValueError`` for lists of unknown lengths if a size is no multiple of the present one.
         """
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
             return self
-        check_retile(self.tile, wanted, f"BLOCK_SIZE={wanted}")
-        classes = self.classes()
-        for dim, new, old in ((-2, wanted[0], self.tile[0]), (-1, wanted[1], self.tile[1])):
-            classes = _coarser(classes, dim, new // old) if new >= old else self._finer(classes, dim, old // new)
-        return self.from_classes(classes, wanted, self.lengths, self.full_block_cnt is not None)
-
-    def _finer(self, classes: Tensor, dim: int, parts: int) -> Tensor:
-        if self.lengths is None:
+        if self.lengths is None and any(new % old for new, old in zip(wanted, self.tile, strict=True)):
             raise ValueError(
-                "these block lists do not know their sequence lengths, so they cannot be cut finer; pass lengths=(seqlen_q, seqlen_k)"
+                f"these block lists in tiles of {self.tile} do not know their sequence lengths, so they cannot be cut into tiles of "
+                f"{wanted}; pass lengths=(seqlen_q, seqlen_k)"
             )
-        new = self.tile[dim] // parts
-        return classes.repeat_interleave(parts, dim).narrow(dim, 0, ceil_div(self.lengths[dim], new))
+        classes = self.classes()
+        for dim in (-2, -1):
+            seqlen = classes.shape[dim] * self.tile[dim] if self.lengths is None else self.lengths[dim]
+            classes = _retiled(classes, dim, self.tile[dim], wanted[dim], seqlen)
+        return self.from_classes(classes, wanted, self.lengths, self.full_block_cnt is not None)
 
     def validate(self) -> BlockSparseTensors:
         """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
@@ -218,23 +215,16 @@ def _readable(t: Tensor | None) -> Tensor | None:
     return t if t is None or (t.is_contiguous() and not t.data_ptr() & 15) else t.clone(memory_format=torch.contiguous_format)
 
 
-def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
-    """Joins groups of ``parts`` neighbouring tiles; a shorter last group is classified by the tiles that it has."""
-    if parts == 1:
+def _retiled(classes: Tensor, dim: int, old: int, new: int, seqlen: int) -> Tensor:
+    """Classes in tiles of ``new`` positions along one side, from those in tiles of ``old``; a sequence's last tile may be shorter."""
+    if old == new:
         return classes
-    size = classes.shape[dim]
-    pad = -size % parts
-    if pad and size:
-        classes = torch.cat([classes, classes.narrow(dim, size - 1, 1).expand(*_with(classes.shape, dim, pad))], dim)
-    grouped = classes.unflatten(dim, ((size + pad) // parts, parts))
-    least, most = grouped.amin(dim), grouped.amax(dim)
-    return joined(least, most)
-
-
-def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
-    result = list(shape)
-    result[dim] = size
-    return result
+    most = new // old if new % old == 0 else 1 if old % new == 0 else (new - 1) // old + 2  # tiles that a new one overlaps
+    begin = torch.arange(0, seqlen, new, device=classes.device)
+    first, last = begin // old, ((begin + new).clamp(max=seqlen) - 1) // old
+    parts = torch.minimum(first[:, None] + torch.arange(most, device=classes.device), last[:, None])
+    overlapped = classes.index_select(dim, parts.flatten()).unflatten(dim, parts.shape)
+    return joined(overlapped.amin(dim), overlapped.amax(dim))
 
 
 def _check_shapes(name: str, cnt: Any, idx: Any) -> None:

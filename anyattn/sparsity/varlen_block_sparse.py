@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sparsity import captured, varlen_checks
-from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
+from anyattn.sparsity.arguments import device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
@@ -252,23 +253,16 @@ class VarlenBlockSparseTensors:
         return self._made_of(self.tiles.turn(self.classes()), self.tiles.turned())
 
     def retile(self, tile_m: int, tile_n: int) -> VarlenBlockSparseTensors:
-        """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
+        """The same sparsity in tiles of (tile_m, tile_n), of any size; see ``BlockSparseTensors.retile``.
 
-        A coarser tile is full if all its parts are full, empty if all are empty, else partial. A finer tile takes the class of the tile
-        that it is cut from: full and empty stay exact; a part of a partial tile is listed as partial, and the mask is evaluated in it.
-
-        Raises ``ValueError`` naming both tiles if neither size divides the other.
+        In between, memory is proportional to the tiles of the sizes' greatest common divisors.
         """
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
             return self
-        check_retile(self.tile, wanted, f"tile_m={wanted[0]}, tile_n={wanted[1]}")
-        tiles, classes = self.tiles, self.classes()
-        for target in (tiles.with_tile((wanted[0], self.tile[1])), tiles.with_tile(wanted)):  # one side, then the other
-            is_coarser = target.tile[0] * target.tile[1] > tiles.tile[0] * tiles.tile[1]
-            classes = joined(*target.least_and_most(classes, tiles)) if is_coarser else target.cut(classes, tiles)
-            tiles = target
-        return self._made_of(classes, tiles)
+        tiles, parts, target = (self.tiles.with_tile(size) for size in (self.tile, tuple(map(math.gcd, self.tile, wanted)), wanted))
+        classes = parts.cut(self.classes(), tiles)
+        return self._made_of(joined(*target.least_and_most(classes, parts)), target)
 
     def validate(self) -> VarlenBlockSparseTensors:
         """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.

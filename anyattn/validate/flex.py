@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,9 +49,10 @@ _TORCH_OPTIONS = frozenset(
     [
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK",
         "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack",
-        "matrix_instr_nonkdim", "waves_per_eu", "BACKEND", "fwd_num_warps", "fwd_num_stages", "bwd_num_warps", "bwd_num_stages",
+        "matrix_instr_nonkdim", "waves_per_eu", "BACKEND",
     ]
 )  # fmt: skip
+_TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -80,10 +82,15 @@ def kernel_options(options: Any) -> dict[str, int]:
             if not isinstance(value, bool):
                 raise TypeError(f"kernel_options[{name!r}] is a {type(value).__name__}; wanted True or False")
             found[name] = value
-        elif name not in _TORCH_OPTIONS:
+        elif (torchs := re.sub("^(fwd|bwd)_", "", str(name))) == "BACKEND":
+            if value not in _TORCH_BACKENDS:
+                wanted = ", ".join(map(repr, _TORCH_BACKENDS))
+                raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted one of torch's {wanted} (without effect here; see backend=)")
+        elif torchs not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
             raise ValueError(
-                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known})"
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known}, also with "
+                "the prefix fwd_ or bwd_)"
             )
     fixed = [name for name in ("tile_m", "tile_n") if name in found]
     if found.get("autotune") and fixed:

@@ -85,6 +85,9 @@ class CacheCall:
         if looked.slots is None or step.k is None or step.v is None:
             return problem
         new_k, new_v = (t.reshape(-1, *t.shape[-2:]) for t in (step.k, step.v))
+        if len(new_k) != len(looked.slots[0]):  # packed rows of no entry are not appended
+            of_entries = end_to_end(looked.sequences.q_start, looked.sequences.seqlens_q)[1]
+            new_k, new_v = new_k[of_entries], new_v[of_entries]
         if turn is not None:
             new_k = turn.applied(new_k, turn.k_positions)
             turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
@@ -342,6 +345,6 @@ def _turn(step: CacheStep, looked: _Looked) -> _Turn | None:
     q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
     per_row = q.shape[1] if q.ndim == 4 else 0
     q_positions[end_to_end(s.q_row * per_row + s.q_start, s.seqlens_q)[1]] = used
-    last = max((int(p.max()) for p in (k_positions, used) if len(p)), default=-1)
+    last = max((int(p.max()) for p in (k_positions, q_positions) if len(p)), default=-1)
     rotary.check_rotary(step.cos, step.sin, q.shape[-1], last, q.device)
     return _Turn(step.cos, step.sin, step.interleaved, q_positions, k_positions)

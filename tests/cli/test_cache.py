@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from anyattn import disk_cache
+from anyattn.cli import doctor
 from anyattn.disk_cache import DiskCache, Payload
 from tests.support.command_line import call
 
@@ -60,6 +61,19 @@ def test_a_refused_folder_is_one_line(cache: DiskCache) -> None:
     for arguments in (["cache", "list"], ["cache", "clear"], ["warmup", "--arch", "sm_90a"]):
         code, _, err = call(*arguments)
         assert code == 1 and "chmod 700" in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_system_without_owners_of_files_keeps_no_kernels(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows, where os has no geteuid."""
+    monkeypatch.delattr(os, "geteuid")
+    for command in ("list", "clear"):
+        code, out, err = call("cache", command)
+        assert code == 0 and "no kernels are kept: this system does not say" in out and not err
+    assert "does not say" in doctor._cache()
+    monkeypatch.setattr(disk_cache, "_refused", set())
+    with pytest.warns(RuntimeWarning, match="does not say which user owns"):
+        assert disk_cache.open_cache() is None
+    assert disk_cache.open_cache() is None  # without a second warning
 
 
 @pytest.mark.skipif(

@@ -170,3 +170,16 @@ def test_the_gallery_holds_what_it_promises():
     for variant in gallery.VARIANTS.values():
         mods = variant.mods(gallery.Setting(96, 4))
         assert mods.mask is not None or mods.score is not None
+
+
+@pytest.mark.parametrize(("ending", "status"), [("3", 3), ("0", BAD_ARGUMENTS), ("", BAD_ARGUMENTS), ("'told'", 1)])
+@pytest.mark.parametrize("place", ["file", "mask"])
+def test_a_file_that_ends_the_program_does_not_look_like_success(place, ending, status, tmp_path):
+    """The file's own status, unless that says that all went well."""
+    path, raised = tmp_path / "ending.py", f"raise SystemExit({ending})"
+    path.write_text(f"def near(b, h, q_idx, kv_idx):\n    {raised if place == 'mask' else 'return q_idx >= kv_idx'}\n")
+    if place == "file":
+        path.write_text(path.read_text() + raised)
+    for command in ("explain", "show"):
+        code, out, err = call(command, f"{path}:near")
+        assert code == status and not out and len(err.strip().splitlines()) == 1 and "SystemExit" in err and "__main__" in err, err

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 
 import anyattn
 from anyattn import masks, scores
@@ -56,6 +57,9 @@ CASES = {
     "backend not a string": (lambda: flex(backend=3), (TypeError, ValueError), ["backend", "3", "torch"]),
     "kernel_options a list": (lambda: flex(kernel_options=[1]), TypeError, ["kernel_options", "list", "dict"]),
     "kernel_options unknown": (lambda: flex(kernel_options={"tile": 3}), ValueError, ["kernel_options", "'tile'", "tile_m"]),
+    "kernel_options, torch's backend": (lambda: flex(kernel_options={"fwd_BACKEND": "nosuch"}), ValueError, ["fwd_BACKEND", "'nosuch'", "'FLASH'"]),
+    "kernel_options, two prefixes": (lambda: flex(kernel_options={"fwd_bwd_BLOCK_M": 3}), ValueError, ["'fwd_bwd_BLOCK_M'", "prefix"]),
+    "kernel_options, a prefix of ours": (lambda: flex(kernel_options={"fwd_tile_m": 3}), ValueError, ["'fwd_tile_m'"]),
     "kernel_options negative": (lambda: flex(kernel_options={"tile_m": -3}), ValueError, ["tile_m", "-3", "positive int"]),
     "both return_lse and return_aux": (
         lambda: flex(return_lse=True, return_aux=anyattn.AuxRequest(lse=True)),
@@ -222,3 +226,11 @@ def test_devices_that_there_are_not(device):
     ):
         with pytest.raises(ValueError, match=r"device is .*; wanted"):
             call()
+
+
+def test_torchs_kernel_options_are_accepted_with_its_prefixes():
+    """torch.nn.attention.flex_attention.FlexKernelOptions: any option may be for one pass alone."""
+    names = torch_flex.FlexKernelOptions.__annotations__
+    for prefix in ("", "fwd_", "bwd_"):
+        options = {prefix + name: "TRITON_DECODE" if name == "BACKEND" else 32 for name in names}
+        assert torch.equal(flex(kernel_options=options), flex())

@@ -230,6 +230,26 @@ def test_packed_queries() -> None:
     seq.judge({"out": seq.unpacked(out, counts), "lse": list(lse.split(counts, 1))}, batch, Meaning(causal=True), cached)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("has_rotary", [False, True])
+@pytest.mark.parametrize("counts", [(2, 0, 1), (0, 0)])
+def test_packed_new_rows_behind_the_last_entry_are_not_appended(counts, has_rotary, is_compiled):
+    rows, batch = sum(counts), len(counts)
+    q, k, v = torch.randn(3, rows + 2, 2, 16)
+    caches = torch.randn(2, batch, 8, 2, 16)
+    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.rand(8, 4) if has_rotary else None)
+    call = torch.compile(anyattn.flash_attn_with_kvcache, backend="eager") if is_compiled else anyattn.flash_attn_with_kvcache
+    found = []
+    for end in (rows, rows + 2):
+        k_cache, v_cache = caches.clone()
+        new = (t[:end] for t in (q, k, v))
+        out = call(next(new), k_cache, v_cache, *new, cache_seqlens=3, cu_seqlens_q=seq.ends(counts), causal=True, **tables)
+        found.append((out[:rows], k_cache, v_cache))
+        assert not out[rows:].any()
+    assert all(map(torch.equal, *found))
+    assert torch.equal(found[0][1][:, :3], caches[0][:, :3]) and torch.equal(found[0][1], caches[0]) == (rows == 0)
+
+
 def test_decoding_step_by_step_is_attention_over_all() -> None:
     """A mod written for training, with the same q_idx and kv_idx, decodes unchanged."""
     bias = torch.randn(4, 40, 40, dtype=torch.float64)

@@ -80,8 +80,8 @@ def _against_lists(problem: Problem) -> str | None:
     if blocks is None or not list_tile_misfit(tile_of(blocks)):
         return None
     rows, keys = tile_of(blocks)
-    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in (rows, keys)):
-        return None  # the lists are converted to larger tiles, since the mask is evaluated in them
+    if problem.sequences is None and problem.blocks_follow:
+        return None  # the lists are converted to other tiles, since the mask is evaluated in them
     return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
 
 
