@@ -165,7 +165,8 @@ def open_cache() -> DiskCache | None:
         return DiskCache(folder)
     if reason not in _refused:
         _refused.add(reason)
-        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place, ANYATTN_CACHE=0 none"
+        cure = "ANYATTN_CACHE_DIR names another place, ANYATTN_CACHE=0 none"
+        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; {cure}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     return None
 

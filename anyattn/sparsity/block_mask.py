@@ -14,18 +14,18 @@ from torch.utils import _pytree as pytree
 
 from anyattn.arithmetic import ceil_div
 from anyattn.fast_dataclass import OfFields
-from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.default_device import without_default_device
-from anyattn.mods.tracing.pickling import Recipe, refuse_nameless
+from anyattn.mods.tracing.pickling import refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.list_stacks import stack_shapes
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
+from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
 
 __all__ = [
@@ -76,7 +76,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: the mask inside partial blocks; None: all pairs are visible. seq_lengths: by default the lengths of whole blocks.
         order: torch's ``dq_*`` arguments.
-        Raises ``ValueError`` for a count below 0 or above N, and with compute_q_blocks for a block index out of range, unless on a GPU.
+        A count below 0 is an empty list, as in torch's kernels. Raises ``ValueError`` for a count above N, and with compute_q_blocks for a
+        block index out of range, unless on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
@@ -103,6 +104,55 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         forward = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         fields: dict[str, Any] = dict(zip(LISTS, (*forward, *backward), strict=True))
         return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **fields, **order)
+
+    @classmethod
+    def from_block_map(
+        cls,
+        block_map: Tensor,
+        *,
+        BLOCK_SIZE: int | tuple[int, int],
+        mask_mod: Callable | None = None,
+        full_block_map: Tensor | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
+        """A mask from a map of its blocks. Does not wait for a GPU.
+
+        block_map: bool (M, N) or (B, H, M, N), B and H may be 1: the blocks that are visited; mask_mod decides inside them.
+        full_block_map: bool, of a shape that broadcasts with it: blocks that are seen whole, whatever mask_mod and block_map say.
+        mask_mod: None: all pairs of the blocks are visible. seq_lengths: by default the lengths of whole blocks.
+        Raises ``TypeError`` or ``ValueError`` naming the argument.
+
+        >>> near = torch.eye(4, dtype=torch.bool)
+        >>> BlockMask.from_block_map(near | near.roll(-1, 0), BLOCK_SIZE=64).seq_lengths
+        (256, 256)
+        """
+        tile = pair("BLOCK_SIZE", BLOCK_SIZE)
+        for name, t in (("block_map", block_map), ("full_block_map", full_block_map)):
+            if (t is not None or name == "block_map") and not (isinstance(t, Tensor) and t.dtype is torch.bool):
+                what = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"{name} is {what}; wanted a bool tensor of blocks (M, N) or (B, H, M, N), such as {name} > 0")
+            if t is not None and t.ndim not in (2, 4):
+                raise ValueError(f"{name} has shape {tuple(t.shape)}; wanted (M, N) or (B, H, M, N), with B = H = 1 to broadcast")
+        classes = torch.where(block_map, PARTIAL if mask_mod is not None else FULL, EMPTY)
+        if full_block_map is not None:
+            try:
+                classes = torch.where(full_block_map, FULL, classes)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"full_block_map has shape {tuple(full_block_map.shape)} on {full_block_map.device}, block_map "
+                    f"{tuple(block_map.shape)} on {block_map.device}; wanted maps of the same blocks on one device"
+                ) from error
+        grid = (classes.shape[-2], classes.shape[-1])
+        lengths = (grid[0] * tile[0], grid[1] * tile[1]) if seq_lengths is None else seq_lengths
+        lengths = (length("seq_lengths[0]", lengths[0]), length("seq_lengths[1]", lengths[1]))
+        if tuple(map(ceil_div, lengths, tile)) != grid:
+            raise ValueError(
+                f"block_map has {grid[0]} x {grid[1]} blocks, but seq_lengths {lengths} in blocks of {tile} make "
+                f"{ceil_div(lengths[0], tile[0])} x {ceil_div(lengths[1], tile[1])}; wanted one entry for each block"
+            )
+        classes = classes.to(torch.uint8).reshape((1,) * (4 - classes.ndim) + classes.shape)
+        return block_mask_of_classes(classes, mask_mod, lengths, tile, compute_q_blocks=compute_q_blocks)
 
     @classmethod
     def from_torch(cls, block_mask: torch_flex.BlockMask) -> BlockMask:
@@ -151,16 +201,16 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         lists = self._lists_4d()
         sizes, names = lists["kv_num_blocks"].shape, ("batch", "head", "query block")
         padded = (*index, *(slice(None),) * (3 - len(index)))
-        batch, head, rows = (_positions(*place, lists["kv_indices"].device) for place in zip(names, sizes, padded, strict=True))
-        taken: dict[str, Any] = {name: None if t is None else _take(t, [batch, head, rows]) for name, t in lists.items()}
+        batch, head, rows = (positions_of(*place, lists["kv_indices"].device) for place in zip(names, sizes, padded, strict=True))
+        taken: dict[str, Any] = {name: None if t is None else take(t, [batch, head, rows]) for name, t in lists.items()}
         q_length = len(rows) * self.BLOCK_SIZE[0]
         if len(rows) and int(rows[-1]) == sizes[2] - 1:  # the last block may be short
             q_length -= sizes[2] * self.BLOCK_SIZE[0] - self.seq_lengths[0]
         # a dimension of size 1 broadcasts over batch entries or heads, so ``mask_mod`` takes the caller's b or h as it is
-        b_map, h_map = (_as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
+        b_map, h_map = (as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
         options: dict[str, Any] = {
             "BLOCK_SIZE": self.BLOCK_SIZE,
-            "mask_mod": _sliced(self.mask_mod, b_map, h_map, _as_map(rows), self.BLOCK_SIZE[0]),
+            "mask_mod": sliced(self.mask_mod, b_map, h_map, as_map(rows), self.BLOCK_SIZE[0]),
             "seq_lengths": (q_length, self.seq_lengths[1]),
             "compute_q_blocks": self.q_indices is not None,
         }
@@ -189,7 +239,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
     def sparsity(self) -> float:
         """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
-        return super().sparsity() if self.numel() else 0.0
+        listed = sum(int(t.clamp(min=0).sum()) for t in (self.kv_num_blocks, self.full_kv_num_blocks) if t is not None)
+        return 100 * (1 - listed * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1] / self.numel()) if self.numel() else 0.0
 
     def to_dense(self) -> Tensor:
         """int32 (B, H, M, N): 1 where a block is listed."""
@@ -275,86 +326,6 @@ def _add_write_order(mask: BlockMask, dq_kv_order: bool | None) -> None:
         raise NotImplementedError(f"torch {torch.__version__} has no dq write order for block masks; it came with torch 2.13")
     mask.dq_write_order, mask.dq_write_order_full = compute(mask, dq_kv_order=dq_kv_order)
     mask.dq_kv_order, mask.dq_kv_order_spt = None, dq_kv_order
-
-
-# ---- slicing
-
-
-def _positions(name: str, size: int, item: Any, device: torch.device) -> Tensor:
-    """The positions that one index picks, int64."""
-    everything = torch.arange(size, device=device)
-    if isinstance(item, slice):
-        return everything[item]
-    if isinstance(item, Tensor):
-        return everything[item if item.dtype is torch.bool else item.to(device=device, dtype=torch.int64)].reshape(-1)
-    if isinstance(item, (list, range)):
-        return everything[torch.tensor(list(item), dtype=torch.int64, device=device)]
-    at = length(f"{name} index", item, -size)
-    if at >= size:
-        raise IndexError(f"{name} index is {at}, but this BlockMask has {size}; wanted {-size} to {size - 1}")
-    return everything[at].reshape(1)
-
-
-def _take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
-    for dim, pick in enumerate(picks):
-        if len(pick) != tensor.shape[dim] or not torch.equal(pick, torch.arange(len(pick), device=pick.device)):
-            tensor = tensor.index_select(dim, pick)
-    return tensor
-
-
-def _as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:
-    """The map from positions in the slice to positions in the whole mask: (start, step), a table, or None for the identity."""
-    if picked is None or len(picked) == 0:
-        return None
-    start = int(picked[0])
-    step = int(picked[1]) - start if len(picked) > 1 else 1
-    if not torch.equal(picked, start + step * torch.arange(len(picked), device=picked.device)):
-        return picked
-    return None if (start, step) == (0, 1) else (start, step)
-
-
-def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: int) -> Callable:
-    """``mask_mod`` with b, h and q_idx counted from a slice's beginning; indices that the slice leaves unchanged are not remapped."""
-    for place, mapping in enumerate((b_map, h_map)):
-        if mapping is not None:
-            mask_mod = _derived(_remapped, mask_mod, place, mapping)
-    if block_map is None:
-        return mask_mod
-    if isinstance(block_map, tuple) and (block_map[1] == 1):
-        return _derived(_shifted_rows, mask_mod, block_map[0] * block)
-    return _derived(_chosen_rows, mask_mod, block_map, block)
-
-
-def _derived(make: Callable[..., Callable], mask_mod: Callable, *settings: Any) -> Derived:
-    """``make(mask_mod, *settings)``, which can be pickled if ``mask_mod`` can."""
-    return Derived(make(mask_mod, *settings), Recipe(_derived, (make, mask_mod, *settings)), name_of(mask_mod))
-
-
-def _remapped(mask_mod: Callable, place: int, mapping: tuple[int, int] | Tensor) -> Callable:
-    if isinstance(mapping, Tensor):
-        table = mapping
-        if place == 0:
-            return lambda b, h, q_idx, kv_idx: mask_mod(table[b], h, q_idx, kv_idx)
-        return lambda b, h, q_idx, kv_idx: mask_mod(b, table[h], q_idx, kv_idx)
-    start, step = mapping
-    if place == 0:
-        return lambda b, h, q_idx, kv_idx: mask_mod(b * step + start, h, q_idx, kv_idx)
-    return lambda b, h, q_idx, kv_idx: mask_mod(b, h * step + start, q_idx, kv_idx)
-
-
-def _shifted_rows(mask_mod: Callable, offset: int) -> Callable:
-    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)
-
-
-def _chosen_rows(mask_mod: Callable, block_map: tuple[int, int] | Tensor, block: int) -> Callable:
-    if isinstance(block_map, Tensor):
-        table = block_map
-        return lambda b, h, q_idx, kv_idx: mask_mod(b, h, table[q_idx // block] * block + q_idx % block, kv_idx)
-    start, step = block_map
-    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, (q_idx // block * step + start) * block + q_idx % block, kv_idx)
-
-
-# ---- building
 
 
 def block_mask_of_classes(

@@ -240,7 +240,7 @@ def _check_shapes(name: str, cnt: Any, idx: Any) -> None:
         raise ValueError(f"{shapes}; wanted (B, H, M) and (B, H, M, N)")
     if cnt.device != idx.device:
         raise ValueError(f"{name}_block_cnt is on {cnt.device} and {name}_block_idx on {idx.device}; wanted one device")
-    check_counts(f"{name}_block_cnt", cnt, idx)
+    check_counts(f"{name}_block_cnt", cnt, idx, least=0)
 
 
 def _check_contents(name: str, cnt: Tensor, idx: Tensor, columns: int) -> None:

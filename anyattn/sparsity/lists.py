@@ -66,15 +66,15 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
 
 
-def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
-    """Raises ``ValueError`` if lists on a CPU have a count above their width or below 0. Skipped on a GPU, where reading the counts would
-    wait, and inside ``torch.compile``: the operator that takes the lists checks them when it runs."""
+def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None, least: int | None = None) -> None:
+    """Raises ``ValueError`` if lists on a CPU have a count above their width, or below ``least``. Skipped on a GPU, where reading the
+    counts would wait, and inside ``torch.compile``: the operator that takes the lists checks them when it runs."""
     if torch.compiler.is_compiling() or cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
-    least, most = (int(n) for n in cnt.aminmax())
-    if least < 0 or most > idx.shape[-1]:
+    lowest, most = (int(n) for n in cnt.aminmax())
+    if most > idx.shape[-1] or (least is not None and lowest < least):
         raise ValueError(
-            f"{name} holds {least} to {most}; wanted 0 to {idx.shape[-1]}, the entries that a row's list has room for: correct the counts"
+            f"{name} holds {lowest} to {most}; wanted 0 to {idx.shape[-1]}, the entries that a row's list has room for: correct the counts"
         )
 
 
@@ -163,7 +163,9 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def grid_of_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None, columns: int | None = None
 ) -> Tensor:
-    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read. columns: N, by default the width of the wider list.
+    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and a count below 0 is an empty list.
+
+    columns: N, by default the width of the wider list.
 
     Does not wait for a GPU. Raises ``ValueError`` if lists on a CPU name a column that does not exist, or if a count exceeds its list's
     width.

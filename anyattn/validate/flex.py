@@ -89,8 +89,8 @@ def kernel_options(options: Any) -> dict[str, int]:
         elif torchs not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
             raise ValueError(
-                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known}, also with "
-                "the prefix fwd_ or bwd_)"
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known}, "
+                "also with the prefix fwd_ or bwd_)"
             )
     fixed = [name for name in ("tile_m", "tile_n") if name in found]
     if found.get("autotune") and fixed:

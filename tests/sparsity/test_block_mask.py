@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from anyattn import ModError, flash_attn_func, flex_attention
+from anyattn import ModError, flash_attn_func, flex_attention, oracle
 from anyattn.block_masks import create_block_mask
 from anyattn.mods import masks
 from anyattn.sparsity import (
@@ -18,6 +18,7 @@ from anyattn.sparsity import (
     compute_block_sparsity,
     compute_varlen_block_sparsity,
 )
+from anyattn.testing import budget
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 from tests.support.counting import peak_bytes
 
@@ -298,7 +299,7 @@ def listed(count):
     return torch.tensor([[[8, count]]], dtype=torch.int32), torch.arange(8, dtype=torch.int32).expand(1, 1, 2, 8).contiguous()
 
 
-@pytest.mark.parametrize("count", [9, 99, -1])
+@pytest.mark.parametrize("count", [9, 99])
 def test_counts_that_cannot_be_are_refused(count):
     good, bad = listed(3), listed(count)
     for name, arguments in (("kv_num_blocks", bad), ("full_kv_num_blocks", (*good, *bad))):
@@ -463,3 +464,68 @@ def test_lists_made_inside_a_function_transform_are_plain_tensors():
     assert torch.equal(found, torch.func.grad(loss)(query, kept[0]))
     with pytest.raises(TypeError, match=r"captures is a tensor of torch\.func\.grad.*wanted a plain tensor"):
         torch.func.grad(lambda x: (create_block_mask(lambda b, h, q, k: q > x, 1, 1, 70, 70, "cpu"), x)[1])(torch.tensor(1.0))
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+@pytest.mark.parametrize("of", [BlockMask, torch_flex.BlockMask], ids=["ours", "torch's"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_count_below_0_is_an_empty_list(of, is_compiled):
+    """A schedule's min(count, window - 1) where the window is 0 blocks; torch's kernels loop over the first ``count`` entries."""
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+    index = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4).contiguous()
+    counts = torch.tensor([[[-1, 2, -7, 3]]], dtype=torch.int32), torch.tensor([[[1, -1, -2, 2]]], dtype=torch.int32)
+    call = torch.compile(flex_attention, backend="eager", fullgraph=True) if is_compiled else flex_attention
+    found = []
+    for count, full in (counts, [c.clamp(min=0) for c in counts]):
+        mask = of.from_kv_blocks(count, index, full, index.flip(-1).contiguous(), BLOCK_SIZE=16, mask_mod=causal)
+        found.append((call(q, k, v, block_mask=mask), BlockMask.from_torch(mask)))
+    (out, mask), (wanted, clean) = found
+    assert torch.equal(out, wanted) and not out[:, :, 32:48].any() and out[:, :, :16].any()
+    assert mask.sparsity() == clean.sparsity() and torch.equal(mask.to_dense(), clean.to_dense())
+    assert_same(create_block_mask(causal, 1, 1, 64, 64, "cpu", 16)[:, :, [0]], create_block_mask(causal, 1, 1, 16, 64, "cpu", 16))
+    assert mask[:, :, [1, 2]].kv_num_blocks.tolist() == [[[2, -7]]] and mask._adjust(50, 40).kv_num_blocks[0, 0, 0] == 0
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal])
+@pytest.mark.parametrize("has_full", [False, True])
+@pytest.mark.parametrize(("shape", "lengths"), [((3, 5), None), ((2, 1, 3, 5), (20, 37))], ids=str)
+def test_a_map_of_blocks(shape, lengths, has_full, mask_mod):
+    g = torch.Generator().manual_seed(0)
+    block_map, full = (torch.rand(shape, generator=g) < p for p in (0.5, 0.3))
+    given = {"full_block_map": full[..., :1, :] if has_full else None, "mask_mod": mask_mod, "seq_lengths": lengths}
+    mask = BlockMask.from_block_map(block_map, BLOCK_SIZE=8, **given)
+    rows, columns = lengths or (24, 40)
+    assert mask.seq_lengths == (rows, columns) and mask.BLOCK_SIZE == (8, 8) and (lengths is None or mask.shape[:2] == (2, 1))
+    wide = lambda t: t.repeat_interleave(8, -2).repeat_interleave(8, -1)[..., :rows, :columns]
+    visible = wide(block_map)
+    if mask_mod is not None:
+        visible = visible & causal(0, 0, torch.arange(rows)[:, None], torch.arange(columns))
+    if has_full:
+        visible = visible | wide(full[..., :1, :].expand(shape))
+    q, k = torch.randn(2, 2, rows, 16, generator=g), torch.randn(2, 2, columns, 16, generator=g)
+    each = visible.expand(2, 1, rows, columns)
+    exact, plain = (f(q, k, k, mask=lambda b, h, i, j: each[b, 0, i, j]).out for f in (oracle.attention, oracle.same_dtype))
+    torchs = torch_flex.BlockMask(**{n: t for n, t in vars(mask).items() if not n.startswith("_")})
+    for one in (mask, torchs):
+        assert torch.equal(flex_attention(q, k, k, block_mask=one), flex_attention(q, k, k, block_mask=mask))
+    budget.check("out", flex_attention(q, k, k, block_mask=mask), exact, plain)
+
+
+def test_a_map_of_blocks_that_cannot_be():
+    good = torch.ones(3, 5, dtype=torch.bool)
+    for block_map, more, error, words in (
+        (good.int(), {}, TypeError, "block_map is torch.int32"),
+        (None, {}, TypeError, "block_map is NoneType"),
+        (good[0], {}, ValueError, r"block_map has shape \(5,\)"),
+        (good, {"full_block_map": good[:2]}, ValueError, r"full_block_map has shape \(2, 5\)"),
+        (good, {"full_block_map": good.float()}, TypeError, "full_block_map is torch.float32"),
+        (good, {"seq_lengths": (8, 40)}, ValueError, "block_map has 3 x 5 blocks.*make 1 x 5"),
+        (good, {"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE"),
+    ):
+        with pytest.raises(error, match=words):
+            BlockMask.from_block_map(block_map, **{"BLOCK_SIZE": 8} | more)
+    with pytest.raises(TypeError, match="BLOCK_SIZE"):
+        BlockMask.from_block_map(good)  # type: ignore[call-arg]

@@ -92,11 +92,20 @@ def test_retile_finer_covers(lengths):
             assert torch.equal(fine[fine != 1], exact[fine != 1])
 
 
-def test_retile_mismatch_names_both_tiles():
+@pytest.mark.parametrize("lengths", [(61, 100), (0, 9)], ids=str)
+def test_retile_to_any_size_covers(lengths):
+    """What is full or empty is so for sure; what shares a tile with something else is listed."""
+    for mod in library_masks(*lengths).values():
+        for size in [(5, 7), (31, 3)]:
+            lists = compute_block_sparsity(*size, 2, 2, *lengths, mod, device="cpu")
+            for tile in [(7, 5), (16, 32)]:
+                made, exact = lists.retile(*tile).validate().classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)
+                assert torch.equal(made[made != 1], exact[made != 1]) and made.shape == exact.shape
+
+
+def test_retile_of_lists_of_unknown_lengths():
     lists = causal_768_896()
     assert lists.retile(128, 128) is lists
-    with pytest.raises(ValueError, match=r"built for tiles of \(128, 128\), but tiles of \(96, 64\) are wanted"):
-        lists.retile(96, 64)
     unknown = BlockSparseTensors(lists.mask_block_cnt, lists.mask_block_idx, tile=(128, 128))
     assert unknown.retile(256, 128).grid == (3, 7)
     with pytest.raises(ValueError, match="do not know their sequence lengths"):

@@ -252,11 +252,18 @@ def test_retile_finer_covers(of_round: int | None) -> None:
     assert int((lists.retile(8, 8).classes() == 1).sum()) <= 8 * int((lists.classes() == 1).sum())
 
 
-def test_retile_mismatch_names_both_tiles() -> None:
+@of_each_round
+def test_retile_to_any_size_covers(of_round: int | None) -> None:
+    for name, mod, seqlens, _ in batches(of_round):
+        lists = compute(mod, *seqlens, (6, 31), 2)
+        for tile in [(7, 5), (16, 32), (4, 128)]:
+            made, exact = lists.retile(*tile).validate().classes().expand(2, -1), brute_classes_ragged(mod, *seqlens, tile, 2)
+            assert torch.equal(made[made != 1], exact[made != 1]), (name, tile)
+
+
+def test_retile_to_its_own_tile_and_to_none() -> None:
     lists = example()
     assert lists.retile(128, 128) is lists
-    with pytest.raises(ValueError, match=r"built for tiles of \(128, 128\), but tiles of \(96, 64\) are wanted.*tile_m=96, tile_n=64"):
-        lists.retile(96, 64)
     with pytest.raises(ValueError, match=r"tile\[0\] is 0"):
         lists.retile(0, 64)
 

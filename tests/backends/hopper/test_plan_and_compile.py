@@ -15,17 +15,22 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper import api
+from anyattn.backends.hopper.backward import _tables_of_lists
 from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
+from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
 from anyattn.backends.hopper.make_config import Special, specialised
 from anyattn.backends.hopper.plan import reason_against
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.analysis.tile_classes import PARTIAL
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.validate import flash
+from anyattn.sparsity.lists import grid_of_lists
+from anyattn.testing.tiles import brute_classes
+from anyattn.validate import flash, flex
 from anyattn.validate.flash import Options
 from tests.support.hopper.pretended import H200
 from tests.support.processes import python
@@ -347,6 +352,26 @@ def test_a_tile_longer_than_the_sequence_is_whole() -> None:
     p = problem(predicates=traced(masks.prefix_lm(5)), blocks=cut, **dict.fromkeys("qkv", short))
     assert reason_against(p) is None and specialised(p).list_tile == (128, 128)
     assert visits_of(p, specialised(p)).partial_count is lists.mask_block_cnt
+
+
+@pytest.mark.parametrize("lengths", [(150, 31), (31, 31), (300, 270)], ids=str)
+@pytest.mark.parametrize("size", [(32, 31), (64, 31), (31, 128), (96, 48), (1, 200), (100, 7), (256, 192)], ids=str)
+def test_lists_of_a_mask_are_converted_to_tiles_of_the_kernels_whatever_their_size(size, lengths) -> None:  # type: ignore[no-untyped-def]
+    def scattered(b, h, i, j):  # type: ignore[no-untyped-def]
+        return (i // 40 + j // 25) % 3 < 2
+
+    q, k = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in lengths)
+    block_mask = anyattn.create_block_mask(scattered, 1, 1, *lengths, device="cpu", BLOCK_SIZE=size)
+    p = flex.flex_problem(q, k, k, None, block_mask, None, None, None, False, None, False, False, False)
+    assert p.blocks is not None and reason_against(p) is None and reason_against_backward(p) is None
+    forward, backward = specialised(p), specialised_backward(p)
+    for special, lists in ((forward, visits_of(p, forward)[:4]), (backward, _tables_of_lists(p, backward).lists[:4])):
+        assert special.list_tile is not None
+        tile, sizes = (special.list_tile, lengths) if special is forward else (special.list_tile[::-1], lengths[::-1])
+        grid = grid_of_lists(*lists, columns=-(-sizes[1] // tile[1]))
+        visible = scattered(0, 0, *torch.meshgrid(*map(torch.arange, lengths), indexing="ij"))
+        exact = brute_classes((visible if special is forward else visible.T)[None, None], *tile)
+        assert torch.equal(grid[grid != PARTIAL], exact[grid != PARTIAL]) and grid.shape == exact.shape
 
 
 @pytest.mark.parametrize("ends_with_row", [False, True])
