@@ -152,7 +152,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
                 f"{ceil_div(lengths[0], tile[0])} x {ceil_div(lengths[1], tile[1])}; wanted one entry for each block"
             )
         classes = classes.to(torch.uint8).reshape((1,) * (4 - classes.ndim) + classes.shape)
-        return block_mask_of_classes(classes, mask_mod, lengths, tile, compute_q_blocks=compute_q_blocks)
+        # a full block stays one at the sequences' ends too, where ``mask_mod`` may hide some of its pairs
+        return cls.from_kv_blocks(*lists_of_grid(classes, True), tile, mask_mod, lengths, compute_q_blocks)
 
     @classmethod
     def from_torch(cls, block_mask: torch_flex.BlockMask) -> BlockMask:
