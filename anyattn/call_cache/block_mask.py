@@ -22,6 +22,7 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sparsity.arguments import reads_nothing
 from anyattn.sparsity.block_mask import LISTS, OF_KERNELS, BlockMask, build_block_mask
 from anyattn.sparsity.compute import held_for_kernels
+from anyattn.sparsity.made_of import made_of, note
 from anyattn.tensors.dynamo import opaque
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ class RememberedMask(NamedTuple):
         fields = dict(self.fields)
         fields["mask_mod"] = mask_mod
         fields.update(zip(LISTS, self.launches.lists(*self.recipe.captured(found))))
-        return BlockMask.of_fields(fields)
+        fields["_made_of"] = made_of(found.readings[0]) if fields["_exact"] else None
+        made = BlockMask.of_fields(fields)
+        note(made)
+        return made
 
 
 _COLD: Any = object()  # marks a key whose calls all take the slow path

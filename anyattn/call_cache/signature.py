@@ -310,4 +310,6 @@ def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> 
         key = flex.lists_facts(block_mask)
     else:
         key, found.blocks = kept.facts, kept.blocks
-    return key, _mod(listed or block_mask.mask_mod, True, found)
+    mask = _mod(listed or block_mask.mask_mod, True, found)
+    made = None if listed is not None else getattr(block_mask, "_made_of", None)
+    return key, mask, made is None or made.holds(found.readings[-1])  # else the lists no longer follow from the mask

@@ -149,6 +149,9 @@ def _call(given: Attend) -> tuple[Problem, Plan]:
     q, k, v, sink, of_score, of_masks, block_lists, block_size, is_exact, scale, wants_max, deterministic, options, backend = given
     blocks = lists = None
     if any(block_size):
+        if is_exact and not list_operands.still_follow(block_lists, of_masks[0], of_masks[2]):
+            is_exact = False
+            given = given._replace(is_exact=False)
         asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
         lists = list_operands.known_by_now(*asked)
         blocks = list_operands.stand_in(*asked) if lists is None else lists.stands_for

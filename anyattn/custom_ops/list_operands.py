@@ -9,10 +9,12 @@ from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
 
+from anyattn.mods.ir import codec
 from anyattn.sparsity.block_mask import are_unwritten
+from anyattn.sparsity.made_of import still_holds
 from anyattn.validate import flex
 
-__all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "places_of", "stand_in"]
+__all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "places_of", "stand_in", "still_follow"]
 
 
 class ListOperands:
@@ -28,6 +30,16 @@ class ListOperands:
         self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices = [*views, None, None][:4]
         self.BLOCK_SIZE, self.seq_lengths, self.is_exact = facts
         self.may_share = self.is_exact
+
+
+def still_follow(lists: Sequence[Tensor], programs: str, tensors: Sequence[Tensor]) -> bool:
+    """``still_holds`` for the first of the programs, which is the lists' mask. tensors: of all programs."""
+    return still_holds(lists[0], tensors[: _tensors_of_first(programs)])
+
+
+@lru_cache(maxsize=1024)
+def _tensors_of_first(programs: str) -> int:
+    return len(codec.decode(codec.separated(programs)[0]).tensor_slots)
 
 
 # An entry's views keep the memory allocated, so no other tensor gets the same address. It lives as long as a counts tensor that was passed

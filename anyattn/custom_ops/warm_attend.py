@@ -176,6 +176,8 @@ def direct(operator: Any) -> Callable[..., Any]:
 def call({_NAMES}):
     if not (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE) or needs_dispatcher():
         return first({_NAMES})
+    if is_exact and block_size[0] and not still_follow(block_lists, mask_programs, mask_tensors):
+        is_exact = False
     constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
     again = latest(constants)
     if (
@@ -221,6 +223,7 @@ def call({_NAMES}):
         "known_lists": list_operands.known_by_now, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
         "forward": autograd.forward, "latest": _latest.get, "put_latest": _latest.put, "captured": _captured, "is_autocast": autocast.is_on,
         "are_counted_unwritten": list_operands.are_counted_unwritten, "problem_of": Problem.of_fields,
+        "still_follow": list_operands.still_follow,
     }  # fmt: skip
     exec(compile(source, "<direct call of attend>", "exec"), scope)
     return scope["call"]  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.list_stacks import stack_shapes
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
+from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
 
@@ -160,18 +161,25 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
 
+    _made_of: MadeOf | None = None  # what the mask captured when the lists were made, set by ``_marked``
     _told_apart: tuple[str, ...] = ()  # ``told_apart`` for masks that ``create_block_mask`` made
 
     @property
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
 
-        True for masks that ``create_block_mask`` made and for their slices, crops and copies, until a field is assigned or a list is
-        written to. torch does not count a write through ``.data`` or ``.numpy()``: after one, ``is_exact`` stays True, and backends may
-        still use ``mask_mod`` in place of the lists. Write to the list itself (``mask.kv_indices.copy_(new)``), or assign the field
-        (``mask.kv_indices = new``). False if all batch entries or heads share one entry's lists although ``mask_mod`` depends on the index.
+        True for masks that ``create_block_mask`` made and for their slices, crops and copies, until a field is assigned, a list or a
+        tensor that ``mask_mod`` captures is written to, or ``mask_mod`` captures something else. From then on the lists say which blocks
+        are visited and which are seen whole, and inside the others ``mask_mod`` decides, with its captures as they are now.
+
+        torch does not count a write through ``.data`` or ``.numpy()``: after one, ``is_exact`` stays True, and backends may still use
+        ``mask_mod`` in place of the lists. Write to the tensor itself (``mask.kv_indices.copy_(new)``), or assign the field
+        (``mask.kv_indices = new``). False if all batch entries or heads share one entry's lists although ``mask_mod`` depends on the index,
+        and for captured inference tensors, to which torch counts no writes.
         """
-        return bool(self._exact) and self._lists_are_unwritten()
+        if not self._exact or not self._lists_are_unwritten():
+            return False
+        return self._made_of is not None and self._made_of.holds(captures(self.mask_mod))
 
     def _lists_are_unwritten(self) -> bool:
         return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)
@@ -261,7 +269,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {**vars(self), "_exact": self.is_exact}
+        return {**vars(self), "_exact": self.is_exact, "_made_of": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -303,6 +311,8 @@ def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
             if not are_unwritten(t):
                 setattr(mask, name, _counted_anew(t))
     mask._exact = is_exact
+    mask._made_of = made_of(captures(mask.mask_mod)) if is_exact else None
+    note(mask)
     return mask
 
 

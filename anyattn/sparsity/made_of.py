@@ -1,0 +1,102 @@
+"""What a mask captured when its lists were made, to tell later whether they still follow from it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anyattn.mods.tracing.fingerprint import recognise
+from anyattn.mods.tracing.trace import TracedMod, trace
+
+__all__ = ["MadeOf", "captures", "made_of", "note", "still_holds"]
+
+_Captures = tuple[Any, Sequence[int | float], Sequence[Tensor]]  # a mask's structure, the numbers and the tensors that it captures
+
+
+class MadeOf(NamedTuple):
+    """structure, numbers: of the mask. tensors, versions: those that it captured, and torch's write counters of them."""
+
+    structure: Any
+    numbers: tuple[int | float, ...]
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+
+    def holds(self, now: _Captures) -> bool:
+        """Whether a mask captures the same numbers and tensors now, and torch has counted no write to the tensors since."""
+        structure, numbers, tensors = now
+        if (
+            (structure is not self.structure and structure != self.structure)
+            or len(tensors) != len(self.tensors)
+            or tuple(numbers) != self.numbers
+        ):
+            return False
+        for t, same, version in zip(tensors, self.tensors, self.versions):  # noqa: SIM110 - a generator takes longer
+            if same() is not t or t._version != version:
+                return False
+        return True
+
+    def holds_for(self, tensors: Sequence[Tensor]) -> bool:
+        """``holds`` for a compiled graph's operands, which may be other tensor objects of the same memory; their order is the program's."""
+        alive = {}
+        for same, version in zip(self.tensors, self.versions):
+            t = same()
+            if t is None or t._version != version:
+                return False
+            alive[t.data_ptr()] = t
+        return all(t.data_ptr() in alive for t in tensors)
+
+
+def captures(mask: Any) -> _Captures:
+    """The structure, numbers and tensors of a mask as they are now."""
+    found = None if type(mask) is TracedMod else recognise(mask)
+    if found is not None:
+        return found
+    traced = mask if type(mask) is TracedMod else trace(mask, "mask")
+    return traced.expr, traced.scalars, traced.tensors
+
+
+def made_of(now: _Captures) -> MadeOf | None:
+    """None if a tensor is an inference tensor, to which torch counts no writes."""
+    structure, numbers, tensors = now
+    if any(t.is_inference() for t in tensors):
+        return None
+    return MadeOf(structure, tuple(numbers), tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
+
+
+class _Noted(NamedTuple):
+    counts: weakref.ref[Tensor]
+    block_mask: weakref.ref[Any]
+    made: MadeOf
+
+
+_noted: dict[int, _Noted] = {}  # by the id of a block mask's counts; removed when these are freed
+
+
+def note(block_mask: Any) -> None:
+    """Records what an exact block mask was made of, for operators, which get its lists and its mask's program without it."""
+    counts, made = block_mask.kv_num_blocks, block_mask._made_of
+    place = id(counts)
+
+    def forget(gone: Any) -> None:
+        if (found := _noted.get(place)) is not None and found.counts is gone:
+            del _noted[place]
+
+    if made is not None:
+        _noted[place] = _Noted(weakref.ref(counts, forget), weakref.ref(block_mask), made)
+
+
+def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether a noted block mask's lists still follow from its mask, whose tensors an operator gets as ``tensors``; True for other lists.
+
+    The numbers in an operator's program are those that the mask captures now: the compiler guards them.
+    """
+    found = _noted.get(id(counts))
+    if found is None or found.counts() is not counts:
+        return True
+    if not found.made.holds_for(tensors):
+        return False
+    block_mask = found.block_mask() if found.made.numbers else None
+    return block_mask is None or bool(block_mask.is_exact)
