@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast, kinds
+from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
 
 __all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_source"]
@@ -134,11 +135,16 @@ def explain(
     for name, t in (("query", query), ("key", key), ("value", value), ("sink", sink)):
         kinds.refuse_hidden(name, t)
     query, key, value = autocast.arguments(query, key, value)
+    copied = [n for n, t in (("query", query), ("key", key), ("value", value)) if planner.misfits((t,), backend)]
+    query, key, value = (innermost(t) if n in copied else t for n, t in (("query", query), ("key", key), ("value", value)))
     problem = flex.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
     )
     machine = hardware.of(query.device.type)
     chosen = planner.choose(problem, machine, backend, flex.kernel_options(kernel_options))
+    if copied:
+        why = f"{' and '.join(copied)} copied at every call: the kernels read rows, and the last dimension is not innermost"
+        chosen = replace(chosen, why=(*chosen.why, why))
     traced = [problem.score, *problem.predicates]
     source = triton_source(problem) if chosen.backend == "triton" else ""
     return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, planner.available(machine), source)

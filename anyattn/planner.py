@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from anyattn import hardware as machines
 from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BACKENDS, Backward, Plan
 from anyattn.problem import Problem
 
-__all__ = ["appender", "available", "choose", "combiner", "for_backward"]
+__all__ = ["appender", "available", "choose", "combiner", "for_backward", "misfits", "planned"]
+
+_WIDEST = 256  # head_dim of the GPU backends' kernels
+_warned: set[str] = set()  # kinds of calls without kernels that have been warned about
 
 
 def available(hardware: Hardware) -> dict[str, str | None]:
@@ -78,6 +85,47 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
             return _plan_of(name, problem, hardware, "; ".join(reasons), options or {})
         reasons.append(f"for {name}, {against}")
     return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def misfits(tensors: tuple[Any, ...], backend: str | None) -> bool:
+    """Whether one of a call's q, k, v has a last dimension that is not innermost, and a GPU's kernels may compute the call: they read rows,
+    and a copy costs a small part of what torch operations cost. False for wrong arguments, which are refused later."""
+    for t in tensors:
+        if isinstance(t, Tensor) and t.ndim > 2 and t.stride(-1) != 1 and t.shape[-1] > 1:
+            return backend in ("triton", "hopper") or (backend is None and machines.of(t.device.type).device == "cuda")
+    return False
+
+
+def planned(problem: Problem, backend: str | None, options: dict[str, int] | None = None) -> Plan:
+    """``choose`` for the machine that the problem's tensors are on; warns if a call on a GPU leaves the kernels, once for each kind."""
+    machine = machines.of(problem.q.device.type)
+    plan = choose(problem, machine, backend, options)
+    if machine.device == "cuda" and backend is None and "torch" in (plan.backend, plan.backward):
+        _warn_of_torch(problem, plan)
+    return plan
+
+
+def _warn_of_torch(problem: Problem, plan: Plan) -> None:
+    if not problem.may_have_pairs or (plan.backend != "torch" and not problem.needs_grad):
+        return
+    widest = max(problem.q.shape[3], problem.v.shape[3])
+    kind, cure = "", "change that, or name a backend to get an error instead"
+    if problem.q.dtype is torch.float64:
+        kind, cure = "dtype", "convert q, k and v with .float() or .bfloat16() if their precision is enough"
+    elif widest > _WIDEST:
+        kind, cure = "head_dim", f"use more heads of at most {_WIDEST} dimensions"
+    elif any(t.stride(3) != 1 and t.shape[3] > 1 for t in (problem.q, problem.k, problem.v)):
+        kind, cure = (
+            "strides",
+            "make the cache with its head dimension innermost, as torch.zeros(shape) does: it is not copied at every call",
+        )
+    what = "" if plan.backend == "torch" else "the backward pass of "
+    why = next(line for line in plan.why if line.startswith("torch:" if plan.backend == "torch" else "backward:"))
+    kind = what + (kind or why)
+    if kind not in _warned:
+        _warned.add(kind)
+        text = f"{what}this attention call runs as torch operations on the GPU, many times slower than a kernel. {why}. Cure: {cure}"
+        warnings.warn(f"{text}. (warned once for calls of this kind; anyattn.explain says it of any call)", stacklevel=4)
 
 
 def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:

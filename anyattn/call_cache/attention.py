@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import hardware, planner
+from anyattn import planner
 from anyattn.call_cache.calls import RememberedCall, clear, known, remember, score_of_user, size
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, signature_of_varlen
@@ -22,6 +22,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
 from anyattn.tensors import kinds
 from anyattn.tensors.dynamo import opaque
+from anyattn.tensors.strides import innermost
 from anyattn.validate import flash, flex
 from anyattn.validate.flash import Options
 
@@ -67,6 +68,8 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
 
     options: ``kernel_options``. Raises as ``validate.flex.flex_problem`` and the planner.
     """
+    if planner.misfits(call[:3], backend):
+        call = FlexCall(*map(innermost, call[:3]), *call[3:])
     found = _signature_of_flex(call, backend, options)
     warm = known(found)
     if warm is None or found is None:
@@ -101,7 +104,7 @@ def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedC
 
 def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator: bool) -> tuple[Problem, Plan]:
     problem = flex.flex_problem(*call, not (is_operator and call.query.is_cuda))
-    return problem, planner.choose(problem, hardware.of(problem.q.device.type), backend, flex.kernel_options(options))
+    return problem, planner.planned(problem, backend, flex.kernel_options(options))
 
 
 # ---- flash_attn_func
@@ -110,6 +113,8 @@ def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator
 @opaque
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as in ``flex_call``. Raises as the checks and the planner."""
+    if planner.misfits((q, k, v), backend):
+        q, k, v = map(innermost, (q, k, v))
     found = _signature_of_flash(q, k, v, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes,)
@@ -127,7 +132,7 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_o
 
 def _planned_flash(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
     problem = flash.dense_problem(q, k, v, given)
-    return problem, planner.choose(problem, hardware.of(problem.q.device.type), backend)
+    return problem, planner.planned(problem, backend)
 
 
 def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
@@ -142,6 +147,9 @@ def varlen_call(
     q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
     """``flash_call`` for ``flash_attn_varlen_func``. Raises as ``validate.flash.varlen_problem`` and the planner."""
+    if planner.misfits((q, k, v), backend):
+        has_pages = places.tables[4] is not None  # a pool of pages is not copied at every call
+        q, k, v = innermost(q), *((k, v) if has_pages else map(innermost, (k, v)))
     found = signature_of_varlen(q, k, v, places, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes, *places.tables)
@@ -161,7 +169,7 @@ def varlen_call(
 
 def _planned_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
     problem = flash.varlen_problem(q, k, v, *places.tables[:2], *places.most, *places.tables[2:], places.validate, given)
-    return problem, planner.choose(problem, hardware.of(problem.q.device.type), backend)
+    return problem, planner.planned(problem, backend)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from anyattn.sequences.batch import OnHost
 from anyattn.sequences.host_lists import ListedSequences, bases
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.tensors import kinds
+from anyattn.tensors.strides import innermost
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheCall, Given, cache_call, with_own_pages
@@ -67,6 +68,8 @@ def decode_call(
     Raises as ``validate.kvcache.cache_call`` and the planner.
     """
     given = with_own_pages(given)
+    if planner.misfits((given.q,), backend):  # the caches are written in place, and are not copied
+        given = given._replace(q=innermost(given.q))
     if isinstance(given.q, Tensor) and check_lengths.skips_device_reads(given.q.device, given.validate):
         return step_call(given, options, backend, is_operator)
     found = _signature_of_call(given, options, backend)
@@ -78,7 +81,7 @@ def decode_call(
     if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
         return None
     call = cache_call(given, options)
-    plan = planner.choose(call.problem, hardware.of(given.q.device.type), backend)
+    plan = planner.planned(call.problem, backend)
     if found is not None:
         again = partial(_signature_of_call, given, options, backend)
         remember(found, again, call.problem, plan, extents=extents_of(given), plans={})

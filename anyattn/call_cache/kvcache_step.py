@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from anyattn import hardware, planner
+from anyattn import planner
 from anyattn.call_cache.calls import RememberedCall, known, remember, score_of_user
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
@@ -53,7 +53,7 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
     call = cache_call(given, options)
     larger = _with_room(call, options) if may_grow else None
     problem, made = (call.problem, _of_call) if larger is None else (larger, _of_room)
-    plan = planner.choose(problem, hardware.of(given.q.device.type), backend)
+    plan = planner.planned(problem, backend)
     found = signed[made]
     if found is not None:
         again = partial(made, given, options, backend)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anyattn.arithmetic import ceil_div
+from anyattn.sparsity.drawing import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-PALETTE = {"full": "#1f5fa8", "partial": "#f2a43a", "hidden": "#fbe3bd", "empty": "#e6e9ed"}
 INK, QUIET, PAPER = "#1d2430", "#5d6878", "#ffffff"
 CURVES = ("#1f5fa8", "#f2a43a", "#2f9e77", "#b3477d", "#7a5cc2", "#5d6878")
 # With more elements per side a pixel would cover several of them.

@@ -10,6 +10,7 @@ from rich.console import Console
 from anyattn import gallery
 from anyattn.cli import limits, tiles
 from anyattn.cli.loading import errors_of, named_mods
+from anyattn.sparsity.drawing import coarser
 
 __all__ = ["command"]
 
@@ -43,7 +44,7 @@ def command(mask: str, seqlen: int, seqlen_k: int | None, block: int, batch: int
         shown = tiles.panel(mask, found, lengths, (block, block), batch, head)
     console = Console()
     # two characters per tile; in a pipe rich reports 80 columns
-    grid, factor = tiles.coarser(shown.classes, max(console.height - 6, 32), max(console.width // 2, 8))
+    grid, factor = coarser(shown.classes, max(console.height - 6, 32), max(console.width // 2, 8))
     rows, columns = shown.classes.shape
     merged = f", drawn {factor} x {factor} to a square" if factor > 1 else ""
     console.print(f"[bold]{mask}[/]  {rows} x {columns} tiles of {block} x {block}{merged}", highlight=False)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from anyattn.arithmetic import ceil_div
-from anyattn.cli.pictures import EMPTY, FULL, PALETTE, PARTIAL, TilePanel
+from anyattn.cli.pictures import EMPTY, FULL, PARTIAL, TilePanel
 from anyattn.sparsity.compute import compute_block_sparsity
+from anyattn.sparsity.drawing import PALETTE
 
-__all__ = ["coarser", "drawing", "legend", "panel"]
+__all__ = ["drawing", "legend", "panel"]
 
 _ELEMENTS = 1024  # longest sequence whose single elements are drawn
 # Two characters are about square; the characters differ too, for terminals without colour and colour-blind readers.
@@ -34,19 +34,6 @@ def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, 
         seen = mask(*place, torch.arange(seqlen[0], device="cpu")[:, None], torch.arange(seqlen[1], device="cpu"))
         visible = torch.as_tensor(seen, device="cpu").expand(seqlen).numpy()
     return TilePanel(title, grid, tile, seqlen, visible)
-
-
-def coarser(classes: np.ndarray, most_rows: int, most_columns: int) -> tuple[np.ndarray, int]:
-    """(grid, factor): the grid with factor x factor squares of tiles merged until it fits; mixed squares are partial."""
-    factor = max(1, ceil_div(classes.shape[0], most_rows), ceil_div(classes.shape[1], most_columns))
-    if factor == 1:
-        return classes, 1
-    rows, columns = (ceil_div(size, factor) for size in classes.shape)
-    # edge padding repeats the last tiles: it does not change whether a square is all full or all empty
-    padding = [(0, rows * factor - classes.shape[0]), (0, columns * factor - classes.shape[1])]
-    squares = np.pad(classes, padding, mode="edge").reshape(rows, factor, columns, factor)
-    low, high = squares.min((1, 3)), squares.max((1, 3))
-    return np.where(low == high, low, PARTIAL), factor
 
 
 def drawing(classes: np.ndarray) -> Text:

@@ -23,11 +23,13 @@ from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
+from anyattn.sparsity.drawing import as_svg
 from anyattn.sparsity.list_stacks import stack_shapes
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
+from anyattn.tensors.kinds import has_memory
 
 __all__ = [
     "LISTS",
@@ -282,6 +284,16 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         made = object.__new__(type(self))
         made.__setstate__(copy.deepcopy(self._state(), memo))
         return made
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the blocks of the first batch entry and head, as ``anyattn show`` draws them; None for lists without values."""
+        if not has_memory(self.kv_indices):
+            return None
+        lists = [None if t is None else t[:1, :1].cpu() for t in self._lists_4d().values()]
+        (batch, heads, rows, keys), (tile_m, tile_n) = self.shape, self.BLOCK_SIZE
+        which = f", b = 0 of {batch}, h = 0 of {heads}" if batch * heads > 1 else ""
+        title = f"BlockMask of {name_of(self.mask_mod)}: {rows} queries x {keys} keys in blocks of {tile_m} x {tile_n}{which}"
+        return as_svg(title, grid_of_lists(*lists)[0, 0].numpy(), self.seq_lengths)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Allocator", "Layout", "allocator", "contiguous_strides", "dense_layout", "dense_strides", "empty_in_order", "in_order"]
+__all__ = [
+    "Allocator",
+    "Layout",
+    "allocator",
+    "contiguous_strides",
+    "dense_layout",
+    "dense_strides",
+    "empty_in_order",
+    "in_order",
+    "innermost",
+]
 
 
 def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
@@ -42,6 +52,19 @@ def empty_in_order(like: Tensor, *, last: int | None = None, dtype: torch.dtype 
     """Uninitialised memory with ``dense_strides(like, last)``, on ``like``'s device, in its dtype if none is given."""
     shape = like.shape if last is None else (*like.shape[:-1], last)
     return torch.empty_strided(shape, dense_strides(like, last), dtype=like.dtype if dtype is None else dtype, device=like.device)
+
+
+def innermost(x: Tensor) -> Tensor:
+    """``x`` if the elements of its last dimension are side by side, else a copy with ``dense_strides(x)``; gradients reach ``x``.
+
+    >>> innermost(torch.zeros(2, 4, 5, 3).transpose(2, 3)).stride()
+    (60, 15, 5, 1)
+    """
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    made = empty_in_order(x).copy_(x)
+    # in an operator grad mode is off, and requires_grad says which gradients are wanted
+    return made if made.requires_grad is x.requires_grad else made.requires_grad_(x.requires_grad)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ PARTS = {
         ),
         insists=False,
     ),
+    "layouts": Part((f"{KERNELS}/test_layouts_interpreted.py",), has_slow=False, insists=False),
     # its slow tests take so long that they have a limit of their own (test_decoding.py)
     "decoding": Part(
         (
@@ -82,7 +83,7 @@ PARTS = {
 
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
-    "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators"),
+    "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts"),
     "small parts": ("kernels alone", "decoding", "operations", "edge cases", "mutants"),
 }
 
