@@ -68,11 +68,11 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
 
     options: ``kernel_options``. Raises as ``validate.flex.flex_problem`` and the planner.
     """
-    if planner.misfits(call[:3], backend):
-        call = FlexCall(*map(innermost, call[:3]), *call[3:])
     found = _signature_of_flex(call, backend, options)
     warm = known(found)
     if warm is None or found is None:
+        if planner.misfits(call[:3], backend):
+            return flex_call(FlexCall(*map(innermost, call[:3]), *call[3:]), backend, options, is_operator)
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and kinds.belong_to_operators(named):
             return None
@@ -113,12 +113,12 @@ def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator
 @opaque
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as in ``flex_call``. Raises as the checks and the planner."""
-    if planner.misfits((q, k, v), backend):
-        q, k, v = map(innermost, (q, k, v))
     found = _signature_of_flash(q, k, v, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes,)
     if warm is None or found is None:
+        if planner.misfits((q, k, v), backend):
+            return flash_call(*map(innermost, (q, k, v)), given, backend, is_operator)
         if not is_operator and kinds.belong_to_operators(_named(q, k, v, given)):
             return None
         problem, plan = _planned_flash(q, k, v, given, backend)
@@ -147,13 +147,13 @@ def varlen_call(
     q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
     """``flash_call`` for ``flash_attn_varlen_func``. Raises as ``validate.flash.varlen_problem`` and the planner."""
-    if planner.misfits((q, k, v), backend):
-        has_pages = places.tables[4] is not None  # a pool of pages is not copied at every call
-        q, k, v = innermost(q), *((k, v) if has_pages else map(innermost, (k, v)))
     found = signature_of_varlen(q, k, v, places, given, backend)
     warm = known(found)
     arguments = (given.alibi_slopes, *places.tables)
     if warm is None or found is None:
+        rows = (q, k, v) if places.tables[4] is None else (q,)  # a pool of pages is not copied at every call
+        if planner.misfits(rows, backend):
+            return varlen_call(*map(innermost, rows), *(q, k, v)[len(rows) :], places, given, backend, is_operator)
         tables = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"), places.tables, strict=True)
         if not is_operator and kinds.belong_to_operators(_named(q, k, v, given) | dict(tables)):
             return None

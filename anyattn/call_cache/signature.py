@@ -311,5 +311,6 @@ def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> 
     else:
         key, found.blocks = kept.facts, kept.blocks
     mask = _mod(listed or block_mask.mask_mod, True, found)
-    made = None if listed is not None else getattr(block_mask, "_made_of", None)
-    return key, mask, made is None or made.holds(found.readings[-1])  # else the lists no longer follow from the mask
+    made = getattr(block_mask, "_made_of", None)
+    # whether the lists still follow from what the mask captures; operators have found out before
+    return key, mask, listed is not None or (made is not None and made.holds(found.readings[-1]))

@@ -29,7 +29,7 @@ class ListOperands:
         views = [t.detach() for t in tensors]
         self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices = [*views, None, None][:4]
         self.BLOCK_SIZE, self.seq_lengths, self.is_exact = facts
-        self.may_share = self.is_exact
+        self.may_share = self.was_exact = self.is_exact
 
 
 def still_follow(lists: Sequence[Tensor], programs: str, tensors: Sequence[Tensor]) -> bool:

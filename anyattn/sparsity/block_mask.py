@@ -179,9 +179,12 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         (``mask.kv_indices = new``). False if all batch entries or heads share one entry's lists although ``mask_mod`` depends on the index,
         and for captured inference tensors, to which torch counts no writes.
         """
-        if not self._exact or not self._lists_are_unwritten():
-            return False
-        return self._made_of is not None and self._made_of.holds(captures(self.mask_mod))
+        return self.was_exact and self._made_of is not None and self._made_of.holds(captures(self.mask_mod))
+
+    @property
+    def was_exact(self) -> bool:
+        """``is_exact``, but for what ``mask_mod`` captures now."""
+        return bool(self._exact) and self._lists_are_unwritten()
 
     def _lists_are_unwritten(self) -> bool:
         return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)

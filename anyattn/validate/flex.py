@@ -299,9 +299,9 @@ def _versions(objects: tuple) -> list[Any]:
 
 
 def lists_facts(block_mask: Any) -> tuple:
-    """The properties of a block mask on which checks and plans depend."""
+    """The properties of a block mask on which checks and plans depend, but for what its mask captures."""
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    is_exact = getattr(block_mask, "is_exact", False)
+    is_exact = getattr(block_mask, "was_exact", False)
     sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
     return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
 

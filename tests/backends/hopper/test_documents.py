@@ -117,9 +117,11 @@ def test_other_ids_are_other_tables(launched: list[Launch]) -> None:
     for _ in range(2):
         call(mask, lists)
     ids[:, 600:] = 77
-    call(mask, lists)
+    call(mask, lists)  # lists of the ids before hold
+    assert launched.pop()[0].lists == "dense"
+    call(mask, lists_of(mask))
     ids.copy_(INTERLEAVED.expand(2, -1))
-    call(mask, lists)
+    call(mask, lists_of(mask))
     assert launched[0][1][11] is launched[1][1][11]
     counts = [len(order_of(x)) for x in launched]
     assert counts == [16, 16, 15, 12] and [c.has_entries for c, _ in launched] == [True, True, True, False]
