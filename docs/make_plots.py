@@ -23,17 +23,22 @@ def data(name: str) -> dict[str, Any]:
 
 
 def caption(found: dict[str, Any]) -> str:
-    source = found["section"].lstrip("# ")
-    return f"{found['with']}; commit {found['commit']}, {found['date']}\ncommand and every figure: docs/measured.md, {source}"
+    sources = [found, *found.get("sources", {}).values()]
+    sections = dict.fromkeys(source["section"].lstrip("# ") for source in sources)
+    commits = dict.fromkeys(f"{source['commit']}, {source['date']}" for source in sources)
+    return f"{found['with']}; commit {'; '.join(commits)}\ncommand and every figure: docs/measured.md, {'; '.join(sections)}"
 
 
 def h200() -> Figure:
-    """One bar a variant, by backend and pass."""
+    """One bar a variant, by backend and pass, with the card and the commit of each panel's figures."""
     found, panels = data("h200"), []
-    for backend in dict.fromkeys(row["backend"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["backend"] == backend]
+    places = [(row["backend"], row.get("source", "")) for row in found["rows"]]
+    for backend, source in dict.fromkeys(places):
+        rows = [row for row, place in zip(found["rows"], places, strict=True) if place == (backend, source)]
         groups = [bars.Group(row["variant"], {"anyattn": row["ratio"]}, f"vs {row['peer']}") for row in rows]
-        panels.append(bars.Panel(backend, groups, TIMES if backend == found["rows"][-1]["backend"] else "", line=1.0, digits=2))
+        of = found.get("sources", {}).get(source, found)
+        heading = f"{backend} ({', '.join(of[name] for name in ('card', 'commit') if name in of)})"
+        panels.append(bars.Panel(heading, groups, TIMES if (backend, source) == places[-1] else "", line=1.0, digits=2))
     return bars.chart(panels, ["anyattn"], f"anyattn beside its peers: {found['title']}", caption(found))
 
 
