@@ -72,7 +72,8 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
     warm = known(found)
     if warm is None or found is None:
         if planner.misfits(call[:3], backend):
-            return flex_call(FlexCall(*map(innermost, call[:3]), *call[3:]), backend, options, is_operator)
+            copied = dict(zip(call._fields, map(innermost, call[:3])))
+            return flex_call(call._replace(**copied), backend, options, is_operator)
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and kinds.belong_to_operators(named):
             return None
@@ -118,7 +119,7 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_o
     arguments = (given.alibi_slopes,)
     if warm is None or found is None:
         if planner.misfits((q, k, v), backend):
-            return flash_call(*map(innermost, (q, k, v)), given, backend, is_operator)
+            return flash_call(innermost(q), innermost(k), innermost(v), given, backend, is_operator)
         if not is_operator and kinds.belong_to_operators(_named(q, k, v, given)):
             return None
         problem, plan = _planned_flash(q, k, v, given, backend)
@@ -151,9 +152,10 @@ def varlen_call(
     warm = known(found)
     arguments = (given.alibi_slopes, *places.tables)
     if warm is None or found is None:
-        rows = (q, k, v) if places.tables[4] is None else (q,)  # a pool of pages is not copied at every call
-        if planner.misfits(rows, backend):
-            return varlen_call(*map(innermost, rows), *(q, k, v)[len(rows) :], places, given, backend, is_operator)
+        has_pages = places.tables[4] is not None  # a pool of pages is not copied at every call
+        if planner.misfits((q,) if has_pages else (q, k, v), backend):
+            k, v = (k, v) if has_pages else (innermost(k), innermost(v))
+            return varlen_call(innermost(q), k, v, places, given, backend, is_operator)
         tables = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"), places.tables, strict=True)
         if not is_operator and kinds.belong_to_operators(_named(q, k, v, given) | dict(tables)):
             return None

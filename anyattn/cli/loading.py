@@ -45,7 +45,8 @@ def _ended(what: str, error: SystemExit) -> click.ClickException:
         f"{what} ended the program with SystemExit({error.code!r}) before its function was read; put what runs a program under "
         f"if __name__ == '__main__':"
     )
-    found.exit_code = (error.code if isinstance(error.code, int) else int(error.code is not None)) or click.UsageError.exit_code
+    status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    found.exit_code = status or click.UsageError.exit_code  # type: ignore[misc]
     return found
 
 

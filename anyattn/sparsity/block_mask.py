@@ -292,7 +292,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """For notebooks: the blocks of the first batch entry and head, as ``anyattn show`` draws them; None for lists without values."""
         if not has_memory(self.kv_indices):
             return None
-        lists = [None if t is None else t[:1, :1].cpu() for t in self._lists_4d().values()]
+        lists: Any = [None if t is None else t[:1, :1].cpu() for t in self._lists_4d().values()]
         (batch, heads, rows, keys), (tile_m, tile_n) = self.shape, self.BLOCK_SIZE
         which = f", b = 0 of {batch}, h = 0 of {heads}" if batch * heads > 1 else ""
         title = f"BlockMask of {name_of(self.mask_mod)}: {rows} queries x {keys} keys in blocks of {tile_m} x {tile_n}{which}"

@@ -260,8 +260,9 @@ class VarlenBlockSparseTensors:
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
             return self
-        tiles, parts, target = (self.tiles.with_tile(size) for size in (self.tile, tuple(map(math.gcd, self.tile, wanted)), wanted))
-        classes = parts.cut(self.classes(), tiles)
+        common = math.gcd(self.tile[0], wanted[0]), math.gcd(self.tile[1], wanted[1])
+        parts, target = self.tiles.with_tile(common), self.tiles.with_tile(wanted)
+        classes = parts.cut(self.classes(), self.tiles)
         return self._made_of(joined(*target.least_and_most(classes, parts)), target)
 
     def validate(self) -> VarlenBlockSparseTensors:
