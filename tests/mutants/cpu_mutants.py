@@ -101,7 +101,8 @@ MUTANTS = by_name(
     # the backward
     Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "lse * LOG2E", "lse.roll(1, -1) * LOG2E", "full"),
     Mutant("delta_dropped", f"{_BACKWARD}:_Statistics.of", "dout.to(stat) * out", "dout.to(stat) * out * 0", "full"),
-    Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "delta -= dlse", "pass", "full"),
+    Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "dlse is None", "True", "full"),
+    Mutant("delta_in_16_bits", f"{_BACKWARD}:_with_delta", "range(width, width + 3)", "range(width, width + 1)", "one_key_half"),
     Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, narrow, q, scale)", "_accumulate(__, narrow, q, 1.0)", "full"),
     Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", "_accumulate(__, __1, dout)", "_accumulate(__, __1, dout, 1.02)", "full"),
     Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),

@@ -11,6 +11,7 @@ import torch
 
 import anyattn
 from anyattn.testing import cases
+from tests.backends.torch import test_backward as streaming
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
 from tests.call_cache import test_kvcache as known_calls
@@ -179,6 +180,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "chunks": case("full", kind="peaky", kernel_options={"tile_m": 16, "tile_n": 16}),
     "gqa": case("causal", SMALL, kernel_options={"tile_m": 32}),
     "full_half": half("full"),
+    "one_key_half": lambda: streaming.test_a_row_that_sees_one_key_has_the_dq_of_exact_products(torch.bfloat16, 70, False),
     "blind_half": blind_half,
     "runs_half": runs_half,
     "block_mask": block_mask(32),
