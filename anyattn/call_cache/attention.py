@@ -72,7 +72,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
     warm = known(found)
     if warm is None or found is None:
         if planner.misfits(call[:3], backend):
-            copied = dict(zip(call._fields, map(innermost, call[:3])))
+            copied: dict[str, Any] = dict(zip(call._fields, map(innermost, call[:3])))
             return flex_call(call._replace(**copied), backend, options, is_operator)
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and kinds.belong_to_operators(named):
