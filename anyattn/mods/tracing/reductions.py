@@ -298,6 +298,7 @@ def with_rows(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..
         "unsqueeze": _unsqueeze,
         "flatten": _flatten,
         "flip": _flip,
+        "reversed": lambda x: _flip(x, 0),
         "unbind": lambda input, dim=0: (input if isinstance(input, Row) else as_vector(input, input.builder)).unbind(dim),
         "sum": _sum,
         "mean": _mean,

@@ -59,9 +59,6 @@ class Row:
     def __iter__(self) -> Any:
         return iter(self.unbind())
 
-    def __reversed__(self) -> Any:
-        return self.flip(0)  # type: ignore[attr-defined]
-
     def unbind(self, dim: int = 0) -> tuple:
         """The entries along a dimension, as torch.unbind."""
         if not -self.ndim <= dim < self.ndim:
