@@ -248,8 +248,9 @@ class _Work:
         # a stored dP is off by u dP; delta = sum of p dP, of the same dP, moves along: by all of it where a row sees one key
         p_dp2 = (p2 * dp.square()).sum(-1, keepdim=True)
         dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * ((1 - 2 * f.p) * dp.square() + p_dp2).clamp_min(0)
-        out_is_exact = f.p.amax(-1, keepdim=True) == 1 if seqlen_k else False  # a row of V
-        of_out2 = torch.where(torch.as_tensor(out_is_exact), 0.0, u2 * out_sq + f.out2)
+        of_out2 = u2 * out_sq + f.out2
+        if seqlen_k:  # a row that sees one key has a row of V, which is exact
+            of_out2 = of_out2.masked_fill(f.p.amax(-1, keepdim=True) == 1, 0.0)
         delta2 = (dout2 * (of_out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + w2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
         own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS without delta's error, which a row shares
