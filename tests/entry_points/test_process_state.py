@@ -157,7 +157,7 @@ def test_results_are_those_without_a_default_device(name: str, elsewhere: None) 
     assert torch.get_default_device().type == "meta"
 
 
-@pytest.mark.parametrize("name", CALLS.keys() - {"torch's block mask", "pages", "explain"})
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"torch's block mask", "pages", "explain"}))
 def test_warm_calls_do_not_pass_through_the_default_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each torch function, method and property that passed through it would take a microsecond or more."""
     CALLS[name]()
