@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anyattn import hardware
 from anyattn.backends import backend_module
+from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.tracing.default_device import UsersDefaultDevice, without_default_device
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -99,6 +100,8 @@ class _Attention(torch.autograd.Function):
             inputs = (*inputs, out, lse, *[t for p in problem.predicates for t in p.tensors if not t.is_inference()])
         else:
             inputs = (*inputs, out, lse)
+        if problem.dropout is not None:  # last, so that a checkpoint's second forward pass provides its own seed
+            inputs = (*inputs, *problem.dropout.keep.tensors)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         if highest is not None:
@@ -138,7 +141,10 @@ def _gradients(
     out, lse = saved[len(inputs) : len(inputs) + 2]
     dout, dlse = _in_memory(dout), _in_memory(dlse)
     try:
-        found = backward(_with_inputs(fields, inputs), plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        problem = _with_inputs(fields, inputs)
+        if problem.dropout is not None:
+            problem = problem.like(dropout=dropout_of(Seeded(saved[-1], problem.dropout.p)))
+        found = backward(problem, plan, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
     except RuntimeError:
         for t in (dout, dlse):
             kinds.refuse_batched(_GIVEN, t)

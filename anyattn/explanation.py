@@ -12,6 +12,7 @@ from torch import Tensor
 from anyattn import hardware, planner
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.dropout import seeded
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -91,6 +92,7 @@ class Explanation:
     plan: Plan
     backends: dict[str, str | None]
     source: str = ""
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         lines = [str(m) for m in self.mods]
@@ -100,6 +102,8 @@ class Explanation:
             f"{p.pairs_at_once} (batch, head) pairs at once"
         )
         lines += [f"    {why}" for why in p.why]
+        if self.dropout_p:
+            lines.append(f"    dropout {self.dropout_p}: by a hash of a seed, b, h, q_idx and kv_idx; no mask is stored")
         lines.append("backends")
         lines += [f"    {name}: {'available' if why is None else 'not here: ' + why}" for name, why in self.backends.items()]
         if self.source:
@@ -120,6 +124,7 @@ def explain(
     aux_tensors: list[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    dropout_p: float = 0.0,
     kernel_options: dict[str, Any] | None = None,
     backend: str | None = None,
 ) -> Explanation:
@@ -138,8 +143,9 @@ def explain(
     copied = [n for n, t in (("query", query), ("key", key), ("value", value)) if planner.misfits((t,), backend)]
     query, key, value = (innermost(t) if n in copied else t for n, t in (("query", query), ("key", key), ("value", value)))
     problem = flex.flex_problem(
-        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
-    )
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic,
+        seeded(dropout_p, query, is_run=False),
+    )  # fmt: skip
     machine = hardware.of(query.device.type)
     chosen = planner.choose(problem, machine, backend, flex.kernel_options(kernel_options))
     if copied:
@@ -147,7 +153,7 @@ def explain(
         chosen = replace(chosen, why=(*chosen.why, why))
     traced = [problem.score, *problem.predicates]
     source = triton_source(problem) if chosen.backend == "triton" else ""
-    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, planner.available(machine), source)
+    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, planner.available(machine), source, dropout_p)
 
 
 def triton_source(problem: Problem) -> str:

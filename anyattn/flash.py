@@ -13,6 +13,7 @@ from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
+from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
@@ -56,6 +57,7 @@ def flash_attn_func(
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
     **others: Any,
 ) -> Any:
@@ -74,7 +76,7 @@ def flash_attn_func(
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
     num_splits: split-KV, the number of parts that the keys are divided into, at most 256; 0 lets the plan choose. pack_gqa: whether query
     heads that share K and V share row tiles on a GPU, which pays where queries are few; None lets the plan choose, and the plan may also
-    ignore the request. deterministic, backend: as in ``flex_attention``.
+    ignore the request. deterministic, dropout_p, backend: as in ``flex_attention``.
     others: FlashAttention's other options, at the value that changes nothing (``return_attn_probs=False``, ``qv=None``, ``sm_margin=0``,
     ...), and ``return_softmax_lse``, its name for return_lse.
 
@@ -100,7 +102,7 @@ def flash_attn_func(
         return_lse, _ = flash.other_names("flash_attn_func", others, return_lse)
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-        deterministic, return_lse, num_splits, pack_gqa,
+        deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q),
     )  # fmt: skip
     nowhere = ((None, None, None, None, None), (None, None), None)
     if is_compiling():
@@ -138,6 +140,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
+    dropout_p: float = 0.0,
     validate: bool | None = None,
     backend: str | None = None,
     **others: Any,
@@ -179,7 +182,7 @@ def flash_attn_varlen_func(
         seqused_k, cu_seqlens_k = flash.page_lengths(cu_seqlens_k, seqused_k), None
     given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-        deterministic, return_lse, num_splits, pack_gqa,
+        deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q),
     )  # fmt: skip
     places = ((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), (max_seqlen_q, max_seqlen_k), validate)
     if is_compiling():

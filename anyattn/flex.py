@@ -12,6 +12,7 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
+from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
@@ -40,6 +41,7 @@ def flex_attention(
     aux_tensors: Sequence[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Any:
     """Attention whose scores and mask are a few lines of Python: ``softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
@@ -55,6 +57,10 @@ def flex_attention(
     kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` times a few tile sizes
     of the Triton kernel and remembers the fastest; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles on a
     GPU, where possible (by default the plan decides). torch's option names are accepted, and ignored where they have no meaning here.
+    dropout_p: each weight of the softmax is dropped with this probability, from 0 up to but not including 1, and else divided by
+    ``1 - dropout_p``; lse and scores stay as they are. Which weights is a function of b, h, q_idx, kv_idx and of a seed that the call draws
+    from torch's generator of query's device: ``torch.manual_seed`` repeats it, and every backend drops the same. Probabilities are rounded
+    to multiples of 2^-15. As in ``scaled_dot_product_attention`` the caller passes 0 outside of training.
     deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
     the call.
 
@@ -82,6 +88,7 @@ def flex_attention(
         block_mask = None
     arguments = (
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+        None if dropout_p == 0.0 else seeded(dropout_p, query),
     )  # fmt: skip
     if is_compiling():
         from anyattn.custom_ops.entry_points import flex as compiled

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["Gradients", "Oracle", "attention", "gradients", "same_dtype", "same_dtype_gradients"]
@@ -58,6 +59,7 @@ class _Call(NamedTuple):
     score: Mod | None
     mask: Mod | None
     scale: float
+    dropout: Dropout | None = None
 
 
 def attention(
@@ -69,11 +71,13 @@ def attention(
     mask: Mod | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Oracle:
     """softmax(mask(score(scale * Q K^T)) [, sink]) V in float64.
 
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), any float dtype; Hq a multiple of Hkv. score, mask: a ``TracedMod`` (the score
-    traced with ``score_dtype=torch.float64``) or a function of broadcast index tensors. sink: (Hq,) logits. Returns float64 results.
+    traced with ``score_dtype=torch.float64``) or a function of broadcast index tensors. sink: (Hq,) logits. dropout: of the weights
+    (``mods.dropout.dropout_of``). Returns float64 results.
 
     A row without visible keys gives 0; the value at a masked position, NaN included, changes nothing.
 
@@ -82,7 +86,7 @@ def attention(
     [-inf, 2.0]
     """
     with torch.no_grad():
-        return _run(_Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale)), _definition)
+        return _run(_Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale), dropout), _definition)
 
 
 def gradients(
@@ -96,6 +100,7 @@ def gradients(
     mask: Mod | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     captured: Sequence[Tensor] = (),
 ) -> Gradients:
     """Gradients of ``attention`` in float64, for the incoming gradients ``dout`` of out and ``dlse`` of LSE.
@@ -103,7 +108,7 @@ def gradients(
     captured: for a score mod that is a plain function, the float64 tensors that it captured and whose gradients are wanted; for a
     ``TracedMod`` its own captured float tensors are used instead (None in the place of captured integers).
     """
-    call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
+    call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale), dropout)
     return _backward(call, dout.double(), None if dlse is None else dlse.double(), captured, _definition)
 
 
@@ -116,10 +121,11 @@ def same_dtype(
     mask: Mod | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Oracle:
     """The plain formula, every step rounded to q's dtype (mods and LSE at least float32): the accuracy of careful code written by hand."""
     with torch.no_grad():
-        return _run(_Call(q, k, v, sink, score, mask, _scale(q, scale)), _by_hand)
+        return _run(_Call(q, k, v, sink, score, mask, _scale(q, scale), dropout), _by_hand)
 
 
 def same_dtype_gradients(
@@ -133,10 +139,11 @@ def same_dtype_gradients(
     mask: Mod | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     captured: Sequence[Tensor] = (),
 ) -> Gradients:
     """Autograd's gradients of ``same_dtype``; arguments as in ``gradients``, captured tensors at least float32."""
-    call = _Call(q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach(), score, mask, _scale(q, scale))
+    call = _Call(q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach(), score, mask, _scale(q, scale), dropout)
     return _backward(call, dout, dlse, captured, _by_hand)
 
 
@@ -155,7 +162,7 @@ def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1) + (0.0 if sink is None else torch.exp(sink - top))
     empty = total == 0
-    out = _masked_product(weights, v, visible, contract="kv") / torch.where(empty, 1.0, total)[..., None]
+    out = _masked_product(_dropped(call, weights, b, h), v, visible, contract="kv") / torch.where(empty, 1.0, total)[..., None]
     lse = torch.where(empty, -math.inf, torch.log(torch.where(empty, 1.0, total)) + top)
     return Oracle(out, lse, row_max)
 
@@ -172,9 +179,16 @@ def _by_hand(call: _Call, b: int, h: Tensor) -> Oracle:
         logits = torch.cat([scores, call.sink[h].to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
     empty = _row_max(logits) == -math.inf
     weights = torch.softmax(torch.where(empty[..., None], 0.0, logits), dim=-1)[..., : scores.shape[-1]]
-    out = torch.matmul(torch.where(visible & ~empty[..., None], weights, 0.0), v)
+    out = torch.matmul(_dropped(call, torch.where(visible & ~empty[..., None], weights, 0.0), b, h), v)
     lse = torch.logsumexp(torch.where(empty[..., None], 0.0, logits).to(wide), dim=-1)
     return Oracle(out, torch.where(empty, -math.inf, lse), _row_max(scores).to(wide))
+
+
+def _dropped(call: _Call, weights: Tensor, b: int, h: Tensor) -> Tensor:
+    """The weights (heads, Sq, Sk) after dropout."""
+    if call.dropout is None:
+        return weights
+    return torch.where(_apply(call.dropout.keep, *_indices(call, b, h)), weights / (1.0 - call.dropout.p), 0.0)
 
 
 def _row_max(scores: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.analysis.row_ranges import NO_KEYS, RowRanges, limits, limits_of_rows, row_ranges
+from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Problem(OfFields):
     (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to no entry give 0 and -inf.
     num_splits: number of parts of each row tile's keys (split-KV), whose results are combined; 0 lets the plan choose.
     packs: whether query heads that share K and V share row tiles where a kernel supports both; None lets the plan choose.
+    dropout: after the softmax each weight is 0 or multiplied by ``dropout.scale``; the log-sum-exp is the same with and without.
     """
 
     q: Tensor
@@ -50,6 +52,7 @@ class Problem(OfFields):
     num_splits: int = 1
     blocks_follow: bool = False
     packs: bool | None = None
+    dropout: Dropout | None = None
 
     @property
     def batch(self) -> int:

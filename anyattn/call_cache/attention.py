@@ -16,6 +16,7 @@ from anyattn import planner
 from anyattn.call_cache.calls import RememberedCall, clear, known, remember, score_of_user, size
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, signature_of_varlen
+from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -45,13 +46,15 @@ class FlexCall(NamedTuple):
     wants_lse: bool
     wants_max: bool
     deterministic: Any
+    dropout: Seeded | None = None
     listed: TracedMod | None = None  # the mask of a block mask that is passed as lists only
 
 
 _FLEX = fields(
     FlexCall, query=Kind.OPERANDS.format(x="query, key, value"), key=Kind.ELSEWHERE, value=Kind.ELSEWHERE, score_mod=Kind.SCORE_MOD,
     block_mask=Kind.BLOCK_MASK, mask_mod=Kind.MASK_MOD, aux_tensors=Kind.TENSORS, scale=Kind.SCALE, enable_gqa=Kind.FLAG,
-    sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.FLAG, listed=Kind.ELSEWHERE,
+    sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.FLAG, dropout=Kind.DROPOUT,
+    listed=Kind.ELSEWHERE,
 )  # fmt: skip
 _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE, kernel_options=Kind.NAMED_VALUES)
 _signature_of_flash = signature(

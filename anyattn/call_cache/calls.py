@@ -14,6 +14,7 @@ from anyattn.call_cache.rebind import Recipe, checks_hold, decisive_tensors
 from anyattn.call_cache.signature import NotCacheable, Signature
 from anyattn.mods.analysis.by_writes import ByWrites
 from anyattn.mods.analysis.visible_loads import is_captured
+from anyattn.mods.dropout import dropout_of
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -56,6 +57,8 @@ class RememberedCall(NamedTuple):
         """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.made``."""
         fields = dict(self.fields)
         fields["q"], fields["k"], fields["v"], fields["sink"] = q, k, v, sink
+        if found.dropout is not None:
+            fields["dropout"] = dropout_of(found.dropout)
         if scale is not None:
             fields["scale"] = float(scale)
         if self.score is not None:
@@ -176,5 +179,5 @@ def _without_tensors(problem: Problem) -> dict[str, Any]:
     return {
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
         "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
-        "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow, "packs": problem.packs,
+        "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow, "packs": problem.packs, "dropout": None,
     }  # fmt: skip

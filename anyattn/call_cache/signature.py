@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anyattn.mods.dropout import Seeded
 from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.cute_mod import native_reading
 from anyattn.mods.tracing.fingerprint import Reading, recognise
@@ -51,7 +52,7 @@ class Signature:
     """The key of a call, and the values read while building it.
 
     readings: of the mods, in the order of the arguments. aux: aux_tensors. blocks: the block lists, if they have been read. sizes: of the
-    sequences, which need not be part of the key.
+    sequences, which need not be part of the key. dropout: of the call; only its presence is part of the key.
     """
 
     key: tuple
@@ -59,6 +60,7 @@ class Signature:
     aux: tuple[Tensor, ...] = ()
     blocks: Any = None
     sizes: Any = None
+    dropout: Seeded | None = None
 
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may redefine any operation
@@ -107,6 +109,7 @@ class Kind:
     LISTED_MASK = "_mod({x}, False, found)"  # a mask whose numbers are read at every call, to make its lists
     MASK_MOD = "(None if {x} is None else _mod({x}, True, found))"
     BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, found))"  # listed: another argument, see ``FlexCall``
+    DROPOUT = "(None if {x} is None else _dropout({x}, found))"
     ABSENT = "(None if {x} is None else _refuse())"
     ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 
@@ -120,7 +123,8 @@ def fields(of: Any, **kinds: str) -> dict[str, str]:
 OPTIONS = fields(
     Options, softmax_scale=Kind.SCALE, causal=Kind.VALUE, window_size=Kind.VALUES, softcap=Kind.VALUE, alibi_slopes=Kind.TENSOR,
     sink=Kind.TENSOR, score_mod=Kind.SCORE_MOD, mask_mod=Kind.MASK_MOD, block_sparse_tensors=Kind.ABSENT, aux_tensors=Kind.TENSORS,
-    deterministic=Kind.FLAG, return_lse=Kind.FLAG, num_splits=Kind.VALUE, pack_gqa=Kind.VALUE, reads_captured=Kind.ELSEWHERE,
+    deterministic=Kind.FLAG, return_lse=Kind.FLAG, num_splits=Kind.VALUE, pack_gqa=Kind.VALUE, dropout=Kind.DROPOUT,
+    reads_captured=Kind.ELSEWHERE,
 )  # fmt: skip
 
 
@@ -171,6 +175,11 @@ def is_listened_to() -> bool:
 
 def _refuse() -> NoReturn:
     raise NotCacheable
+
+
+def _dropout(given: Seeded, found: Signature) -> bool:
+    found.dropout = given
+    return True
 
 
 def _room(cache: Tensor) -> tuple:

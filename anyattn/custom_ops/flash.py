@@ -17,7 +17,7 @@ from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_operands, operands_of_blocks
 from anyattn.custom_ops.define import operator
-from anyattn.custom_ops.flex import mods_of_operands, operands_of
+from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
@@ -98,10 +98,10 @@ class Decode(NamedTuple):
 
 def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = None) -> Options:
     score = next(iter(mods_of_operands("score", *shared.score)), None)
-    mask = next(iter(mods_of_operands("mask", *shared.mask)), None)
+    masks, dropout = masks_of_operands(*shared.mask)
     return Options(
-        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score, mask,
-        blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, not is_cuda,
+        shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score,
+        next(iter(masks), None), blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, dropout, not is_cuda,
     )  # fmt: skip
 
 
@@ -269,6 +269,7 @@ def shared_options(q: Tensor, options: Options, score: TracedMod | None, mask: T
     scale = None if options.softmax_scale is None else flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
     nothing = q.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     return Shared(
-        options.alibi_slopes, options.sink, Score(*operands_of(nothing, score)), Mask(*operands_of(nothing, mask)), scale,
-        float(options.softcap), bool(options.causal), window, options.num_splits, options.pack_gqa,
+        options.alibi_slopes, options.sink, Score(*operands_of(nothing, score)),
+        Mask(*operands_of(nothing, mask, dropout=options.dropout)), scale, float(options.softcap), bool(options.causal), window,
+        options.num_splits, options.pack_gqa,
     )  # fmt: skip

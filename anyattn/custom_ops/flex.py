@@ -22,6 +22,7 @@ from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.errors import ModError
+from anyattn.mods.dropout import KEEP_PROGRAM, Seeded, dropout_of
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.arguments import misfit
 from anyattn.mods.tracing.fingerprint import Pattern
@@ -36,7 +37,7 @@ from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
-__all__ = ["attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
+__all__ = ["attend", "flex_with_mods", "masks_of_operands", "mods_of_operands", "never_empty", "operands_of", "options_text"]
 
 _FAR = (
     "a mod of a compiled graph captures the numbers {}, for which its arithmetic exceeds 64 bits or raises a Python exception, such as a "
@@ -48,13 +49,15 @@ _FAR = (
 # ---- mods as operands
 
 
-def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
+def operands_of(like: Tensor, *mods: TracedMod | None, dropout: Seeded | None = None) -> tuple[str, list[int], list[Tensor]]:
     """The programs, the captured numbers and the captured tensors of traced mods; None is left out.
 
     like: any tensor of the call, or the tensor that ``never_empty`` would make from one. No list is empty, see ``never_empty``.
+    dropout: its mask follows the mods, and its probability the numbers, so that graphs without dropout keep their format.
     """
-    given = [m for m in mods if m is not None]
-    numbers = [*bits_of_numbers([x for m in given for x in m.scalars])]
+    dropped = dropout_of(dropout)
+    given = [m for m in (*mods, dropped and dropped.keep) if m is not None]
+    numbers = [*bits_of_numbers([*(x for m in given for x in m.scalars), *(() if dropped is None else (dropped.p,))])]
     tensors = [t for m in given for t in m.tensors]
     return codec.joined([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
 
@@ -75,6 +78,19 @@ def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list
         mod if start == stop else TracedMod.of_fields({**vars(mod), "tensors": tuple(tensors[start:stop])})
         for mod, start, stop in mods_and_places(kind, programs, numbers)
     ]
+
+
+def masks_of_operands(programs: str, numbers: list[int], tensors: list[Tensor]) -> tuple[list[TracedMod], Seeded | None]:
+    """The masks and the dropout that ``operands_of`` made operands of."""
+    masks = mods_of_operands("mask", programs, numbers, tensors)
+    if not has_dropout(programs):
+        return masks, None
+    return masks[:-1], Seeded(masks[-1].tensors[0], float(*numbers_of_bits(numbers[-1:], (float,))))
+
+
+def has_dropout(programs: str) -> bool:
+    """Whether the last of some masks' programs is that of dropout, which no user's mask can have."""
+    return programs.endswith(KEEP_PROGRAM)
 
 
 def mods_and_places(kind: str, programs: str, numbers: list[int]) -> list[tuple[TracedMod, int, int]]:
@@ -124,8 +140,8 @@ def _options(text: str) -> dict[str, Any] | None:
 class Attend(NamedTuple):
     """The arguments of ``anyattn::attend``. options: ``options_text``. backend: empty for none.
 
-    masks: the block mask's first, if block_size says that there is one. block_lists: its two or four lists. is_exact: whether they follow
-    from its mask, which holds only while they are not written to.
+    masks: the block mask's first, if block_size says that there is one; the last may be that of dropout. block_lists: its two or four
+    lists. is_exact: whether they follow from its mask, which holds only while they are not written to.
     """
 
     q: Tensor
@@ -155,16 +171,17 @@ def _call(given: Attend) -> tuple[Problem, Plan]:
         asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
         lists = list_operands.known_by_now(*asked)
         blocks = list_operands.stand_in(*asked) if lists is None else lists.stands_for
-    key = warm_attend.key_of(given, lists) if blocks is None or lists is not None else None
+    is_looked_up = (blocks is None or lists is not None) and not has_dropout(of_masks.mask_programs)
+    key = warm_attend.key_of(given, lists) if is_looked_up else None
     if key is not None and (warm := warm_attend.found(key, given, lists)) is not None:
         return warm
     score = next(iter(mods_of_operands("score", *of_score)), None)
-    masks = mods_of_operands("mask", *of_masks)
+    masks, dropout = masks_of_operands(*of_masks)
     listed = None
     if blocks is not None:
         listed, *masks = masks
     mask = masks[0] if masks else None
-    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)
+    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed)
     found = attention.flex_call(call, backend or None, _options(options), is_operator=True)
     if key is not None and (remembered := attention.known_flex(call, backend or None, _options(options))) is not None:
         read = (*mods_and_places("score", *of_score[:2]), *mods_and_places("mask", *of_masks[:2]))
@@ -251,7 +268,7 @@ def flex_with_mods(
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     given = Attend(
-        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask)),
+        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=asked.dropout)),
         never_empty(block_lists, nothing), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
         asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
     )  # fmt: skip

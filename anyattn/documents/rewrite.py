@@ -84,6 +84,8 @@ def form_of(problem: Problem) -> DocumentForm | None:
     The result is the same for all calls with equal programs, sizes and numbers of the masks.
     """
     q, k = problem.q, problem.k
+    if problem.dropout is not None:  # its pairs are those of the whole rows
+        return None
     if problem.sequences is not None or not problem.predicates or (problem.blocks is not None and not problem.blocks_follow):
         return None
     if q.shape[2] != k.shape[2] or not problem.may_have_pairs:

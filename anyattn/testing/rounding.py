@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
-from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
+from anyattn.oracle import Mod, _apply, _Call, _chunks, _dropped, _scale, _upcast, _upcast_mods, _visible
 
 __all__ = ["DRAWS", "Later", "Noise", "Noises", "Rounded", "later", "rounding"]
 
@@ -131,6 +132,7 @@ def rounding(
     mask: Mod | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     captured: Sequence[Tensor] = (),
     has_captured: bool = True,
 ) -> Noises:
@@ -138,7 +140,7 @@ def rounding(
 
     has_captured: False leaves out the noise of captured tensors' gradients.
     """
-    call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
+    call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale), dropout)
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
         floats = [t.is_floating_point() for t in call.score.tensors]
@@ -170,6 +172,7 @@ class _Forward:
     pull: _Pull | None  # maps a gradient by the modified scores to those of the captured tensors
     p: Tensor  # (heads, Sq, Sk), probabilities
     p2: Tensor  # their squares
+    kept: Tensor | float  # (heads, Sq, Sk), what dropout multiplies them by
     p_sink: Tensor | None  # (heads, Sq)
     score2: Tensor  # (heads, Sq, Sk), variance of the modified scores
     row2: Tensor  # (heads, Sq, 1), relative variance of a row's sum, its LSE's rounding included
@@ -217,39 +220,41 @@ class _Work:
             before = slope.square() * before
         score2 = torch.where(seen, before + (u2 + w2) * torch.where(seen, modified, 0.0).square(), 0.0)
         p, lse, p_sink = _softmax(scores, None if call.sink is None else call.sink[h][:, None])
-        p2, v2, out = p.square(), v.square(), p @ v
+        p2, v2, kept = p.square(), v.square(), _dropped(call, torch.ones_like(p), b, h) if call.dropout else 1.0
+        out = (p * kept) @ v
         row2 = (p2 * (score2 + u2)).sum(-1, keepdim=True)
-        # sum of p^2 score2 (v - out)^2, then p's own rounding and the accumulation of the products
+        # sum of p^2 score2 (kept v - out)^2, then p's own rounding and the accumulation of the products
         moved = p2 * score2
-        out2 = moved @ v2 - 2 * (moved @ v) * out + moved.sum(-1, keepdim=True) * out.square()
-        out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2) + self.quantum2
+        out2 = (moved * kept**2) @ v2 - 2 * ((moved * kept) @ v) * out + moved.sum(-1, keepdim=True) * out.square()
+        out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * ((p2 * kept**2) @ v2) + self.quantum2
         # equal scores give equal probabilities with equal errors: at worst those of a whole row, or of a whole column
         is_tied = product.numel() > 0 and bool((product == product[..., :1, :1]).all())
         tied2 = float(score2.max()) + u2 if is_tied else 0.0
         shared = ((u2 if is_tied else 0.0) + w2 * _length(k.shape[1])) * out.square()
-        _accumulate(self.out, b, h, out2, moved + u2 * p2, shared)
+        _accumulate(self.out, b, h, out2, (moved + u2 * p2) * kept**2, shared)
         self.lse2[b, h] = torch.where(lse == -math.inf, 0.0, row2[..., 0] + w2 * (lse.square() + _length(k.shape[1])))
         self.lse[b, h] = lse
         row2 = row2 + w2 * torch.where(lse == -math.inf, 0.0, lse).square()[..., None]
-        return _Forward(q, k, v, slope, pull, p, p2, p_sink, score2, row2, tied2, out, out2 + shared)
+        return _Forward(q, k, v, slope, pull, p, p2, kept, p_sink, score2, row2, tied2, out, out2 + shared)
 
     def _gradients(self, b: int, h: Tensor, f: _Forward, dout: Tensor, dlse: Tensor | None) -> None:
         u2, w2, scale2, kv = self.u2, self.w2, self.call.scale**2, self._kv_heads(h)
         seqlen_q, seqlen_k, deep = f.p.shape[1], f.p.shape[2], _depth(f.v.shape[-1])
         p2, dout2, out_sq = f.p2, dout.square(), f.out.square()
         relative2 = f.score2 + f.row2 + u2  # of a recomputed probability
-        weights = p2 * (relative2 + w2 * _depth(seqlen_q))
+        weights = p2 * f.kept**2 * (relative2 + w2 * _depth(seqlen_q))
         # heads with equal queries have equal errors: their sum in dk and dv multiplies one error
         alike = self._equal_heads(b)
         variance = weights.mT @ dout2
-        shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * variance
+        shared = (f.tied2 + w2 * _length(seqlen_q)) * ((f.p * f.kept).mT @ dout).square() + alike * variance
         _accumulate(self.dv, b, kv, variance, weights.mT, shared)
-        dp, delta = dout @ f.v.mT, (dout * f.out).sum(-1, keepdim=True)
+        dp, delta = dout @ f.v.mT * f.kept, (dout * f.out).sum(-1, keepdim=True)
         # a stored dP is off by u dP; delta = sum of p dP, of the same dP, moves along: by all of it where a row sees one key
         p_dp2 = (p2 * dp.square()).sum(-1, keepdim=True)
-        dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * ((1 - 2 * f.p) * dp.square() + p_dp2).clamp_min(0)
+        moved2 = dp.square() if self.call.dropout else ((1 - 2 * f.p) * dp.square() + p_dp2).clamp_min(0)
+        dp2 = w2 * deep * (dout2 @ f.v.square().mT) * f.kept**2 + u2 * moved2
         of_out2 = u2 * out_sq + f.out2
-        if seqlen_k:  # a row that sees one key has a row of V, which is exact
+        if seqlen_k and not self.call.dropout:  # a row that sees one key has a row of V, which is exact
             of_out2 = of_out2.masked_fill(f.p.amax(-1, keepdim=True) == 1, 0.0)
         delta2 = (dout2 * (of_out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + w2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]

@@ -22,6 +22,13 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def fold(a, b):
+    """The lowest 32 bits of both numbers, multiplied without sign; the two halves of the product, combined by xor."""
+    x, y = a.to(tl.uint32, bitcast=a.dtype.primitive_bitwidth == 32), b.to(tl.uint32, bitcast=b.dtype.primitive_bitwidth == 32)
+    return ((x * y) ^ tl.umulhi(x, y)).to(tl.int32, bitcast=True).to(a.dtype)
+
+
+@triton.jit
 def divide(a, b):
     """The quotient rounded to nearest; Triton's own float32 quotient is off by up to 2 ulp."""
     if b.dtype == tl.float64:

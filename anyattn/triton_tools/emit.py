@@ -54,6 +54,7 @@ _TEMPLATES = {
     "sign": "device_math.sign({0})", "abs": "tl.abs({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "div": "device_math.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "where": "tl.where({0}, {1}, {2})",
+    "fold": "device_math.fold({0}, {1})",
 }  # fmt: skip
 _BY_KIND = {
     ("not", "bool"): "{0} == 0",

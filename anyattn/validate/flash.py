@@ -17,6 +17,7 @@ from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped, is_captured
 from anyattn.mods.compose import chained
+from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
@@ -79,6 +80,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     num_splits: Any = 1
     pack_gqa: Any = None
+    dropout: Seeded | None = None
     reads_captured: bool = True
 
 
@@ -311,6 +313,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         sequences,
         _splits(options.num_splits),
         packs=_packs(options.pack_gqa),
+        dropout=dropout_of(options.dropout),
     )
 
 

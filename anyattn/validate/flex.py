@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anyattn.mods.analysis.row_ranges import check_positions, row_ranges
 from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
+from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -112,6 +113,7 @@ def flex_problem(
     wants_lse: bool,
     wants_max: bool,
     deterministic: bool,
+    dropout: Seeded | None = None,
     listed: TracedMod | None = None,
     reads_captured: bool = True,
 ) -> Problem:
@@ -159,6 +161,7 @@ def flex_problem(
         wants_max,
         bool(deterministic),
         blocks_follow=follows,
+        dropout=dropout_of(dropout),
     )
 
 

@@ -40,6 +40,28 @@ MUTANTS = by_name(
     Mutant("sum_not_rescaled", f"{_FORWARD}:_stream", "row_sum.mul_(rescale)", "row_sum", "chunks"),
     Mutant("dropped_chunk", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.mul_(rescale)", "chunks"),
     Mutant("lse_in_base_2", f"{_FORWARD}:forward", "row_max.mul_(LN2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", "full"),
+    Mutant(
+        "dropped_weights_leave_the_sum", f"{_FORWARD}:_stream",
+        "p.sum(-1, keepdim=True, dtype=stat)",
+        "(call.drops.apply(p, tile), p.sum(-1, keepdim=True, dtype=stat))[1]", "dropout",
+    ),
+    Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward", "result *= problem.dropout.scale", "pass", "dropout"),
+    Mutant(
+        "dropped_pairs_of_another_tile", f"{_TILES}:Drops.apply",
+        "self.bound.on(tile)[0]",
+        "self.bound.on(tile._replace(q_first=0, k_lo=0, k_hi=tile.k_hi - tile.k_lo))[0]", "dropout",
+    ),
+    Mutant("dv_of_dropped_weights", f"{_BACKWARD}:_row_tile", "call.drops.apply(kept, tile)", "pass", "dropout"),
+    Mutant("dp_of_dropped_weights", f"{_BACKWARD}:_row_tile", "call.drops.apply(dp, tile)", "pass", "dropout"),
+    Mutant(
+        "dv_not_scaled", f"{_BACKWARD}:_row_tile",
+        "_accumulate(operands.dv[:, here], __, dout, factor)",
+        "_accumulate(operands.dv[:, here], __, dout, 1.0)", "dropout",
+    ),
+    Mutant(
+        "a_warm_call_drops_what_the_first_did", "call_cache.calls:RememberedCall.filled",
+        "dropout_of(found.dropout)", "None", "dropout_again",
+    ),
     Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "_exp2(logit - new_max, __)", "2 * _exp2(logit - new_max, __)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
     Mutant(
@@ -104,7 +126,10 @@ MUTANTS = by_name(
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "dlse is None", "True", "full"),
     Mutant("delta_in_16_bits", f"{_BACKWARD}:_with_delta", "range(width, width + 3)", "range(width, width + 1)", "one_key_half"),
     Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, narrow, q, scale)", "_accumulate(__, narrow, q, 1.0)", "full"),
-    Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", "_accumulate(__, __1, dout)", "_accumulate(__, __1, dout, 1.02)", "full"),
+    Mutant(
+        "dv_two_percent_off", f"{_BACKWARD}:_row_tile",
+        "_accumulate(__, __1, dout, factor)", "_accumulate(__, __1, dout, 1.02 * factor)", "full",
+    ),
     Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),
     Mutant("hidden_derivative_kept", f"{_BACKWARD}:_row_tile", "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative"),
     Mutant("sink_gradient_sign", f"{_BACKWARD}:backward", "__.neg_()", "__", "sink"),

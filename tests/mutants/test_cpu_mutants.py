@@ -15,6 +15,7 @@ from tests.backends.torch import test_backward as streaming
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
 from tests.call_cache import test_kvcache as known_calls
+from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_kvcache as kvcache
@@ -188,6 +189,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "by_batch": by("batch"),
     "where": where,
     "narrowed": narrowed,
+    "dropout": lambda: dropout.test_flex_against_the_oracle("tiles", torch.float32),
+    "dropout_again": lambda: dropout.test_a_seed_for_each_call_which_manual_seed_repeats(dropout.flash),
     "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
     "garbage_at_a_sink": lambda: edge.test_12_garbage_in_a_row_that_sees_only_the_sink("float16"),
     "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,

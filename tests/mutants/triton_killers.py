@@ -11,6 +11,7 @@ import torch
 import anyattn
 from anyattn import masks
 from anyattn.testing import cases
+from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
@@ -244,6 +245,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "beside_lists": beside_lists,
+    "dropout": lambda: dropout.test_flex_against_the_oracle("pairs", torch.float32),
     "packed": packed(),
     "documents": documents,
     "ragged_lists": ragged_lists,

@@ -96,6 +96,24 @@ MUTANTS = by_name(
     ),
     Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
     Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
+    Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward_tile", "acc = acc * factor_of(captured)", "pass", "dropout"),
+    Mutant(
+        "dropped_lanes_of_the_first_tile", f"{_FORWARD}:visit",
+        "(first + tl.arange(0, TILE_N))[None, :]", "tl.arange(0, TILE_N)[None, :]", "dropout",
+    ),
+    Mutant(
+        "dv_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
+        "plus_product(dv, None, kept_p, dout, PRECISION)",
+        "plus_product(dv, None, p, dout, PRECISION)", "dropout",
+    ),
+    Mutant(
+        "dq_of_dropped_weights", f"{_BACKWARD}:_visit_keys",
+        "kept_of(dp, b, h, lane[None, :], rows.dropout, captured, DROPOUT, True)", "dp", "dropout",
+    ),
+    Mutant(
+        "dk_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
+        "tl.where(kept_p == p, dp * factor_of(captured), 0.0)", "dp * factor_of(captured)", "dropout",
+    ),
     Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
     Mutant("sink_in_base_2", f"{_FORWARD}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),

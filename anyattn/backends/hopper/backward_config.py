@@ -137,6 +137,7 @@ class BackwardConfig(ModsOfConfig):
     is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
     has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
     table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has no sums in float32.
+    has_dropout: as the call requests.
     """
 
     head_dim: int
@@ -155,6 +156,7 @@ class BackwardConfig(ModsOfConfig):
     sums: tuple[CapturedSum, ...] = ()
     has_entries: bool = False
     stores_dq: bool = False
+    has_dropout: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -164,6 +166,8 @@ class BackwardConfig(ModsOfConfig):
         if self.score is not None and len(self.score.outputs) != count:
             given = len(self.score.outputs)
             raise ValueError(f"score has {given} outputs; wanted {count}: the value, the derivative by the score and what sums ask for")
+        if self.has_dropout and (self.score is not None or self.tiles.delta != "behind" or self.tiles.halves_dp):
+            raise ValueError("has_dropout with a score mod, or where delta is not subtracted from the finished dP; wanted neither")
         if self.sums and self.score is None:
             raise ValueError("sums without score; wanted the score mod that reads the captured tensors")
         if self.lists not in (None, "dense") and not (self.has_entries and self.lists in ("ragged", "flat")):

@@ -79,7 +79,8 @@ def launch_all(
     totals: tuple[Tensor, ...] = (),
 ) -> None:
     """Writes the gradients of a call. empty: allocates on its device. totals: zeros, for the gradients of captured tensors."""
-    q, config, scale, (lists, order, of_tables, guard) = problem.q, special.config, problem.scale, tables
+    q, config, (lists, order, of_tables, guard) = problem.q, special.config, tables
+    scale = problem.scale * (1.0 if problem.dropout is None else problem.dropout.scale)  # of gradients: the kernel leaves the factor out
     out, lse, dout, dlse, delta = results
     numbers, tensors = special.captured(problem) if special.captures else _NOTHING
     wants_dq, device = q.requires_grad, q.device
@@ -107,7 +108,7 @@ def launch_all(
     before = (out, dout, lse, dlse, delta, order.entries, own_lse, own_delta, sums)
     products = (
         q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, dq if config.stores_dq else sums, turns, *lists, *order,
-        counter_of(device), scale, scale * LOG2E, *places, numbers, tensors, totals,
+        counter_of(device), scale, problem.scale * LOG2E, *places, numbers, tensors, totals,
     )  # fmt: skip
     after = (sums, dq, order.entries, guard, scale) if wants_dq and not config.stores_dq else None
     if prepared is None:

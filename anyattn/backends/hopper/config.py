@@ -129,7 +129,7 @@ class Config(ModsOfConfig):
     has_entries: a table gives the storage of each batch entry. piece: 0, or K and V are a pool of pages, and one copy loads so many rows
     of a page: a key tile takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are single rows, which the
     loader's lanes copy themselves; K and V have no padded head dimension.
-    has_sink, has_lse, has_max: as the call requests.
+    has_sink, has_lse, has_max, has_dropout: as the call requests.
     """
 
     head_dim: int
@@ -156,6 +156,7 @@ class Config(ModsOfConfig):
     has_sink: bool = False
     has_lse: bool = False
     has_max: bool = False
+    has_dropout: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):

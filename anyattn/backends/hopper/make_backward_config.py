@@ -71,8 +71,8 @@ class BackwardSpecial:
 
     @cached_property
     def captures(self) -> bool:
-        """Whether ``config.exprs`` capture anything."""
-        return any(numbers or tensors for _, numbers, tensors in self.sources)
+        """Whether anything is captured."""
+        return self.config.has_dropout or any(numbers or tensors for _, numbers, tensors in self.sources)
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The captured numbers and tensors of ``config.exprs``, expression by expression."""
@@ -83,6 +83,9 @@ class BackwardSpecial:
             assert mod is not None
             numbers += mod.scalars[:count]
             tensors += [t.detach() for t in mod.tensors[:tensor_count]]
+        if problem.dropout is not None:
+            more, seed = problem.dropout.captured
+            return (*numbers, *more), (*tensors, *seed)
         return tuple(numbers), tuple(tensors)
 
 
@@ -96,8 +99,9 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
-    is_bare = score is None and not asked and listed is None
-    is_plain = is_bare or (score is None and _are_words(problem, asked))
+    has_dropout = problem.dropout is not None
+    is_bare = score is None and not asked and listed is None and not has_dropout
+    is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asked))
     is_packed = problem.sequences is not None
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
@@ -106,6 +110,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     tall = tall_tiles_for(d, dv, is_packed) if is_bare and not stores_dq else None
     if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged]):
         tiles = tall
+    if has_dropout:
+        tiles = replace(tiles, delta="behind")  # the gradient of a dropped weight is minus delta
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
     list_tile = None
     if listed is None:
@@ -117,7 +123,9 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
         flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
-    config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq)
+    config = BackwardConfig(
+        d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout
+    )
     return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
 
 
@@ -242,6 +250,8 @@ def reason_against_backward(problem: Problem) -> str | None:
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])
+    if problem.dropout is not None and (problem.score is not None or widest > _WIDEST_SUMS):
+        return f"its backward kernel takes dropout up to head dimension {_WIDEST_SUMS}, and without a score mod"
     sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS
     if problem.wanted_slots and (is_wide or sequences is not None):
         of_what = f"head dimensions above {_WIDEST_SUMS}" if is_wide else "packed or padded sequences"

@@ -58,7 +58,7 @@ class Special(NamedTuple):
         return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The captured numbers and tensors of ``config.exprs``, expression by expression."""
+        """The captured numbers and tensors of ``config.exprs``, expression by expression, then those of the dropout."""
         numbers: list[int | float] = []
         tensors: list[Tensor] = []
         for at, count, tensor_count in self.sources:
@@ -66,6 +66,10 @@ class Special(NamedTuple):
             if mod is not None:  # the identity score mod captures nothing
                 numbers += mod.scalars[:count]
                 tensors += mod.tensors[:tensor_count]
+        if problem.dropout is not None:
+            more, seed = problem.dropout.captured
+            numbers += more
+            tensors += seed
         if any(type(x) is int and abs(x) >= MOST_NUMBER for x in numbers):
             raise BackendError("a mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for; use backend='triton'")
         return tuple(numbers), tuple(tensors)
@@ -161,7 +165,12 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
-    asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
+    asked: dict[str, Any] = {
+        "has_sink": problem.sink is not None,
+        "has_lse": problem.wants_lse,
+        "has_max": problem.wants_max,
+        "has_dropout": problem.dropout is not None,
+    }
     return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
 
 

@@ -13,7 +13,7 @@ from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.coverage import cover, split_of
-from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
+from anyattn.backends.torch.tiles import Call, Drops, Masks, blank_unused_rows, rows_of_queries
 from anyattn.backends.torch.workspace import Workspace
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -23,7 +23,7 @@ __all__ = ["backward", "forward", "reads_lists"]
 
 def _call(problem: Problem, plan: Plan) -> Call:
     coverage = cover(problem, plan.tile_m, plan.pairs_at_once)
-    return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device))
+    return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device), Drops(problem))
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:

@@ -182,7 +182,8 @@ def _row_tile(
     call: Call, heads: Heads, row_tile: RowTile, statistics: _Statistics, operands: _Operands, scores: ScoreGradients, start: Tensor | None
 ) -> Tensor:
     """dQ of one row tile (count, rows, D); adds to the group's dK and dV and to the captured tensors' gradients."""
-    stat, scale = call.problem.stat_dtype, call.problem.scale
+    stat, scale, dropout = call.problem.stat_dtype, call.problem.scale, call.problem.dropout
+    factor = 1.0 if dropout is None else dropout.scale
     rows = (row_tile.q_lo, row_tile.q_hi)
     q, dout = heads.rows(statistics.q, *rows, "q"), heads.rows(statistics.dout, *rows, "dout")
     lse = heads.rows(statistics.lse, *rows, "lse", stat)
@@ -194,9 +195,13 @@ def _row_tile(
         here = slice(chunk.lo, chunk.hi)
         modified, by_score = scores.modified(q, operands.keys, tile, chunk)
         p = modified.sub_(top).sub_(log_sum).exp2_() if log_sum is not None else modified.sub_(top).exp2_()
-        _accumulate(operands.dv[:, here], _narrow(call, p, "p"), dout)
+        kept = p if dropout is None else call.workspace.take("kept", tuple(p.shape), p.dtype).copy_(p)
+        call.drops.apply(kept, tile)
+        _accumulate(operands.dv[:, here], _narrow(call, kept, "p"), dout, factor)
         dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
-        torch.baddbmm(dp, with_delta, operands.values[:, here].transpose(1, 2), beta=0, out=dp)
+        values = operands.values[:, here, : with_delta.shape[-1]].transpose(1, 2)
+        torch.baddbmm(dp, with_delta, values, beta=0, alpha=factor, out=dp)
+        call.drops.apply(dp, tile)
         if dp.dtype != stat:
             dp = call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp)
         dscore = p.mul_(dp if rest is None else dp.add_(rest))
@@ -216,7 +221,7 @@ def _with_delta(call: Call, heads: Heads, statistics: _Statistics, rows: tuple[i
     stat = call.problem.stat_dtype
     delta = heads.rows(statistics.delta, *rows, "delta", stat)
     dlse = None if statistics.dlse is None else heads.rows(statistics.dlse, *rows, "dlse", stat)
-    if call.dtype == stat:
+    if call.dtype == stat or call.problem.dropout is not None:  # dropout changes dP before delta is subtracted
         return dout, delta.neg() if dlse is None else dlse.sub_(delta)
     width = dout.shape[-1]
     wide = call.workspace.take("dout with delta", (*dout.shape[:-1], width + _COLUMNS), call.dtype)

@@ -125,7 +125,10 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
             if problem.sink is not None:
                 row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
             # an empty sum is 0, and so is its acc; any other sum is far above the least normal number
-            store(heads.place(out, row_tile), acc.div_(row_sum.clamp_min(torch.finfo(stat).tiny)), tile, call.workspace)
+            result = acc.div_(row_sum.clamp_min(torch.finfo(stat).tiny))
+            if problem.dropout is not None:
+                result *= problem.dropout.scale
+            store(heads.place(out, row_tile), result, tile, call.workspace)
             if lse is not None:
                 store(heads.place(lse, row_tile)[..., None], row_max.mul_(LN2).add_(row_sum.log()), tile, call.workspace)
     return Result(out, lse, highest)
@@ -182,11 +185,13 @@ def _stream(
         acc, row_max = (t.clone() for t in start)  # the caller may run this again
         row_sum = torch.ones_like(row_max)
     for chunk in chunks(row_tile, call.plan.tile_n):
-        s = scores.of(q, keys.run(chunk.lo, chunk.hi), heads.tile(row_tile, chunk), chunk)
+        tile = heads.tile(row_tile, chunk)
+        s = scores.of(q, keys.run(chunk.lo, chunk.hi), tile, chunk)
         highest = s.amax(-1, keepdim=True)
         new_max = highest.clamp_min_(lowest) if row_max is None else torch.maximum(row_max, highest)
         p = _exp2(s.sub_(new_max), heads.group.is_small)
         part_sum = p.sum(-1, keepdim=True, dtype=stat)
+        call.drops.apply(p, tile)
         part = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk, "first p @ v" if acc is None else "p @ v")
         if acc is None or row_sum is None or row_max is None:
             acc, row_sum = part.to(stat), part_sum

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bound", "Tile", "bind"]
 
-_IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
+_IN_PLACE = frozenset(TORCH_OPS) - {"where", "fold", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
 class Tile(NamedTuple):

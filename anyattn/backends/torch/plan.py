@@ -71,7 +71,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
         why.append("one split: torch's matrix products share every row tile among all threads already")
     whole_spans = splits == 1 and _whole_spans(problem, dtype, width)
     if whole_spans:
-        why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
+        why.append("whole rows of scores, not streamed: no score mod, sink, dropout or statistics ask for more")
         if problem.blocks is None and width >= 8 * tile_m and problem.seqlen_q >= 4 * tile_m:
             tile_m *= 2  # fewer gathered copies of the keys, fewer additions to their gradients
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
@@ -92,7 +92,7 @@ def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
         return False  # the choice depends on the widths in the whole batch, so one entry would change another's last bits
     if problem.seqlen_q <= _FEW_ROWS:
         return False  # gathering keys costs D / rows of the products
-    plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
+    plain = problem.score is None and problem.sink is None and problem.dropout is None and not (problem.wants_lse or problem.wants_max)
     ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
     return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
 

@@ -23,6 +23,7 @@ from anyattn.problem import Problem
 __all__ = [
     "Call",
     "Chunk",
+    "Drops",
     "Heads",
     "Masks",
     "blank_unused_rows",
@@ -281,6 +282,21 @@ class Masks:
         return tile.rows_of(limit, 3)[..., None].flip(3)  # (n, b, h, rows, 1)
 
 
+class Drops:
+    """The dropout of a call's weights."""
+
+    def __init__(self, problem: Problem):
+        self.bound: Bound | None = None
+        if problem.dropout is not None and problem.has_pairs:
+            keep, _ = problem.dropout
+            self.bound = bind(keep.expr, keep.scalars, keep.tensors, problem)
+
+    def apply(self, weights: Tensor, tile: Tile) -> None:
+        """Sets the dropped pairs of ``weights`` (count, stacked rows, columns) of ``tile`` to 0."""
+        if self.bound is not None:
+            row_heads(weights, tile).masked_fill_(self.bound.on(tile)[0].logical_not_(), 0.0)
+
+
 def _sees_distance_only(expr: Expr) -> bool:
     dep = dependence(expr)[expr.outputs[0]]
     return dep.diagonal and not dep.b and not dep.h
@@ -288,13 +304,14 @@ def _sees_distance_only(expr: Expr) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One pass over a problem: its plan, tiles, masks, scratch memory and the dtype of its products."""
+    """One pass over a problem: its plan, tiles, masks, dropout, scratch memory and the dtype of its products."""
 
     problem: Problem
     plan: Plan
     coverage: Coverage
     masks: Masks
     workspace: Workspace
+    drops: Drops
 
     @property
     def dtype(self) -> torch.dtype:

@@ -353,7 +353,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
         # a band has few tiles and many of them are partial, so the prologues of two loops cost too much
-        constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
+        constants["IS_JOINED"] = program.has_band and not any((program.score, program.always, program.dropout))
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
         constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}

@@ -14,7 +14,7 @@ from anyattn.problem import Problem
 
 __all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
 
-FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # program parts whose functions a kernel calls
+FUNCTIONS = (("score",), ("ranges", "listed"), ("always",), ("dropout",))  # program parts whose functions a kernel calls
 
 
 def programs_along_batch(problem: Problem, found: Tables) -> int:

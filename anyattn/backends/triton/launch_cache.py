@@ -61,11 +61,12 @@ def kept_of(plan: Plan, name: str) -> Kept:
 class Sources(NamedTuple):
     """The sources of a call's captured values, for each part that a kernel uses.
 
-    masks: for each part except the score the numbers, which are the same in all calls of one key, and the places of its tensors in the list
-    of all masks' tensors.
+    masks: for each part except the score and dropout the numbers, which are the same in all calls of one key, and the places of its tensors
+    in the list of all masks' tensors.
     """
 
     has_score: bool
+    has_dropout: bool
     masks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def read(self, problem: Problem, totals: tuple[Tensor, ...] = ()) -> list[Read]:
@@ -76,6 +77,9 @@ class Sources(NamedTuple):
         if self.masks:
             tensors = _of_masks(problem)
             found += [Read(numbers, tuple([tensors[i] for i in places])) for numbers, places in self.masks]
+        if self.has_dropout and problem.dropout is not None:
+            numbers, seed = problem.dropout.captured
+            found.append(Read(bits_of_numbers(numbers), seed))
         return found
 
 
@@ -85,13 +89,13 @@ def _sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources |
     tensors, masks = _of_masks(problem), []
     names = [part.name for part in program.parts]
     for part, mod in zip(chosen.program.parts, chosen.mods, strict=True):
-        if part.name == "score" or part.name not in names:
+        if part.name in ("score", "dropout") or part.name not in names:
             continue
         places = [next((i for i, t in enumerate(tensors) if t is own), -1) for own in mod.tensors]
         if -1 in places:
             return None
         masks.append((bits_of_numbers(mod.scalars), tuple(places)))
-    return Sources("score" in names, tuple(masks))
+    return Sources("score" in names, "dropout" in names, tuple(masks))
 
 
 def _of_masks(problem: Problem) -> list[Tensor]:
@@ -246,7 +250,7 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> list[Any]:
         facts.append(t.stride())
     facts += (
         not address & 15, problem.sink is None, found.row_tiles, found.list_tile, found.strides, found.guard is None, found.entries is None,
-        found.lists[2] is None,
+        found.lists[2] is None, problem.dropout is None,
     )  # fmt: skip
     if problem.score is not None:
         facts += _facts_of_mod(problem.score, True)

@@ -49,30 +49,26 @@ def attention_forward(
 
     Returns the output (B, Sq, Hq, Dv), and None in place of the attention weights.
 
-    Raises ``ValueError`` for dropout, output_attentions and a cache of continuous batching, and for everything that anyattn refuses.
+    Raises ``ValueError`` for output_attentions and a cache of continuous batching, and for everything that anyattn refuses.
     """
-    if dropout > 0.0 or output_attentions or cache is not None:
-        _refuse(dropout, output_attentions, cache)
+    if output_attentions or cache is not None:
+        _refuse(output_attentions, cache)
+    dropout = dropout if module.training else 0.0
     if cu_seq_lens_q is not None and not _has_documents(attention_mask):
         ends = Ends(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         causal, window = _packed_band(module, attention_mask, is_causal, sliding_window)
-        out = packed_attention(query, key, value, ends, causal, window, scaling, softcap, s_aux, position_bias)
+        out = packed_attention(query, key, value, ends, causal, window, scaling, softcap, s_aux, position_bias, dropout)
         return out, None
     if isinstance(attention_mask, MaskDescription):
-        out = _described(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias)
+        out = _described(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias, dropout)
     elif attention_mask is None:
-        out = _unmasked(module, query, key, value, is_causal, scaling, softcap, s_aux, position_bias)
+        out = _unmasked(module, query, key, value, is_causal, scaling, softcap, s_aux, position_bias, dropout)
     else:
-        out = _given(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias)
+        out = _given(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias, dropout)
     return out if out.is_contiguous() else out.contiguous(), None
 
 
-def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
-    if dropout > 0.0:
-        raise ValueError(
-            f"dropout={dropout} of attention weights in training; anyattn has none: set attention_dropout=0.0 (or the model's name for it, "
-            "such as attention_probs_dropout_prob) in the config, or use attn_implementation='sdpa'"
-        )
+def _refuse(output_attentions: bool | None, cache: Any) -> None:
     if output_attentions:
         raise ValueError(
             "output_attentions=True; the weights are never all in memory: call model.set_attn_implementation('eager') to look at them"
@@ -116,30 +112,33 @@ def _described(
     softcap: float | None,
     sink: Tensor | None,
     bias: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     if key.shape[2] != mask.seq_lengths[1] or query.shape[2] != mask.seq_lengths[0]:
         raise ValueError(
             f"a layer has {query.shape[2]} queries and {key.shape[2]} keys, its mask is for {mask.seq_lengths}; wanted a mask for this "
             "layer's cache: use attn_implementation='sdpa' or 'eager' for this model"
         )
-    if softcap is None and bias is None and few_rows.serves(query, key, value, mask, sink):
+    if softcap is None and bias is None and not dropout and few_rows.serves(query, key, value, mask, sink):
         return few_rows.attention(query, key, value, mask, scaling, sink)
     way: Way = mask.way
-    if isinstance(way, Cached) and (bias is not None or _records(query, key, value, sink)):
+    if isinstance(way, Cached) and (bias is not None or dropout or _records(query, key, value, sink)):
         way = mask.with_gradients()
     if bias is not None:
         score_mod = dense_masks.score_of(softcap, dense_masks.fitted("position_bias", bias, query, key))
-        return _by_mask_of(way, query, key, value, score_mod, scaling, sink)
+        return _by_mask_of(way, query, key, value, score_mod, scaling, sink, dropout)
     cap = 0.0 if softcap is None else softcap
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(way, Aligned):
-        return flash_attn_func(q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, softcap=cap, sink=sink)
+        return flash_attn_func(
+            q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, softcap=cap, sink=sink, dropout_p=dropout
+        )  # fmt: skip
     if isinstance(way, Cached):
         return flash_attn_with_kvcache(
             q, k, v, cache_seqlens=way.lengths, cache_leftpad=way.leftpad, softmax_scale=scaling, causal=way.causal,
             window_size=way.window, softcap=cap, sink=sink, mask_mod=way.mask_mod,
         )  # fmt: skip
-    return _by_mask_of(way, query, key, value, dense_masks.score_of(softcap, None), scaling, sink)
+    return _by_mask_of(way, query, key, value, dense_masks.score_of(softcap, None), scaling, sink, dropout)
 
 
 def _records(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
@@ -150,21 +149,38 @@ def _records(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> 
 
 
 def _by_mask_of(
-    way: Way, query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None, scaling: float | None, sink: Tensor | None
+    way: Way,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable | None,
+    scaling: float | None,
+    sink: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attention as ``way`` says: ``flex_attention`` with lists or a mask mod, or ``flash_attn_func`` with a window."""
     if isinstance(way, Aligned):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return flash_attn_func(q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, sink=sink, score_mod=score_mod)
+        return flash_attn_func(
+            q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, sink=sink, score_mod=score_mod, dropout_p=dropout
+        )  # fmt: skip
     if isinstance(way, Listed):
-        return _flex(query, key, value, scaling, sink, score_mod, block_mask=way.block_mask)
-    return _flex(query, key, value, scaling, sink, score_mod, mask_mod=way.mask_mod)
+        return _flex(query, key, value, scaling, sink, score_mod, dropout, block_mask=way.block_mask)
+    return _flex(query, key, value, scaling, sink, score_mod, dropout, mask_mod=way.mask_mod)
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sink: Tensor | None, score_mod: Callable | None, **mask: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sink: Tensor | None,
+    score_mod: Callable | None,
+    dropout: float,
+    **mask: Any,
 ) -> Tensor:
-    return flex_attention(query, key, value, score_mod=score_mod, scale=scaling, enable_gqa=True, sink=sink, **mask).transpose(1, 2)
+    given = {"score_mod": score_mod, "scale": scaling, "enable_gqa": True, "sink": sink, "dropout_p": dropout}
+    return flex_attention(query, key, value, **given, **mask).transpose(1, 2)
 
 
 def _unmasked(
@@ -177,6 +193,7 @@ def _unmasked(
     softcap: float | None,
     sink: Tensor | None,
     bias: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attention of a layer without a mask: everything is visible unless the layer is causal."""
     causal = _is_causal(module, is_causal) and query.shape[2] > 1
@@ -190,7 +207,7 @@ def _unmasked(
         score_mod = dense_masks.score_of(softcap, dense_masks.fitted("position_bias", bias, query, key))
     cap = 0.0 if softcap is None or score_mod is not None else softcap
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal, softcap=cap, sink=sink, score_mod=score_mod)
+    return flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal, softcap=cap, sink=sink, score_mod=score_mod, dropout_p=dropout)
 
 
 def _given(
@@ -202,14 +219,15 @@ def _given(
     softcap: float | None,
     sink: Tensor | None,
     bias: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attention with the user's own mask, which must include causality and padding."""
     added = None if bias is None else dense_masks.fitted("position_bias", bias, query, key)
     if isinstance(mask, torch_flex.BlockMask):
-        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), block_mask=mask)
+        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), dropout, block_mask=mask)
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is a {type(mask).__name__}; wanted a BlockMask, a tensor of 4 dimensions or None")
     seen = dense_masks.fitted("attention_mask", mask, query, key)
     if seen.dtype is torch.bool:
-        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), mask_mod=dense_masks.mask_of(seen))
-    return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added, seen))
+        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), dropout, mask_mod=dense_masks.mask_of(seen))
+    return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added, seen), dropout)

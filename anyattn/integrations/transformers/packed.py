@@ -31,6 +31,7 @@ def packed_attention(
     softcap: float | None,
     sink: Tensor | None,
     position_bias: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attention inside each sequence. query, key, value: (1, heads, total, D). Returns (1, total, heads, Dv)."""
     if query.shape[0] != 1 or key.shape[0] != 1:
@@ -41,6 +42,6 @@ def packed_attention(
     out = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=ends.q, cu_seqlens_k=ends.q if ends.k is None else ends.k, max_seqlen_q=ends.longest_q,
         max_seqlen_k=ends.longest_k, softmax_scale=scaling, causal=causal, window_size=window, softcap=0.0 if softcap is None else softcap,
-        sink=sink,
+        sink=sink, dropout_p=dropout,
     )  # fmt: skip
     return out.unsqueeze(0)

@@ -17,6 +17,16 @@ from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
 
+
+def fold(a: Tensor, b: Tensor) -> Tensor:
+    """The lowest 32 bits of both numbers, multiplied without sign; the two halves of the product, combined by xor.
+
+    It mixes bits (``mods.dropout``): no function of a user's mod becomes this operation, as none may wrap around.
+    """
+    product = (a.to(torch.int64) & 0xFFFFFFFF) * (b.to(torch.int64) & 0xFFFFFFFF)
+    return (product ^ (product >> 32)).to(torch.int32).to(a.dtype)
+
+
 TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos",
                                                 "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "erfinv", "floor", "ceil", "trunc",
@@ -34,6 +44,7 @@ TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     "xor": torch.bitwise_xor,
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
+    "fold": fold,
 }  # fmt: skip
 _SCALAR_SECOND = frozenset(
     ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge")

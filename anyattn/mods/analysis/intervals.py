@@ -368,6 +368,7 @@ _RULES: dict[str, _Rule] = {
     "cosh": _cosh,
     "hypot": _hypot,
     "shl": _where_points,
+    "fold": _where_points,
     "shr": _shift_right,
     "not": _not,
     "where": _where,

@@ -168,6 +168,7 @@ OPS: dict[str, OpSpec] = {
     "xor": OpSpec(2, _BITS, "same", operator.xor),
     "shl": OpSpec(2, ("int",), "same", operator.lshift),
     "shr": OpSpec(2, ("int",), "same", operator.rshift),
+    "fold": OpSpec(2, ("int",), "same", None),  # the halves of the 64-bit product of the lowest 32 bits, combined by xor
     **{name: OpSpec(2, _ANY, "bool", f) for name, f in _COMPARE.items()},
     "where": OpSpec(3, _ANY, "same", None),
     "cast": OpSpec(1, _ANY, "any", None),

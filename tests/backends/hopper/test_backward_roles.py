@@ -20,6 +20,7 @@ from anyattn.backends.hopper.config import Ask
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.tracing.trace import trace
 from anyattn.sequences.l2_groups import fills_one_round
 from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -27,6 +28,7 @@ from anyattn.sparsity.compute import tile_lists
 from tests.support.covering import few
 from tests.support.hopper.backward_roles import MODULES, Call, Changes, Table, captured_of, compiled, run_grid
 from tests.support.hopper.backward_totals import Total
+from tests.support.hopper.emitted import Array
 from tests.support.hopper.masks import MASKS as WORDS
 from tests.support.hopper.schedule import Broken
 
@@ -52,6 +54,7 @@ class Case(NamedTuple):
     list_tile: tuple[int, int] = (128, 128)
     is_sorted: bool = False  # tiles of keys come in ``order_of_lists``
     stores_dq: bool = False
+    dropout: float = 0.0
 
 
 COPIES = 4  # of totals that have some
@@ -139,6 +142,10 @@ CASES = {
     "wide lists": Case((200, 200), mask=masks.prefix_lm(70), kind="lists", dims=(192, 128)),
     "wide softcap": Case((100, 100), score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3), dims=(192, 192), mask=masks.causal()),
     "wide always": Case((100, 150), mask=masks.dilated(3, 90), kind="always", dims=(136, 64)),
+    "dropout": Case((100, 150), (2, 1), batch=2, dropout=0.3, tiles=BackwardTiles(64, 128)),
+    "dropout, causal": Case((200, 300), (2, 1), mask=masks.causal(), dropout=0.1, tiles=BackwardTiles(64, 128), workers=2),
+    "dropout, lists": Case((300, 300), mask=masks.prefix_lm(70), kind="lists", dropout=0.5, tiles=BackwardTiles(64, 128), dims=(128, 128)),
+    "dropout, one tile of keys": Case((150, 100), (2, 1), stores_dq=True, dropout=0.2, tiles=BackwardTiles(64, 128)),
     "square": Case(score=lambda s, b, h, i, j: s * s * 0.3, mask=masks.dilated(2, 90), kind="always"),
 }
 
@@ -214,6 +221,9 @@ def _prepared(case: Case, seed: int) -> Prepared:
     s = s.masked_fill(~seen, float("-inf"))
     lse = s.logsumexp(-1)
     p = torch.exp(s - lse.masked_fill(lse.isinf(), 0.0)[..., None])
+    dropout = dropout_of(Seeded(torch.tensor([seed - 7, 2**31 - 1 - seed], dtype=torch.int32), case.dropout)) if case.dropout else None
+    if dropout is not None:
+        p = torch.where(evaluate(dropout.keep, *place), p * dropout.scale, 0.0)
     out = p @ whole_v
     wanted = torch.autograd.grad(out, [*leaves, *own], dout)
     padded = padded_for_backward(*case.dims)
@@ -224,12 +234,17 @@ def _prepared(case: Case, seed: int) -> Prepared:
         slots_wanted = tuple(i for i, t in enumerate(score.tensors) if t.is_floating_point()) if case.learned else ()
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
+    fields["has_dropout"] = dropout is not None
     config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, stores_dq=case.stores_dq, **fields)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]
     for tensor in given:
         tensor.flags.writeable = False
-    return Prepared(config, given, own, list(wanted), scale, _lists(case, mask), captured_of(mods, config))
+    numbers, tensors = captured_of(mods, config)
+    if dropout is not None:
+        (least, factor), (drawn,) = dropout.captured
+        numbers, tensors = (*numbers, least, np.float32(factor)), (*tensors, Array(drawn))
+    return Prepared(config, given, own, list(wanted), scale, _lists(case, mask), (numbers, tensors))
 
 
 def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_first_late: bool = False) -> dict[str, float]:
@@ -240,6 +255,7 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
 
     def computed(schedule: int) -> list[np.ndarray]:
         call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
+        call.factor = 1.0 / (1.0 - case.dropout)
         if case.is_sorted:
             lists = tuple(None if t is None else torch.from_numpy(t) for t in prepared.lists)
             order = order_of_lists(lists, config.list_cut[1], call.work[0]).order
@@ -536,6 +552,11 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: S is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.probabilities", "            self.probabilities"),)),
     "wide: dP is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.score_gradients", "            self.score_gradients"),)),
     "wide: dP is not waited for before a score mod": ("wide softcap", ((WIDE, "            warpgroup.wait_group(0)\n            self.modified", "            warpgroup.wait_group(1)\n            self.modified"),)),
+    "dropped weights lose delta": ("dropout", (("dropout", "dp[r, c] = kept * dp[r, c] - p[r, c] * below", "dp[r, c] = kept * (dp[r, c] - below)"),)),
+    "P keeps dropped weights": ("dropout", (("dropout", "                p[r, c] = kept\n", ""),)),
+    "both keys of a word are decided alike": ("dropout", (("dropout", "bits < 0)):", "(bits & Int32(1 << BITS)) != 0)):"),)),
+    "delta is not divided": ("dropout, causal", (("dropout", "delta[c] * divided", "delta[c]"),)),
+    "dV lacks the factor": ("dropout", ((MMA, "sums[1].store(sums[1].load() * self.factor(captured))", "pass"),)),
     "wide: what a score mod hides stays in dS": ("wide softcap", ((WIDE, "self.hidden((scores, dp),", "self.hidden((scores,),"),)),
     "wide: dO is given back while it is being read": ("wide", ((WIDE, "        warpgroup.wait_group(2)\n", ""),)),
     "wide: dO is not given back": ("wide", ((WIDE, "        pipes[1].consumer_release(do_state)\n", ""),)),

@@ -77,6 +77,7 @@ PARTS = {
         "test_float32 or (test_rows_of_64 and float32)",
         few=" or ".join(("rows_of_64", *OPERATIONS)),
     ),
+    "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits)) or packed", has_slow=False),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
 
@@ -84,7 +85,7 @@ PARTS = {
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
     "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts"),
-    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "mutants"),
+    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "mutants"),
 }
 
 

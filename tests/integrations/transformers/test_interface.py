@@ -54,12 +54,22 @@ def test_switching_there_and_back() -> None:
     assert torch.equal(generated(model, "sdpa", ids), generated(model, NAME, ids))
 
 
-def test_dropout_is_refused_with_the_cure() -> None:
-    model = decoder("llama", attention_dropout=0.1)
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])}], ids=["plain", "padded"])
+def test_dropout_in_training_alone(given: dict) -> None:
+    """The layer's rate reaches attention in training: the seed repeats it, and its mean over seeds is the result without."""
+    model, ids = decoder("llama", attention_dropout=0.5), tokens(2, 6)
     model.set_attn_implementation(NAME)
-    model(input_ids=tokens(1, 5))
-    with pytest.raises(ValueError, match=r"dropout=0.1 .* attention_dropout=0.0"):
-        model.train()(input_ids=tokens(1, 5))
+    with torch.no_grad():
+        without = model.eval()(input_ids=ids, **given).logits
+        assert torch.equal(without, model(input_ids=ids, **given).logits)
+        model.train()
+
+        def run(seed: int) -> torch.Tensor:
+            torch.manual_seed(seed)
+            return model(input_ids=ids, **given).logits
+
+        runs = [run(seed) for seed in (0, 0, 1)]
+    assert torch.equal(*runs[:2]) and not torch.equal(*runs[1:]) and not torch.equal(runs[0], without)
 
 
 def test_weights_are_refused_with_the_cure() -> None:

@@ -115,7 +115,7 @@ BINARY = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-NO_DERIVATIVE = {"not", "and", "or", "xor", "shl", "shr", "eq", "ne", "lt", "le", "gt", "ge", "where", "cast"}
+NO_DERIVATIVE = {"not", "and", "or", "xor", "shl", "shr", "eq", "ne", "lt", "le", "gt", "ge", "where", "cast", "fold"}
 
 
 def test_no_operation_is_forgotten():

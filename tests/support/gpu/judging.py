@@ -26,6 +26,7 @@ from torch import Tensor
 
 import anyattn
 from anyattn import oracle
+from anyattn.mods.dropout import Dropout, dropout_of, seeded
 from anyattn.testing import budget
 from anyattn.testing.rounding import Noise, rounding
 
@@ -214,6 +215,14 @@ def check_products(
     assert bool((over <= 0).all()), f"{label} max_scores: {float(over.max()):.3g} more than the error of a sum in float32"
 
 
+def drawn(seed: int, p: float) -> Dropout:
+    """The dropout of a call after ``torch.manual_seed(seed)``."""
+    torch.manual_seed(seed)
+    found = dropout_of(seeded(p, torch.empty(0, device=DEVICE)))
+    assert found is not None
+    return found
+
+
 def judge(
     qkv: Sequence[Tensor],
     *,
@@ -225,6 +234,7 @@ def judge(
     has_max: bool = False,
     backward: bool = SUBJECT == "triton",
     label: str = "",
+    dropout_p: float = 0.0,
     **options: Any,
 ) -> Tensor:
     """Calls ``flex_attention`` in poisoned memory and judges out, lse and what else is asked for; the output.
@@ -238,6 +248,10 @@ def judge(
     of_gradients = [t.numel() * t.element_size() for t in leaves] if backward else []
     poisoned(out_bytes, 4 * out_bytes // (2 * leaves[2].shape[-1]), *of_gradients)
     asked = {"return_aux": anyattn.AuxRequest(lse=True, max_scores=True)} if has_max else {"return_lse": True}
+    dropout = None
+    if dropout_p:
+        dropout, options["dropout_p"] = drawn(0, dropout_p), dropout_p
+        torch.manual_seed(0)
     out, rest = flex(*leaves, score, mask, sink=sink, scale=scale, **asked, **options)
     got = {"out": out.detach(), **({"lse": rest.lse, "max": rest.max_scores} if has_max else {"lse": rest.detach()})}
     if has_max and score is None:
@@ -251,7 +265,7 @@ def judge(
         got |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
     if backward and not RUNS:  # what it would launch is noted
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
-    mods = {"score": exact_score, "mask": exact_mask, "sink": sink, "scale": scale}
+    mods = {"score": exact_score, "mask": exact_mask, "sink": sink, "scale": scale, "dropout": dropout}
     check(label, got, *(qkv if meant is None else meant), dout, **mods)
     return out.detach()
 

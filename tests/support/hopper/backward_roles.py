@@ -34,13 +34,13 @@ __all__ = ["MODULES", "Call", "Table", "compiled", "run_grid", "vectorised"]
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
-    "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
+    "dropout", "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
     "backward/rows",
 )  # fmt: skip
 _KEPT = (
     "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.backward_config",
     "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
-    "anyattn.backends.hopper.codegen.score_analysis",
+    "anyattn.backends.hopper.codegen.score_analysis", "anyattn.mods.dropout",
 )  # fmt: skip
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
@@ -86,6 +86,7 @@ class Call:
 
     order: Any = None
     entries: Any = None
+    factor: float = 1.0  # of the weights that dropout keeps
 
     def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
         self.config, self.scale = config, scale
@@ -511,6 +512,12 @@ def vectorised() -> dict[str, Any]:
     return _Device(Schedule(0, {}), Counter([], 0), 1).names()
 
 
+def fold(a: Any, b: Any) -> Any:
+    """What ``kernel.dropout.fold`` writes as instructions."""
+    product = np.multiply(*(np.asarray(x).astype(np.int64) & 0xFFFFFFFF for x in (a, b)), dtype=np.uint64, casting="unsafe")
+    return _Whole(product ^ (product >> np.uint64(32)))
+
+
 def run_grid(
     call: Call | PackedCall,
     seed: int,
@@ -530,9 +537,10 @@ def run_grid(
     names = device.names()
     for code in codes:
         exec(code, names)
+    names["fold"] = fold
     tiles = config.tiles
     multiplies = "MultipliesWide" if tiles.shares_keys else "MultipliesHalves" if tiles.halves_dp else "MultipliesBack"
-    parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys", "Packed")
+    parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Drops", "Adds", "StoresKeys", "Packed")
     kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
     kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
     by_rows = 1 if tiles.shares_keys else tiles.warp_groups
@@ -581,7 +589,7 @@ def _add_roles(
     plain = Table(call.dk), Table(call.dv)
     keys = (*((None, t) for t in plain), *(plain if config.has_entries else ()))
     leaving = tuple(memory[name][None, None, 0] for name in (("leaving k", "leaving v") if config.frees_keys else ("k", "v")))
-    scales = (np.float32(call.scale), np.float32(call.scale * 1.4426950408889634))
+    scales = (np.float32(call.scale * call.factor), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)
     copies = [(None, t) for t in gmem]
 
@@ -622,4 +630,4 @@ def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
         for half, j in itertools.product(range(2), range(8)):
             found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
     table = None if call.entries is None else Table(call.entries)
-    return call.gradients_of_rows(rows, found, table) * np.float32(call.scale)
+    return call.gradients_of_rows(rows, found, table) * np.float32(call.scale * call.factor)

@@ -107,6 +107,7 @@ def _config(draw: random.Random) -> Any:
         has_order=lists is None,
         has_count=False,
         has_entries=lists is None,
+        has_dropout=False,
         has_left=lists is None and draw.random() < 0.5,
         has_right=lists is None and draw.random() < 0.5,
         spread="none" if lists else draw.choice(("none", "heads")),

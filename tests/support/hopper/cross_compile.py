@@ -79,6 +79,9 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
         numbers, captured = slots(expr)
         scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
         tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
+    if config.has_dropout:
+        scalars += [Int32(0), Float32(1.0)]
+        tensors += [fake(Int32, 1)]
     sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     folder.mkdir()
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
@@ -112,6 +115,10 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "full": ([], {"has_sink": True}),
         "causal": ([causal], ends),
         "window": ([window], {"bands": (window.expr,), "has_max": True}),
+        "dropout": ([], {"has_dropout": True}),
+        "dropout causal": ([causal], {**ends, "has_dropout": True}),
+        "dropout alibi": ([alibi, causal], {"score": alibi.expr, **ends, "has_dropout": True}),
+        "dropout tree": ([tree], {"always": (Ask(tree.expr, False),), "has_dropout": True}),
         "highest": ([], {"has_max": True, "has_sink": True}),
         "highest of alibi": ([alibi, causal], {"score": alibi.expr, **ends, "has_max": True}),
         "alibi": ([alibi, causal], {"score": alibi.expr, **ends}),

@@ -9,6 +9,7 @@ import json
 import struct
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 warnings.simplefilter("ignore")
@@ -61,6 +62,9 @@ def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order
         numbers, captured = slots(expr)
         scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
         tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
+    if config.has_dropout:
+        scalars += [Int32(0), Float32(1.0)]
+        tensors += [fake(Int32, 1)]
     totals = tuple(fake(Float32, rank) for rank in _ranks(config))
     numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, tuple(scalars), tuple(tensors), totals, make_fake_stream())
@@ -108,6 +112,10 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "full": ([], {}),
         "causal": ([causal], ends),
         "capped": ([capped, causal], {"score": with_derivatives(capped.expr)[0], **ends}),
+        "dropout": ([], {"has_dropout": True}),
+        "dropout causal": ([causal], {**ends, "has_dropout": True}),
+        "dropout document": ([document], {**lists, "partial": Ask(document.expr, False), "has_dropout": True}),
+        "dropout packed": ([causal], {**packed, **ends, "has_dropout": True}),
         "window": ([window], {"bands": (window.expr,), "is_deterministic": True}),
         "alibi": ([alibi, causal], {"score": with_derivatives(alibi.expr)[0], **ends}),
         "relative": ([relative], {"score": with_derivatives(relative.expr)[0]}),
@@ -166,14 +174,17 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     result: dict[str, tuple[int, int]] = {}
     own, heights = backward_tiles_for(head_dim, head_dim_v), set[int]()
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
-        is_bare, is_fixed = not fields.keys() & {"score", "lists", "always"}, bool(fields.get("is_deterministic"))
+        is_bare, is_fixed = not fields.keys() & {"score", "lists", "always", "has_dropout"}, bool(fields.get("is_deterministic"))
         is_packed, packs = "has_entries" in fields, is_bare and fits_halved(head_dim, head_dim_v)
-        if max(head_dim, head_dim_v) > 128 and ("sums" in fields or (is_packed and not packs)):  # which are another backend's
+        if max(head_dim, head_dim_v) > 128 and (
+            "sums" in fields or "has_dropout" in fields or (is_packed and not packs)
+        ):  # which are another backend's
             continue
         forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
         if is_bare and "stores_dq" not in fields and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():
+            tiles = replace(tiles, delta="behind") if "has_dropout" in fields else tiles
             if not only or form in only:
                 config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
                 result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), has_order="lists" in fields and not is_fixed)

@@ -371,7 +371,7 @@ class Stubs:
         self._given(positions=positions)
         return int(facts.head)
 
-    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
+    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int, factor: None) -> None:
         self._given(rate=rate)
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
         if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:

@@ -22,8 +22,9 @@ class Epilogue:
     config: Any
 
     @cute.jit
-    def finished(self, acc, row_max, row_sum, rate, sink, head):
-        """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``."""
+    def finished(self, acc, row_max, row_sum, rate, sink, head, factor):
+        """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``. factor: of the weights that dropout keeps, None
+        without it."""
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
@@ -37,6 +38,8 @@ class Epilogue:
                 total = total * rescale + cute.math.exp2(logit - higher, fastmath=True)
                 top = higher
             inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+            if const_expr(factor is not None):
+                inverse = inverse * factor
             out[r, None].store(out[r, None].load() * inverse)
             found = (top + cute.math.log2(total, fastmath=True)) * Float32(LN2)
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")

@@ -14,6 +14,7 @@ from cutlass.utils import SmemAllocator
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh, reads_apart
 from anyattn.backends.hopper.config import Config, sides
+from anyattn.backends.hopper.kernel.dropout import Drops
 from anyattn.backends.hopper.kernel.epilogue import Epilogue
 from anyattn.backends.hopper.kernel.mma import Multiplies
 from anyattn.backends.hopper.kernel.paged_gather import ARRIVALS, Gathers
@@ -25,7 +26,7 @@ from anyattn.backends.hopper.kernel.tile_scheduler import FACTS, Sizes, Tables, 
 __all__ = ["HopperForward"]
 
 
-class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilogue):
+class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops, Epilogue):
     """Attention forward for one ``Config``: give an instance to ``cute.compile`` with CuTe tensors; the result takes other tensors too.
 
     Source: FlashAttention-3 (Shah et al., arXiv:2407.08608): warp specialisation, ping-pong between warp groups, overlap within one.
@@ -86,7 +87,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
 
         partial_count to pages: see ``tile_scheduler.Tables``. counter: two zeros, int32, left as zeros. scale_log2: the softmax scale times
         log2(e). rows, spread, section: see ``tile_scheduler.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
-        scalars, tensors: the captured values of ``config.exprs``, expression by expression.
+        scalars, tensors: the captured values of ``config.exprs``, expression by expression, then of the dropout (``dropout.Drops``).
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n

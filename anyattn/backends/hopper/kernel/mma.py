@@ -70,7 +70,10 @@ class Multiplies:
                 is_held = self.foresees or len(self.config.always) > 0
                 positions = self._positions(mmas[0], thread if const_expr(is_held) else self._again(thread))
                 fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
-                of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
+                captured = given[2]
+                if const_expr(self.config.has_dropout):
+                    captured = (*captured, self.words_of_rows(positions, facts, captured))
+                of_tile = (facts, *given[:2], captured, self.row_limits(positions, facts, captured))
                 self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
                 k_state.advance()
                 if const_expr(self.config.q_stages > 1):
@@ -156,6 +159,8 @@ class Multiplies:
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         p.store(narrowed(scores, self.dtype).load())
+        if const_expr(self.config.has_dropout):
+            self.drop(p, positions, n, captured)
         if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
             self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
 
@@ -190,7 +195,8 @@ class Multiplies:
         (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, _, tops = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
-        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
+        factor = self.factor(given[2]) if const_expr(self.config.has_dropout) else None
+        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts), factor)
         tops = self.highest(tops, given[1])
         self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
@@ -204,7 +210,7 @@ class Multiplies:
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
         n = Int32(0)
-        if const_expr(asks or self.config.score is not None):
+        if const_expr(asks or self.config.score is not None or self.config.has_dropout):
             n = board[1][k_state.index] // 2
         self._my_turn(group)
         self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
@@ -221,6 +227,8 @@ class Multiplies:
             rescales = self._guessed(fixed, sums, p, given, of_tile)
         else:
             rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
+        if const_expr(self.config.has_dropout):
+            self.drop(p, self._here(fixed, given)[0], n, captured)
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)

@@ -33,7 +33,18 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
 from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 
-__all__ = ["Part", "Program", "Read", "captured_of", "gradient_part", "masks_of", "program_of", "slots_alone", "slots_copied", "staged"]
+__all__ = [
+    "Part",
+    "Program",
+    "Read",
+    "captured_of",
+    "gradient_part",
+    "masks_of",
+    "program_of",
+    "slots_alone",
+    "slots_copied",
+    "staged",
+]
 
 # A kernel keeps the limits of two ranges per row. For a KV cache's few rows with more ranges, evaluating the
 # mask is cheaper than listing tiles.
@@ -62,17 +73,19 @@ class Program:
     """The parts that a kernel computes with.
 
     ranges: the keys that each row sees, in up to two ranges; set exactly if no lists select the tiles to visit.
-    listed: the mask inside listed partial tiles, None if it hides nothing. always: a mask that every tile evaluates.
+    listed: the mask inside listed partial tiles, None if it hides nothing. always: a mask that every tile evaluates. dropout: the mask of
+    the weights that are kept; its second number is their factor.
     """
 
     score: Part | None
     ranges: Part | None
     listed: Part | None
     always: Part | None
+    dropout: Part | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return tuple(p for p in (self.score, self.ranges, self.listed, self.always) if p is not None)
+        return tuple(p for p in (self.score, self.ranges, self.listed, self.always, self.dropout) if p is not None)
 
     @property
     def range_count(self) -> int:
@@ -131,7 +144,10 @@ def program_of(problem: Problem) -> Chosen:
     if not plan.has_lists and not plan.ranged:  # every tile is visited
         parts, mods = {"ranges": _ranges_part("ranges", ALL_KEYS, problem), **parts}, [ALL_KEYS, *mods]
     of_score = None if score is None else _part("score", score, problem)
-    program = Program(of_score, parts.get("ranges"), parts.get("listed"), parts.get("always"))
+    if (dropout := problem.dropout) is not None:
+        parts["dropout"] = _part("dropout", dropout.keep, problem)._replace(scalars=2)
+        mods.append(TracedMod.of_fields({**vars(dropout.keep), "scalars": dropout.captured[0]}))
+    program = Program(of_score, *(parts.get(name) for name in ("ranges", "listed", "always", "dropout")))
     lists = "given" if plan.uses_blocks else plan.listed[0].mask if plan.listed else None
     return Chosen(program, (*([] if score is None else [score]), *mods), lists)
 

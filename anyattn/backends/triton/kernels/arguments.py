@@ -111,11 +111,12 @@ class CapturedPart(NamedTuple):
 
 class Captured(NamedTuple):
     """Captured values of a kernel's parts. score: the score mod. mask: the mask that row ranges replace, or the one evaluated in listed
-    partial tiles. always: the mask evaluated in every tile."""
+    partial tiles. always: the mask evaluated in every tile. dropout: the mask of the weights that are kept, and their factor."""
 
     score: CapturedPart
     mask: CapturedPart
     always: CapturedPart
+    dropout: CapturedPart
 
 
 class ForwardTensors(NamedTuple):
@@ -282,6 +283,7 @@ class RowsOfParts(NamedTuple):
     score: Any
     mask: Any
     always: Any
+    dropout: Any
 
 
 class Run(NamedTuple):

@@ -17,6 +17,7 @@ import triton.language as tl
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
+from anyattn.backends.triton.kernels.dropout import factor_of, kept_of
 from anyattn.backends.triton.kernels.forward import load_rows, rows_of
 from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
@@ -39,8 +40,10 @@ def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
 def prepare_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
-    TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
+    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one row tile, and for each of its mask's row ranges the least lo, greatest hi, greatest lo and least hi of its rows.
@@ -126,8 +129,9 @@ def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def _visit_keys(
     dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr, SCATTER: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +170,10 @@ def _visit_keys(
         seen = seen & ALWAYS(b, h, kv, rows.always, captured.always.scalars, captured.always.tensors)
     if IS_PARTIAL or HAS_ALWAYS:
         p = tl.where(seen, p, 0.0)
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    if HAS_DROPOUT:
+        dp = kept_of(dp, b, h, lane[None, :], rows.dropout, captured, DROPOUT, True) * factor_of(captured)
+    ds = p * (dp - delta[:, None])
     if HAS_SCATTER:
         tile = TileOfScores(b=b, h=h, q_first=q_first, k_first=first, rows=row_count, keys=end - first)
         SCATTER(
@@ -186,9 +193,10 @@ def _visit_keys(
 def dq_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, SCATTER: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr,
-    ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr,
+    LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
     HAS_DQ: tl.constexpr,
@@ -216,7 +224,9 @@ def dq_tile(
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
-    kept = rows_of(b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
+    kept = rows_of(
+        b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+    )  # fmt: skip
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
         k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
@@ -231,19 +241,19 @@ def dq_tile(
         False,
     )  # fmt: skip
     if RANGES > 0:
-        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always)
+        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always, dropout=kept.dropout)
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
-            SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
+            SCORE, MASK, ALWAYS, DROPOUT, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
-            SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
+            SCORE, MASK, ALWAYS, DROPOUT, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -255,8 +265,9 @@ def dq_tile(
 def _visit_rows(
     dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
     IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
@@ -302,8 +313,13 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
             seen = seen & ALWAYS(b, h, kv, rows, captured.always.scalars, captured.always.tensors)
         p = tl.where(seen, p, 0.0)
+    kept_p = p
+    if HAS_DROPOUT:
+        rows = DROPOUT_ROWS(b, h, q_idx, captured.dropout.scalars, captured.dropout.tensors)
+        kept_p = kept_of(p, b, h, kv, rows, captured, DROPOUT, True)
+        dp = tl.where(kept_p == p, dp * factor_of(captured), 0.0)  # where p is 0 the gradient is 0 too
     if HAS_DV:
-        dv = plus_product(dv, None, p, dout, PRECISION)
+        dv = plus_product(dv, None, kept_p, dout, PRECISION)
     # loaded only here, so that it takes no registers before
     delta = tl.load(heads.delta + kept + m_lane)
     ds = p * (dp - delta[None, :])
@@ -386,8 +402,10 @@ def _visitors(
 def dkdv_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr,
+    LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
     IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
@@ -447,7 +465,8 @@ def dkdv_tile(
                     start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    HAS_DROPOUT, TILE_M, TILE_N,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
             for i in range(0, fulls):
@@ -457,9 +476,12 @@ def dkdv_tile(
                     start = full_at(runs, i, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    HAS_DROPOUT, TILE_M, TILE_N,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
+    if HAS_DROPOUT:
+        dv = dv * factor_of(captured)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_out = tensors.dk + row_offsets(row, head, at, strides.dk)
     dv_out = tensors.dv + row_offsets(row, head, at, strides.dv)

@@ -10,6 +10,7 @@ import triton.language as tl
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
+from anyattn.backends.triton.kernels.dropout import factor_of, kept_of
 from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
@@ -40,18 +41,20 @@ def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def rows_of(
-    b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr, DROPOUT_ROWS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``RowsOfParts``; any tuple for a part that does not exist."""
-    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
+    score_rows, mask_rows, always_rows, dropout_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
     if HAS_SCORE:
         score_rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
     if HAS_MASK:
         mask_rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
     if HAS_ALWAYS:
         always_rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
-    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows)
+    if HAS_DROPOUT:
+        dropout_rows = DROPOUT_ROWS(b, h, q_idx, captured.dropout.scalars, captured.dropout.tensors)
+    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows, dropout=dropout_rows)
 
 
 @triton.jit
@@ -171,8 +174,9 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
 @triton.jit
 def visit(
     acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -183,6 +187,7 @@ def visit(
         not IS_PARTIAL,
     )  # fmt: skip
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+    p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
     v = keys_at(key.v, key.v_strides, first, end, key, numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
         q.shape[0] <= _FEW,
     )  # fmt: skip
@@ -193,8 +198,9 @@ def visit(
 @triton.jit
 def visit_late(
     acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, scales, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -210,14 +216,16 @@ def visit_late(
     v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
     acc = plus_product(acc, owed, p, v, PRECISION)
     p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+    p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
     return acc, row_sum, row_max, p, owed
 
 
 @triton.jit
 def visit_all(
     acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, rows, b, h, scales, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -241,9 +249,11 @@ def visit_all(
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, owed, p, v, PRECISION)
             p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+            p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
             before = first
         else:
             p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+            p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
             v = whole_keys_at(key.v, key.v_strides, first, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, rescale, p, v, PRECISION)
     if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
@@ -306,7 +316,9 @@ def store_results(
 def forward_tile(
     tensors, strides, spans, cache, dealt, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALWAYS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
@@ -316,8 +328,9 @@ def forward_tile(
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
-    SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask evaluated in every tile. RANGES: number
-    of the mask's row ranges, 0 if lists select the tiles to visit. IS_PACKED: a tile may have several query heads, which share keys.
+    SCORE, MASK, ALWAYS, DROPOUT and their _ROWS: the functions of the score mod, of the mask, of the mask evaluated in every tile, and of
+    the mask of the weights that are kept. RANGES: number of the mask's row ranges, 0 if lists select the tiles to visit. IS_PACKED: a tile
+    may have several query heads, which share keys.
     IS_CACHE: entries come from the cache's tables. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is
     a score mod, so maxima are taken before the conversion to base 2. IS_LATE: a full tile's second product overlaps the next one's
     exponentials.
@@ -374,7 +387,9 @@ def forward_tile(
         asked = heads[:, None]
     else:
         asked = h
-    kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
+    kept = rows_of(
+        b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+    )
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors.k, tensors.v
@@ -414,13 +429,13 @@ def forward_tile(
         begin = tl.minimum(split * share, full + partial)
         stop = tl.minimum(begin + share, full + partial)
     if RANGES > 0:
-        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always)
+        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always, dropout=kept.dropout)
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
             acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, asked, scales, captured,
-            SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+            SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_LATE, IS_DESCRIBED,
         )  # fmt: skip
         begin, stop = full, full
@@ -434,7 +449,7 @@ def forward_tile(
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             acc, row_sum, row_max, p, owed = visit_late(
                 acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, scales, captured,
-                SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
             before = first
@@ -458,7 +473,7 @@ def forward_tile(
                 coming = page_numbers(key.start + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
-                SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                SCORE, MASK, ALWAYS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
@@ -469,11 +484,13 @@ def forward_tile(
             of_tile = 0
         acc, row_sum, row_max = visit(
             acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, of_tile, scales, captured,
-            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+            SCORE, MASK, ALWAYS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
+    if HAS_DROPOUT:
+        acc = acc * factor_of(captured)
     if PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
     store_results(

@@ -20,11 +20,12 @@ from anyattn.backends.hopper.kernel.backward.producer import LoadsRows
 from anyattn.backends.hopper.kernel.backward.scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward.scores import Scores
 from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
+from anyattn.backends.hopper.kernel.dropout import Drops
 
 __all__ = ["HopperBackward"]
 
 
-class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys, Packed):
+class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Drops, Adds, StoresKeys, Packed):
     """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32, or dQ.
 
     A thread block processes one key tile after another, each with all row tiles that see it. Source: FlashAttention-3 (Shah et al.,

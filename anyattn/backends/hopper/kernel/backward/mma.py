@@ -120,6 +120,8 @@ class MultipliesBack:
                     q_state.advance()
                     do_state.advance()
                     stage = tiles.ds_stages - 1 - stage
+                if const_expr(self.config.has_dropout):
+                    sums[1].store(sums[1].load() * self.factor(captured))
                 facts = self._key_facts(board[0], work_state)
                 place = self.place_told(board[0], work_state, facts)
                 self.stored_keys(sums, mmas, leaving, keys, scales[0], (group, thread, board[2]), facts, place, (pipes, key_state))
@@ -220,7 +222,10 @@ class MultipliesBack:
             self.hidden((scores,), positions, said, captured)
             delta = self.delta_behind(statistics, do_state, positions)
             warpgroup.wait_group(0)
-            self.score_gradients(scores, dp, delta)
+            if const_expr(self.config.has_dropout):
+                self.drop_gradients(scores, dp, delta, positions, said, captured)
+            else:
+                self.score_gradients(scores, dp, delta)
         else:
             delta = self.delta_behind(statistics, do_state, positions)
             warpgroup.wait_group(0)
