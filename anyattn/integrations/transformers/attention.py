@@ -179,7 +179,7 @@ def _flex(
     dropout: float,
     **mask: Any,
 ) -> Tensor:
-    given = {"score_mod": score_mod, "scale": scaling, "enable_gqa": True, "sink": sink, "dropout_p": dropout}
+    given: dict[str, Any] = {"score_mod": score_mod, "scale": scaling, "enable_gqa": True, "sink": sink, "dropout_p": dropout}
     return flex_attention(query, key, value, **given, **mask).transpose(1, 2)
 
 
