@@ -431,7 +431,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dQ goes to the first row tile": ("full", ((MMA, "return slot, visit.head", "return slot * 0, visit.head"),)),
     "dO is given back while it is being read": ("full", ((MMA, "        pipes[1].consumer_release(do_state)\n", ""), (MMA, "        dq = cute.make_rmem_tensor(", "        pipes[1].consumer_release(do_state)\n        dq = cute.make_rmem_tensor("))),
     "Q is not given back": ("full", ((MMA, "        pipes[0].consumer_release(q_state)\n", ""),)),
-    "dP is not waited for": ("full", ((MMA, "            warpgroup.wait_group(0)\n            self.score_gradients", "            self.score_gradients"),)),
+    "dP is not waited for": ("full", ((MMA, "            warpgroup.wait_group(0)\n            if const_expr(self.config.has_dropout)", "            if const_expr(self.config.has_dropout)"),)),
     "S is not waited for": ("full", ((MMA, "            warpgroup.wait_group(1)\n            self.probabilities", "            self.probabilities"),)),
     "dK keeps the tile before": ("several blocks", ((MMA, "                sums[0].fill(0.0)\n", "                sums[0].fill(0.0) if facts.n_block == 0 else None\n"),)),
     "dK is not scaled": ("full", ((EPILOGUE, "sums[0].load() * scale", "sums[0].load() * 1"),)),
