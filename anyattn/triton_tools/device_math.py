@@ -22,6 +22,14 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def fmod(a, b):
+    """The remainder of floats with the dividend's sign. Triton's own is negative where the quotient of positive numbers rounds up."""
+    rest = a % b
+    size = tl.abs(b)
+    return tl.where((rest != 0) & ((rest < 0) != (a < 0)), rest + tl.where(a < 0, -size, size), rest)
+
+
+@triton.jit
 def fold(a, b):
     """The lowest 32 bits of both numbers, multiplied without sign; the two halves of the product, combined by xor."""
     x, y = a.to(tl.uint32, bitcast=a.dtype.primitive_bitwidth == 32), b.to(tl.uint32, bitcast=b.dtype.primitive_bitwidth == 32)
@@ -209,6 +217,7 @@ def erfinv(x):
         found = tl.where(root > 4.15, x * (4.84990642 + t * (1.01030037 + t * (-0.000139143991 + t * p))), found)
         step = (tl.erf(found) - x) * 0.886226925452758 * tl.exp(found * found)
         found = tl.where(w < 16, found - step / (1 + found * step), found)
+    found = tl.where(tl.abs(x) < 1, found, float("nan"))  # a maximum has lost the logarithm's NaN
     return tl.where(tl.abs(x) == 1, x * float("inf"), found)
 
 

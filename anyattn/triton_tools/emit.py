@@ -64,7 +64,7 @@ _BY_KIND = {
     ("mod", "int"): "device_math.floor_mod({0}, {1})",
     ("mod", "float"): "device_math.floor_mod({0}, {1})",
     ("fmod", "int"): "{0} % {1}",
-    ("fmod", "float"): "{0} % {1}",
+    ("fmod", "float"): "device_math.fmod({0}, {1})",
     ("pow", "int"): "device_math.power_whole({0}, {1})",
     ("pow", "float"): "device_math.power({0}, {1})",
     ("neg", "int"): "-{0}",
