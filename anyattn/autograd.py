@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from anyattn import hardware
 from anyattn.backends import backend_module
@@ -23,6 +26,7 @@ __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_deriva
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+_is_profiled, _count_modes = torch._C._autograd._profiler_enabled, torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
 
@@ -47,7 +51,11 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     chosen = plan
     if plan.backward:  # another backend's plan, or another plan; both depend on the same properties of the call as ``plan``
         chosen = plan.prepared.get("backward plan") or _plan_backward(problem, plan)
-    return backend_module(chosen.backend).backward(problem, chosen, *results)  # type: ignore[no-any-return]
+    run = backend_module(chosen.backend).backward
+    if _is_profiled():
+        with record_function(f"anyattn::attention_backward ({chosen.backend})"):
+            return run(problem, chosen, *results)  # type: ignore[no-any-return]
+    return run(problem, chosen, *results)  # type: ignore[no-any-return]
 
 
 def _plan_backward(problem: Problem, plan: Plan) -> Plan:
@@ -61,6 +69,14 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
     if _is_autocast():
         with autocast.disabled():
             return compute(problem, plan)
+    if _is_profiled():
+        with record_function(f"anyattn::attention ({plan.backend})"):
+            return _computed(problem, plan)
+    return _computed(problem, plan)
+
+
+@opaque
+def _computed(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if not problem.needs_grad:
         result = backend_of(plan).forward(problem, plan)
         return result.out, result.lse, result.max_scores
@@ -115,6 +131,8 @@ class _Attention(torch.autograd.Function):
         if _are_transforms_active():
             for t in (dout, dlse):
                 kinds.refuse_hidden(_GIVEN, t)
+        if _count_modes():
+            _warn_of_modes()
         needed, saved, (fields, plan, writes) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
         if writes is not None and write_counts(fields["blocks"]) != writes:
             raise RuntimeError(
@@ -126,6 +144,16 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             found = _gradients(fields, plan, needed[2:], saved, dout, dlse)
         return None, None, *_differentiable_once(found, (*saved[: len(found)], dout, dlse))
+
+
+@cache
+def _warn_of_modes() -> None:
+    """Warns once, when modes are entered between the passes: the backward pass of an operator is an operator, and this node is of none."""
+    warnings.warn(
+        "a dispatch mode (FlopCounterMode) is active in attention's backward pass but was not in its forward pass; it sees what the backend "
+        "does, which a FLOP counter does not count as attention: run the forward pass inside of the mode too",
+        stacklevel=3,
+    )
 
 
 # The function that ``_Attention.apply`` calls outside of function transforms. ``tensors.kinds`` sends calls inside them to the operators.

@@ -17,7 +17,7 @@ from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
-from anyattn.tensors.kinds import has_memory
+from anyattn.tensors.kinds import has_memory, refuse_torchscript
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
 
@@ -356,6 +356,8 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 @without_default_device
 def _combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """``flash_attn_combine`` as ``torch.compile`` inlines it: each backend is made of torch operations, or is an operator."""
+    if not is_compiling():
+        refuse_torchscript()
     out_partial, lse_partial = flash.combine_arguments(out_partial, lse_partial)
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -77,7 +77,9 @@ def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.
     if isinstance(mod, torch.fx.GraphModule):
         return trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
     if is_native(mod):
-        raise ModError(f"{name} is a CuTe function, which torch.compile and torch.func cannot trace; wanted a function of plain Python")
+        raise ModError(
+            f"{name} is a CuTe function, which torch.compile, torch.func and dispatch modes (FlopCounterMode) cannot take; wanted a function of plain Python"
+        )
     found = trace(mod, kind, score_dtype=score_dtype, device=device)
     for t in found.tensors:
         tensor_kinds.refuse(f"a tensor that {name} {found.name!r} captures", t)

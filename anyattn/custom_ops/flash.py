@@ -18,6 +18,7 @@ from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_operands, operands_of_blocks
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operands_of
+from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
@@ -193,6 +194,7 @@ def _gradients(given: Flash, lists: BlockSparse | None, results: Results) -> lis
 
 for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_block_sparse_backward)):
     differentiable(_forward, _backward, ("q", "k", "v", "alibi_slopes", "sink", "score_tensors"))
+    count_operator(_forward, flash_pairs, _backward)
 
 
 @operator(Decode, fake=lambda given: _fake(given.q, given.v_cache), changed=("k_cache", "v_cache"))
@@ -204,6 +206,9 @@ def decode(given: Decode) -> tuple[Tensor, Tensor]:
     arguments = Given(*given[:12], given.max_seqlen_q, given.rotary_interleaved, given.validate)
     call, chosen = decode_call(arguments, options, given.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return _results(call.prepared(chosen), chosen, given.q.ndim == 3)
+
+
+count_operator(decode, decode_pairs)
 
 
 # ---- calls that pass traced mods

@@ -19,6 +19,7 @@ from anyattn.call_cache import attention
 from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
+from anyattn.custom_ops.flops import count_operator, flex_pairs
 from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.errors import ModError
@@ -232,6 +233,7 @@ def attend_backward(given: Attend, results: Results) -> list[Tensor]:
 
 
 differentiable(attend, attend_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))
+count_operator(attend, flex_pairs, attend_backward)
 
 
 def flex_with_mods(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anyattn.autograd import refuse_second_derivative
 from anyattn.custom_ops.arguments import Arguments, Results
+from anyattn.custom_ops.flops import complete_counters
 from anyattn.tensors import kinds
 
 __all__ = ["called", "differentiable", "returned", "without_gradients"]
@@ -51,6 +52,7 @@ def called(operator: Any, *records: Any) -> Any:
     raises for tensors that a transform hides from it."""
     rule = _rules[operator]
     given = rule.arguments.flat(*records)
+    complete_counters()
     active = kinds.transforms()
     if not active:
         return operator(*given)

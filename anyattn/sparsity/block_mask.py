@@ -29,7 +29,7 @@ from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
-from anyattn.tensors.kinds import has_memory
+from anyattn.tensors.kinds import has_memory, refuse_torchscript
 
 __all__ = [
     "LISTS",
@@ -460,6 +460,7 @@ def build_block_mask(
     dq_kv_order: bool | None,
 ) -> BlockMask:
     """``create_block_mask`` outside compiled code: its arguments are checked here. dq_kv_order: None leaves the write order out."""
+    refuse_torchscript()
     sizes = (positions("Q_LEN", lengths[0]), positions("KV_LEN", lengths[1]))
     counts = (1 if batch[0] is None else length("B", batch[0]), 1 if batch[1] is None else length("H", batch[1]))
     tile = pair("BLOCK_SIZE", block_size)

@@ -21,6 +21,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
+from anyattn.tensors.kinds import not_scriptable, refuse_torchscript
 
 __all__ = [
     "TileLists",
@@ -36,6 +37,7 @@ __all__ = [
 _FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
 
+@not_scriptable
 def compute_block_sparsity(
     tile_m: int,
     tile_n: int,
@@ -109,6 +111,7 @@ def lists_of_mask(
 
     stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
     """
+    refuse_torchscript()
     options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
     found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
     if found is None:

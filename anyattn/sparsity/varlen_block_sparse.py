@@ -25,7 +25,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
 from anyattn.tensors.dynamo import opaque
-from anyattn.tensors.kinds import outside_transforms, refuse_hidden, refuse_hidden_captures
+from anyattn.tensors.kinds import not_scriptable, outside_transforms, refuse_hidden, refuse_hidden_captures, refuse_torchscript
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
 
@@ -294,6 +294,7 @@ class VarlenBlockSparseTensors:
 register(VarlenBlockSparseTensors, (*_LISTS, *_TABLES), ("tile",))
 
 
+@not_scriptable
 def compute_varlen_block_sparsity(
     tile_m: int,
     tile_n: int,
@@ -371,6 +372,7 @@ def varlen_lists_of_mask(
     layout: str,
 ) -> VarlenBlockSparseTensors:
     """``compute_varlen_block_sparsity`` of a traced mask. tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
+    refuse_torchscript()
     seqlens = [ragged_lengths("q", tables[0], tables[2]), ragged_lengths("k", tables[1], tables[3])]
     varlen_checks.check_batch(*seqlens)
     if num_heads is None and any(d.h for d in dependence(mask.expr)):

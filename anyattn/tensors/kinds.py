@@ -7,9 +7,9 @@ dispatch are torch's. Tensors that torch could not run there either are refused 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "belong_to_operators",
     "has_memory",
     "is_recorded",
+    "not_scriptable",
     "outside_transforms",
     "refuse",
     "refuse_batched",
@@ -30,6 +31,7 @@ __all__ = [
     "refuse_hidden",
     "refuse_hidden_captures",
     "refuse_mixed",
+    "refuse_torchscript",
     "transforms",
 ]
 
@@ -44,13 +46,21 @@ _FORWARD_MODE = (
     "attention has no forward-mode derivative (torch.func.jvp, jacfwd, linearize, forward_ad); wanted a reverse-mode one: backward(), "
     "torch.autograd.grad, torch.func.grad, vjp"
 )
+_TORCHSCRIPT = (
+    "anyattn is called inside torch.jit.{}, which cannot hold attention that is written in Python; wanted torch.export.export, which "
+    "records it as one operator and which AOTInductor compiles for C++, or torch.compile"
+)
+_Function = TypeVar("_Function", bound=Callable)
 
 
 def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
-    """Whether the call must run as its operator, judged by its named tensors; other arguments are ignored.
+    """Whether the call must run as its operator, judged by its named tensors and the active modes; other arguments are ignored.
 
-    Raises as ``refuse`` and ``refuse_mixed``.
+    A dispatch mode (a FLOP counter, selective checkpointing) gets one operator for a call instead of what a backend is made of.
+
+    Raises as ``refuse``, ``refuse_mixed`` and ``refuse_torchscript``.
     """
+    refuse_torchscript()
     are_plain = True
     for name, t in tensors.items():
         if isinstance(t, Tensor):
@@ -60,7 +70,7 @@ def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
         refuse_mixed(tensors)
         return True
     active = transforms()  # a mod may capture a tensor of a transform
-    return bool(active) and "jvp" not in active and "vmap" not in active
+    return bool(active or torch._C._len_torch_dispatch_stack()) and "jvp" not in active and "vmap" not in active  # type: ignore[attr-defined]
 
 
 def refuse(name: str, t: Tensor) -> None:
@@ -68,6 +78,23 @@ def refuse(name: str, t: Tensor) -> None:
     reason = _reason_against(t)
     if reason is not None:
         raise TypeError(f"{name} is {reason}")
+
+
+def refuse_torchscript() -> None:
+    """Raises ``NotImplementedError`` inside ``torch.jit.trace``, which would record the work of a backend, without its kernels, for the
+    example's shapes and mods."""
+    if torch._C._is_tracing():
+        raise NotImplementedError(_TORCHSCRIPT.format("trace (or torch.onnx.export with dynamo=False)"))
+
+
+def not_scriptable(fn: _Function) -> _Function:
+    """``fn``, whose compilation by ``torch.jit.script`` raises ``NotImplementedError`` instead of an error about its source."""
+
+    def refuse() -> NoReturn:
+        raise NotImplementedError(_TORCHSCRIPT.format("script"))
+
+    fn.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
+    return fn
 
 
 def refuse_mixed(tensors: Mapping[str, Any]) -> None:
@@ -153,9 +180,13 @@ def transforms() -> list[str]:
     return [interpreter.key().name.lower() for interpreter in retrieve_all_functorch_interpreters()]
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Context without function transforms (``torch.func.grad``), for code that none of their tensors enters (``refuse_hidden``)."""
-    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined,no-any-return]
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Context without function transforms (``torch.func.grad``) and dispatch modes, for code that none of their tensors enters
+    (``refuse_hidden``). Modes that record or fake calls stay."""
+    without_modes = nullcontext if _is_traced() else torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+    with torch._C._DisableFuncTorch(), without_modes():  # type: ignore[attr-defined]
+        yield
 
 
 def _reason_against(t: Tensor) -> str | None:
