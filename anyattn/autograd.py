@@ -150,8 +150,8 @@ class _Attention(torch.autograd.Function):
 def _warn_of_modes() -> None:
     """Warns once, when modes are entered between the passes: the backward pass of an operator is an operator, and this node is of none."""
     warnings.warn(
-        "a dispatch mode (FlopCounterMode) is active in attention's backward pass but was not in its forward pass; it sees what the backend "
-        "does, which a FLOP counter does not count as attention: run the forward pass inside of the mode too",
+        "a dispatch mode (FlopCounterMode) is active in attention's backward pass but was not in its forward pass; it sees what the "
+        "backend does, which a FLOP counter does not count as attention: run the forward pass inside of the mode too",
         stacklevel=3,
     )
 
