@@ -33,6 +33,8 @@ def entry_point(function: _Function) -> _Function:
 class _Operators(torch._ops._OpNamespace):
     """``torch.ops.anyattn``, which imports the module that defines an operator of attention."""
 
+    __module__ = torch._ops._OpNamespace.__module__  # is part of an operator's name in saved programs
+
     def __getattr__(self, name: str) -> Any:
         home = _HOMES.get(name.split("_")[0])
         if home is not None and home not in sys.modules:  # an operator that is being defined is looked up too

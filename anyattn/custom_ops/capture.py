@@ -78,7 +78,8 @@ def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.
         return trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
     if is_native(mod):
         raise ModError(
-            f"{name} is a CuTe function, which torch.compile, torch.func and dispatch modes (FlopCounterMode) cannot take; wanted a function of plain Python"
+            f"{name} is a CuTe function, which torch.compile, torch.func and dispatch modes (FlopCounterMode) cannot take; wanted a "
+            "function of plain Python"
         )
     found = trace(mod, kind, score_dtype=score_dtype, device=device)
     for t in found.tensors:

@@ -71,7 +71,7 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         call_with_mods.refusal, is_replaced = None, _is_replaced(tx)
         try:
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
-        except (TorchRuntimeError, Unsupported) as error:
+        except (TorchRuntimeError, Unsupported, ObservedException) as error:  # the last from torch 2.14 on
             refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise

@@ -1,4 +1,4 @@
-"""FLOP counters: what ``torch.utils.flop_counter`` counts for each entry point, in both passes, eager and compiled, on all kinds of lengths."""
+"""FLOP counters: what ``torch.utils.flop_counter`` counts for each entry point, in both passes and on all kinds of lengths."""
 
 from __future__ import annotations
 

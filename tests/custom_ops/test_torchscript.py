@@ -1,4 +1,4 @@
-"""TorchScript: every entry point refuses ``torch.jit.trace``, ``torch.jit.script`` and the exporter of ONNX that traces, with the way out."""
+"""TorchScript: every entry point refuses ``torch.jit.trace``, ``torch.jit.script`` and ONNX's exporter that traces, with the way out."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_a_module_that_calls_attention_is_refused_too() -> None:
 
 
 def test_the_exporter_that_traces_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="torch.onnx.export with dynamo=False"):
+    with pytest.raises(NotImplementedError, match=r"torch\.onnx\.export with dynamo=False"):
         torch.onnx.export(Layer().eval(), (torch.randn(1, 2, 8, 16),), str(tmp_path / "layer.onnx"), dynamo=False)
