@@ -50,13 +50,17 @@ def test_integers_and_tensors_are_inverted_as_without_anyattn() -> None:
     assert same(fresh(call)[0], call, (torch.arange(9), 4))
 
 
-def test_other_objects_that_dynamo_cannot_invert_stay_refused() -> None:
+def test_other_objects_are_left_to_dynamo() -> None:
     class Other:
         def __invert__(self):
             return 2
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="invert"):
-        fresh(lambda x: x * ~Other())[0](torch.ones(2))
+    try:
+        found = fresh(lambda x: x * ~Other())[0](torch.ones(2))
+    except torch._dynamo.exc.Unsupported as refusal:  # up to torch 2.13
+        assert "invert" in str(refusal)
+    else:
+        assert found.tolist() == [2, 2]
 
 
 _FIRST = """
