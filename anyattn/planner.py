@@ -18,6 +18,7 @@ from anyattn.hardware import Hardware
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BACKENDS, Backward, Plan
 from anyattn.problem import Problem
+from anyattn.tested_versions import warn_of_newer_torch
 
 __all__ = ["appender", "available", "choose", "combiner", "for_backward", "misfits", "planned"]
 
@@ -63,6 +64,7 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
 
     Raises ``ValueError`` for an unknown backend and ``BackendError`` for a backend that cannot run this problem.
     """
+    warn_of_newer_torch()
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
     possible = available(hardware)

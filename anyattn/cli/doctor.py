@@ -16,19 +16,23 @@ from anyattn import disk_cache, gallery
 from anyattn.backends.hopper.compile import build
 from anyattn.cli import selfcheck
 from anyattn.cli.judge import shares
+from anyattn.tested_versions import TESTED, is_newer, range_of
 
 __all__ = ["command"]
 
-_PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "matplotlib")
+_PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "matplotlib")
 # A mask by ranges, captured ids, a score mod with a table, and a custom mod: one per code path.
 _CHECKED = ("causal", "document", "t5_bias", "own")
 
 
 def _version(package: str) -> str:
     try:
-        return importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+    if package not in TESTED:
+        return version
+    return f"{version} ({'newer than ' if is_newer(package, version) else ''}tested: {range_of(package)})"
 
 
 @click.command("doctor")

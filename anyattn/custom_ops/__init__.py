@@ -13,12 +13,14 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 
+from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import not_scriptable
 
-__all__ = ["ENTRY_POINTS", "entry_point"]
+__all__ = ["entry_point", "run_uncompiled"]
 
-ENTRY_POINTS: list[FunctionType] = []
+_entry_points: list[FunctionType] = []
 _HOMES = {"attend": "anyattn.custom_ops.flex", "flash": "anyattn.custom_ops.flash", "decode": "anyattn.custom_ops.flash"}
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -26,8 +28,21 @@ _Function = TypeVar("_Function", bound=Callable)
 def entry_point(function: _Function) -> _Function:
     """Decorates a public function that Dynamo captures whole; where a call cannot be captured, Dynamo skips the function's frame."""
     assert isinstance(function, FunctionType)
-    ENTRY_POINTS.append(function)
+    _entry_points.append(function)
     return not_scriptable(function)
+
+
+def run_uncompiled(is_wanted: bool = True) -> None:
+    """Makes Dynamo skip the entry points' frames and everything that they call: after a graph break such a call runs as in eager mode.
+
+    Calls that are inlined into other functions' frames are traced as before; an entry point that is itself passed to ``torch.compile`` runs
+    uncompiled too.
+    """
+    for fn in _entry_points:
+        if is_wanted:
+            opaque(fn)
+        else:
+            reset_code(fn.__code__)
 
 
 class _Operators(torch._ops._OpNamespace):

@@ -1,8 +1,8 @@
 """Dynamo's tracing of ``call_with_mods``: every mod becomes a subgraph, and its captured values become operands of the subgraph.
 
-Dynamo has a table from names of higher-order operators to the classes that trace them. It is semi-private: ``install`` adds ours, and warns
-if this torch has no such table. A call that cannot be captured (a mod that Dynamo cannot trace, a torch without the table) breaks the graph
-once; after one warning the entry points run as in eager mode, opaque to Dynamo.
+Dynamo has a table from names of higher-order operators to the classes that trace them. It is semi-private: ``install`` adds ours if this
+torch has such a table. A call that cannot be captured (a mod that Dynamo cannot trace, a torch without the table) breaks the graph once;
+after one warning the entry points run as in eager mode, opaque to Dynamo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
@@ -22,13 +21,12 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from anyattn.custom_ops import ENTRY_POINTS
+from anyattn.custom_ops import run_uncompiled
 from anyattn.custom_ops.capture import call_with_mods
 from anyattn.errors import ModError
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import refuse_scripted
 from anyattn.tensors import kinds as tensor_kinds
-from anyattn.tensors.dynamo import opaque
 
 __all__ = ["install", "run_uncompiled"]
 
@@ -59,7 +57,8 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     _warn(name, reason)
                     run_uncompiled()
                     raise
-                except ObservedException as error:  # Dynamo supports fewer types than Python: the mod itself may not raise
+                # Dynamo supports fewer types than Python: the mod itself may not raise; or another torch has other private functions
+                except (ObservedException, AttributeError, TypeError) as error:
                     broken = Unsupported(f"it raises {type(error).__name__.removeprefix('Observed')} where it is captured: {error}")
                     _warn(name, broken)
                     run_uncompiled()
@@ -75,7 +74,8 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise
-        tx.output.remove_node(proxy.node)  # a program that catches the exception continues with this graph
+        if not proxy.node._erased:  # a program that catches the exception continues with this graph
+            tx.output.remove_node(proxy.node)
         call_with_mods.refusal = refusal
         _refuse(tx, refusal, is_replaced)
 
@@ -126,19 +126,6 @@ def _warn(name: str, reason: Unsupported) -> None:
     )
 
 
-def run_uncompiled(is_wanted: bool = True) -> None:
-    """Makes Dynamo skip the entry points' frames and everything that they call: after a graph break such a call runs as in eager mode.
-
-    Calls that are inlined into other functions' frames are traced as before; an entry point that is itself passed to ``torch.compile`` runs
-    uncompiled too.
-    """
-    for fn in ENTRY_POINTS:
-        if is_wanted:
-            opaque(fn)
-        else:
-            reset_code(fn.__code__)
-
-
 def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) -> tuple[Any, tuple]:
     """The attribute of Dynamo's graph that holds the mod as a graph, and the proxies of the mod's captured values."""
     build = VariableTracker.build
@@ -186,18 +173,16 @@ def _invert(self: BuiltinVariable, tx: Any, operand: VariableTracker) -> Variabl
     return None
 
 
-def install() -> bool:
-    """Adds the operator to Dynamo's table; returns False if this torch has no such table.
+def install() -> None:
+    """Adds the operator to Dynamo's table; raises ``AttributeError`` if this torch lacks it, or a function that traces mods.
 
     Up to torch 2.13, Dynamo calls ``__and__`` and ``__or__`` of a user's class but not ``__invert__``, so ``~mask`` is registered here too.
     """
     if not hasattr(BuiltinVariable, "call_invert"):
         BuiltinVariable.call_invert = _invert  # type: ignore[attr-defined]
-    table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
-    if table is not None:
-        table["anyattn_call_with_mods"] = CallWithModsVariable
-    return table is not None
+    for name in ("speculate_subgraph", "discard_graph_changes", "make_attr"):
+        getattr(higher_order_ops, name)
+    higher_order_ops._hop_name_to_variable_class["anyattn_call_with_mods"] = CallWithModsVariable
 
 
-if not install():
-    run_uncompiled()
+install()

@@ -9,19 +9,23 @@ call of the compiled graph, for some tenths of a microsecond each: so arguments 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn.custom_ops import (
-    dynamo,  # noqa: F401 - enters the operator into Dynamo's table
-    entry_point,
-)
+from anyattn.custom_ops import entry_point, run_uncompiled
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.sparsity import captured, compute, varlen_block_sparse
 from anyattn.validate.block_sparse import parts_of_blocks
 from anyattn.validate.flex import is_block_mask
+
+try:
+    from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
+except (ImportError, AttributeError) as _error:  # private names of Dynamo, which another torch may not have
+    run_uncompiled()
+    warnings.warn(f"torch.compile of torch {torch.__version__} cannot capture attention, which runs uncompiled: {_error}", stacklevel=2)
 
 __all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
 

@@ -6,6 +6,7 @@ report errors early; every attention call reads the captured values again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -142,7 +143,8 @@ class Score(_Wrapped):
 
 def _enter_into_dynamo() -> None:
     """Registers ``~mask`` with Dynamo, which may trace it before any entry point of the library is called."""
-    importlib.import_module("anyattn.custom_ops.dynamo")
+    with contextlib.suppress(ImportError, AttributeError):  # a torch with other private names, of which the first entry point warns
+        importlib.import_module("anyattn.custom_ops.dynamo")
 
 
 _enter_into_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator would import Dynamo
