@@ -20,7 +20,7 @@ from anyattn.plan import BACKENDS, Backward, Plan
 from anyattn.problem import Problem
 from anyattn.tested_versions import warn_of_newer_torch
 
-__all__ = ["appender", "available", "choose", "combiner", "for_backward", "misfits", "planned"]
+__all__ = ["appender", "available", "check_backend", "choose", "combiner", "for_backward", "misfits", "planned"]
 
 _WIDEST = 256  # head_dim of the GPU backends' kernels
 _warned: set[str] = set()  # kinds of calls without kernels that have been warned about
@@ -59,14 +59,19 @@ def _reason_against_hopper(hardware: Hardware) -> str | None:
     return None
 
 
+def check_backend(backend: Any) -> None:
+    """Raises ``ValueError`` for an unknown backend."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
+
+
 def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
     """The plan for ``problem`` on ``hardware``. backend: run on this one or raise. options: numbers of ``validate.flex.kernel_options``.
 
     Raises ``ValueError`` for an unknown backend and ``BackendError`` for a backend that cannot run this problem.
     """
     warn_of_newer_torch()
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
+    check_backend(backend)
     possible = available(hardware)
     _check_native(problem, backend, possible["hopper"])
     if backend is not None:

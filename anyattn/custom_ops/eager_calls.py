@@ -29,6 +29,7 @@ Results = tuple[Tensor, Tensor]
 def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of a ``flex_attention`` call; max_scores is empty unless wanted. options: ``kernel_options``."""
     check.tensors(call.query, call.key, call.value, call.enable_gqa)
+    check.aux_list(call.aux_tensors, call.query.device)
     with _among((call.query, call.key, call.value)):
         return entry_points.flex(call, backend, options)
 
@@ -83,6 +84,8 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
     """The checks of FlashAttention's arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, kvcache.heads_first(q))
+    check.aux_list(options.aux_tensors, q.device)
+    check_flash.softcap_score(options.softcap, q.dtype)
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)
     for name, table in tables.items():

@@ -24,6 +24,7 @@ from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
+from anyattn.planner import check_backend
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.tensors import autocast, kinds
@@ -228,6 +229,7 @@ def flash_with_mods(
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator call with traced mods. places, options: ``Places``
     and ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
+    check_backend(backend)
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = shared_options(q, given, score, mask)
@@ -254,6 +256,7 @@ def decode_with_mods(
     given: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_with_kvcache`` as one operator call with traced mods. given, options: ``Given`` and ``Options`` without mods."""
+    check_backend(backend)
     asked = Given(*given)
     q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
     asked = asked._replace(q=q, k=k, v=v)

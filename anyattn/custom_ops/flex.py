@@ -30,6 +30,7 @@ from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, strayed, unfit
 from anyattn.plan import Plan
+from anyattn.planner import check_backend
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
 from anyattn.tensors import autocast
@@ -251,6 +252,7 @@ def flex_with_mods(
 
     Raises as the eager call for wrong shapes, dtypes and devices; contents of tensors are checked when the operator runs.
     """
+    check_backend(backend)
     asked = attention.FlexCall(*call)
     query, key, value = autocast.arguments(asked.query, asked.key, asked.value)
     key, value = flex.tensors(query, key, value, bool(asked.enable_gqa))

@@ -58,6 +58,7 @@ __all__ = [
     "problem_of",
     "refuse_positional",
     "sequence_lengths",
+    "softcap_score",
     "storage",
     "varlen_problem",
 ]
@@ -294,7 +295,11 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         predicates.append(visible)
     scores = []
     offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
-    for mod in (_softcap(options.softcap, q.dtype), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
+    for mod in (
+        softcap_score(options.softcap, q.dtype),
+        _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device),
+        options.score_mod,
+    ):
         if mod is not None:
             scores.append(traced(mod, "score"))
     predicates, scores = _inside(predicates, scores, blocks, bare, options.reads_captured)
@@ -381,15 +386,16 @@ def _heads_first(x: Tensor) -> Tensor:
 # ---- mods
 
 
-def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
+def softcap_score(softcap: Any, dtype: torch.dtype) -> Callable | None:
+    """The score mod of ``softcap``, None for none. Raises ``ValueError``."""
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap <= sys.float_info.max:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
     if softcap and dtype is not torch.float64:
         check_held("softcap", float(softcap), is_divisor=True)
-    return _softcap_score(float(softcap)) if softcap else None
+    return _capped(float(softcap)) if softcap else None
 
 
-_softcap_score = lru_cache(maxsize=64)(scores.capped)
+_capped = lru_cache(maxsize=64)(scores.capped)
 
 
 def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:

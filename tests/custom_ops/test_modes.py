@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,3 +121,21 @@ def test_profilers_name_eager_calls() -> None:
         anyattn.flex_attention(q, k, v).sum().backward()
     names = {event.key for event in watched.key_averages()}
     assert {"anyattn::attention (torch)", "anyattn::attention_backward (torch)"} <= names
+
+
+Q = torch.randn(1, 2, 5, 16)
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "backend": (ValueError, "backend=3 is not a backend", lambda: anyattn.flex_attention(Q, Q, Q, backend=3)),
+    "backend of flash": (ValueError, "backend='cuda' is not a backend", lambda: anyattn.flash_attn_func(Q, Q, Q, backend="cuda")),
+    "aux_tensors": (TypeError, "aux_tensors is a Tensor; wanted a list", lambda: anyattn.flex_attention(Q, Q, Q, aux_tensors=Q)),
+    "an entry": (TypeError, r"aux_tensors\[0\] is a int", lambda: anyattn.flash_attn_func(Q, Q, Q, aux_tensors=[1])),
+    "softcap": (ValueError, "softcap=10*; wanted", lambda: anyattn.flash_attn_func(Q, Q, Q, softcap=10**400)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_those_of_other_eager_calls(name: str) -> None:
+    kind, text, call = REFUSED[name]
+    for mode in (nullcontext(), Seen()):
+        with mode, pytest.raises(kind, match=text):
+            call()
