@@ -57,4 +57,4 @@ class _Operators(torch._ops._OpNamespace):
         return super().__getattr__(name)
 
 
-torch.ops.anyattn = _Operators("anyattn")
+torch.ops.anyattn = _Operators("anyattn")  # type: ignore[attr-defined]
