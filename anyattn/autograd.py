@@ -64,19 +64,17 @@ def _plan_backward(problem: Problem, plan: Plan) -> Plan:
 
 
 @opaque
-def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` if autograd records."""
+def compute(problem: Problem, plan: Plan, is_named: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` if autograd records.
+
+    is_named: a profiler, if one is active, has the call's name.
+    """
     if _is_autocast():
         with autocast.disabled():
             return compute(problem, plan)
-    if _is_profiled():
+    if not is_named and _is_profiled():
         with record_function(f"anyattn::attention ({plan.backend})"):
-            return _computed(problem, plan)
-    return _computed(problem, plan)
-
-
-@opaque
-def _computed(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            return compute(problem, plan, True)
     if not problem.needs_grad:
         result = backend_of(plan).forward(problem, plan)
         return result.out, result.lse, result.max_scores
