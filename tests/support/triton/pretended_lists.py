@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn import block_masks
+from anyattn.call_cache import signature
 from anyattn.sparsity import compute
 from anyattn.sparsity.block_mask import LISTS, BlockMask
 from anyattn.sparsity.kernels import block_lists, prepared_lists
@@ -80,6 +81,7 @@ def as_on_a_gpu(run: Callable[..., None] = lambda *about: None) -> Iterator[Laun
     launches = Launches(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compute, "runs_kernels", lambda device: True)
+        patch.setattr(signature, "_current_device", lambda: 0)  # of a torch for GPUs it raises where there is none
         patch.setattr(block_masks, "may_have_kernels", lambda device: True)
         patch.setattr(block_lists, "launch", launches.launch)
         patch.setattr(prepared_lists, "known_handle", launches.known)
