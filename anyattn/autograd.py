@@ -26,7 +26,7 @@ __all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_deriva
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
-_is_profiled, _count_modes = torch._C._autograd._profiler_enabled, torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_is_profiled = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
 _is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
 
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         if _are_transforms_active():
             for t in (dout, dlse):
                 kinds.refuse_hidden(_GIVEN, t)
-        if _count_modes():
+        if kinds.count_modes():
             _warn_of_modes()
         needed, saved, (fields, plan, writes) = ctx.needs_input_grad, ctx.saved_tensors, ctx.call
         if writes is not None and write_counts(fields["blocks"]) != writes:

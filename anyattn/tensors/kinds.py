@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "are_fake",
     "belong_to_operators",
+    "count_modes",
     "has_memory",
     "is_recorded",
     "not_scriptable",
@@ -35,6 +36,7 @@ __all__ = [
     "transforms",
 ]
 
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 _PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 _DENSE = "attention wants dense memory"
@@ -70,7 +72,7 @@ def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
         refuse_mixed(tensors)
         return True
     active = transforms()  # a mod may capture a tensor of a transform
-    return bool(active or torch._C._len_torch_dispatch_stack()) and "jvp" not in active and "vmap" not in active  # type: ignore[attr-defined]
+    return bool(active or count_modes()) and "jvp" not in active and "vmap" not in active
 
 
 def refuse(name: str, t: Tensor) -> None:
@@ -184,7 +186,7 @@ def transforms() -> list[str]:
 def outside_transforms() -> Iterator[None]:
     """Context without function transforms (``torch.func.grad``) and dispatch modes, for code that none of their tensors enters
     (``refuse_hidden``). Modes that record or fake calls stay."""
-    without_modes = nullcontext if _is_traced() else torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+    without_modes = torch._C._DisableTorchDispatch if count_modes() and not _is_traced() else nullcontext  # type: ignore[attr-defined]
     with torch._C._DisableFuncTorch(), without_modes():  # type: ignore[attr-defined]
         yield
 

@@ -24,6 +24,7 @@ from anyattn.validate.flash import Options
 from tests.entry_points import test_flash_cache as flash_cache
 from tests.entry_points.test_flash_cache import BAD, GOOD, Setting, arguments
 from tests.support import flash_calls as calls
+from tests.support.inside import InsideMode
 
 
 @pytest.fixture(autouse=True)
@@ -323,9 +324,8 @@ def test_what_is_not_known_is_not_remembered() -> None:
     with mock.patch.object(sequences, "skips_device_reads", lambda device, validate: True):  # as on a GPU, where no table is read
         outcome(copied(given)), outcome(copied(given))
     assert attention.size() == 0
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Listens(TorchDispatchMode):
+    class Listens(InsideMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 

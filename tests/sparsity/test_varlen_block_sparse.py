@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn.mods import masks
@@ -17,6 +16,7 @@ from anyattn.sparsity import lists as between
 from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 from tests.support.counting import Work
 from tests.support.covering import few
+from tests.support.inside import InsideMode
 
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
@@ -141,7 +141,7 @@ def test_transposed(of_round: int | None) -> None:
             assert torch.equal(turned.classes().expand(2, -1), brute), name
 
 
-class NoReading(TorchDispatchMode):
+class NoReading(InsideMode):
     """Fails where a GPU would be waited for."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.inside import InsideMode
 
 __all__ = ["PYTHON_CALLS", "Work", "peak_bytes"]
 
@@ -29,7 +30,7 @@ def calls_of(function):
 """
 
 
-class Work(TorchDispatchMode):
+class Work(InsideMode):
     """operations: how many ran inside. results: the bytes of all that they returned. largest: those of the largest storage among it."""
 
     def __init__(self) -> None:

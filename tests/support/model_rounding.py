@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn.testing.rounding import DRAWS, Noise, Rounded
+from tests.support.inside import InsideMode
 
 _aten = torch.ops.aten
 # results that hold elements of the operands, or their negatives: nothing is rounded
@@ -23,7 +23,7 @@ _EXACT = {
 _PRODUCTS = {_aten.addmm.default, _aten.baddbmm.default, _aten.bmm.default, _aten.mm.default}  # they take one dtype
 
 
-class KeepsFloat64(TorchDispatchMode):
+class KeepsFloat64(InsideMode):
     """Leaves float64 what a model casts from float64 to float32, as for its norms and softmax: such casts make float64 no oracle.
 
     What it casts from other dtypes to float32, as positions, is widened where a product multiplies it by float64.

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anyattn import hardware
 from anyattn.call_cache import rebind
 from anyattn.hardware import Hardware
 from anyattn.validate import flash, sequences
+from tests.support.inside import InsideMode
 
 __all__ = ["Waited", "no_reading", "noted_launches", "pretend_unread"]
 
@@ -45,7 +45,7 @@ class _Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(InsideMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket.__name__
         by_mask = name.startswith("index") and any(isinstance(t, torch.Tensor) and t.dtype is torch.bool for t in tree_leaves(args[1:2]))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import masks, scores
@@ -22,6 +21,7 @@ from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.documents.rewrite import DocumentTables
 from tests.support.hopper.pretended import Launch
+from tests.support.inside import InsideMode
 
 FLAGS, ONE, TABLE = torch.zeros(64, dtype=torch.bool), torch.tensor(2.0), torch.zeros(2, 64)
 LISTS = anyattn.create_block_mask(lambda b, h, i, j: (i + j) % 3 > 0, 1, 1, 64, 64, device="cpu")
@@ -404,7 +404,7 @@ def test_what_was_only_compiled_is_not_launched_again(launched: list[Launch], mo
 def test_a_mode_sees_what_is_allocated(launched: list[Launch]) -> None:
     seen: list[str] = []
 
-    class Watching(TorchDispatchMode):
+    class Watching(InsideMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))

@@ -424,11 +424,10 @@ def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_second_backward_launches_its_kernels_alone() -> None:
     """The lists of a block mask are transposed once: later backward passes compute nothing besides their three kernels."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     import anyattn
+    from tests.support.inside import InsideMode
 
-    class Operations(TorchDispatchMode):
+    class Operations(InsideMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             found.add(operation.overloadpacket.__name__)
             return operation(*args, **(kwargs or {}))

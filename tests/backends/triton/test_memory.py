@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import masks
 from anyattn.validate import sequences
+from tests.support.inside import InsideMode
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -32,7 +32,7 @@ NUMBERS = LONG * HEADS * 4  # a float32 for every row
 SQUARE = LONG * LONG // 8  # a bit for every pair of one head
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(InsideMode):
     """Bytes of every memory that an operation returns and that is no argument's, by the operation."""
 
     def __init__(self) -> None:

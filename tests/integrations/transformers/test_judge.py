@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from anyattn.integrations.transformers import NAME
+from tests.support.inside import InsideMode
 from tests.support.model_rounding import KeepsFloat64
 from tests.support.transformers_models import DECODERS, DEFINITION, Judge, decoder, definition, gradients, tokens
 
@@ -55,7 +55,7 @@ def _plant(error: Callable[..., tuple[Tensor, float]]) -> None:
     AttentionMaskInterface.register(PLANTED, lambda **asked: sdpa_mask(**{**asked, "allow_is_causal_skip": False}))
 
 
-class _OtherOrder(TorchDispatchMode):
+class _OtherOrder(InsideMode):
     """Sums of float32 numbers in an order that is drawn anew for each."""
 
     def __init__(self, seed: int) -> None:

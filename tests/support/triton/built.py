@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.inside import InsideMode
 
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
@@ -18,7 +19,7 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
     return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
 
 
-class Waits(TorchDispatchMode):
+class Waits(InsideMode):
     """Fails on every operation for which the host waits for the device, and counts the others."""
 
     FORBIDDEN = frozenset(
