@@ -3,14 +3,16 @@
 The manager of Transformers 5.23 knows ``"paged|eager"``, ``"sdpa"`` and names that contain "flash", refuses all others, and strips
 ``"paged|"`` from them; the manager of 5.17 puts it before all others. There is no registry for this. ``accept`` wraps these functions so
 that they treat anyattn as FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and pure
-decoding steps get block tables, on any device. Functions that a release does not have are skipped; 4.57 accepts any registered name and
-only has to be told that no mask is wanted.
+decoding steps get block tables, on any device. In 5.24 the model's layers call the paged cache before attention; for anyattn the cache
+passes itself on, so that attention calls it as in 5.23. Functions that a release does not have are skipped; 4.57 accepts any registered
+name and needs only to make no mask. A release without the functions that this module relies on is refused when a manager starts.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,9 @@ def accept(names: set[str], implementation: str) -> None:
     api = _module("continuous_api")
     manager = getattr(api, "ContinuousBatchingManager", None)
     _wrap(manager, "switch_to_cb_friendly_attn", functools.partial(_switching, implementation))
-    for module in (_module("initialization"), _module("cache")):
+    cache = _module("cache")
+    _wrap(getattr(cache, "PagedAttentionCache", None), "update", functools.partial(_passing_itself_on, implementation))
+    for module in (_module("initialization"), cache):
         _wrap(module, "is_flash_attention_requested", functools.partial(_counting_as_flash, implementation))
     initialization = _module("initialization")
     _wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation))
@@ -57,12 +61,40 @@ def _switching(implementation: str, original: Callable) -> Callable:
         current = model.config._attn_implementation
         if current not in _names:
             return original(self, model, *args, **kwargs)
+        _check_release()
         if current != implementation:
             model.set_attn_implementation(implementation)
             self._original_attn_impl = current  # the manager restores it when it stops
         return None
 
     return switch_to_cb_friendly_attn
+
+
+def _check_release() -> None:
+    """Raises ``RuntimeError`` in the caller's thread: an error in the manager's thread leaves nothing but empty answers."""
+    cache, initialization = getattr(_module("cache"), "PagedAttentionCache", None), _module("initialization")
+    parameters = inspect.signature(cache.update).parameters if cache is not None else {}
+    updates = "kwargs" in parameters or {"read_index", "write_index"} <= parameters.keys()
+    tables = hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR") or hasattr(_module("cache"), "group_layers_by_attn_type")
+    if not updates or not tables or not hasattr(initialization, "is_flash_attention_requested"):
+        import transformers
+
+        raise RuntimeError(
+            f"continuous batching of transformers {transformers.__version__} has changed in a way that anyattn does not know; use "
+            "generate() in place of generate_batch(), attn_implementation='sdpa', or transformers 5.17 to 5.24"
+        )
+
+
+def _passing_itself_on(implementation: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **named: Any) -> Any:
+        kwargs = named.get("kwargs")
+        if kwargs is None or "cache" in kwargs or self.config._attn_implementation != implementation:
+            return original(self, key_states, value_states, layer_idx, *args, **named)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    return update
 
 
 def _counting_as_flash(implementation: str, original: Callable) -> Callable:
