@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from anyattn.integrations.transformers import paged
+from anyattn.integrations.transformers import hooks, paged
 from anyattn.integrations.transformers.attention import attention_forward
 from anyattn.integrations.transformers.masks import describe_mask
 
@@ -21,6 +21,8 @@ def register(name: str = NAME) -> None:
     """Registers ``attn_implementation=name`` with Transformers, for models made before and after; a second call changes nothing.
 
     The name is added to both registries: with an attention function only, Transformers makes no mask and every layer would see everything.
+
+    A model whose code does not call the attention interface (Bloom, Falcon, GPT-J, ...) is refused when it is made with this name.
 
     Raises ``ImportError`` for a Transformers older than 4.57, ``ValueError`` for a name that has a meaning in Transformers.
 
@@ -42,3 +44,5 @@ def register(name: str = NAME) -> None:
     transformers.AttentionInterface.register(name, attention_forward)
     transformers.AttentionMaskInterface.register(name, describe_mask)
     paged.register(name)
+    hooks.refuse_models_without_interface(name)
+    hooks.note_missing_positions()

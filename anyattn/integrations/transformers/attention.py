@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from anyattn.flash import flash_attn_func, flash_attn_with_kvcache
 from anyattn.flex import flex_attention
 from anyattn.integrations.transformers import dense_masks, few_rows
-from anyattn.integrations.transformers.description import Aligned, Cached, Listed, MaskDescription, Way
+from anyattn.integrations.transformers.description import Aligned, Cached, Listed, MaskDescription, Way, mark_used, refuse_dropped
 from anyattn.integrations.transformers.packed import Ends, packed_attention
 
 __all__ = ["attention_forward"]
@@ -36,6 +36,7 @@ def attention_forward(
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
     output_attentions: bool | None = None,
+    position_ids: Tensor | None = None,
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -44,13 +45,16 @@ def attention_forward(
     query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv), from the cache if there is one. attention_mask: the result of
     ``describe_mask``; or the user's ``BlockMask``, or a tensor (B or 1, H or 1, Sq, at least Sk), bool (True is visible) or additive; None
     is no mask, but causality if the layer is causal. softcap, s_aux (one sink logit per query head), position_bias (added to scores): as
-    models pass them. cu_seq_lens_*: int (sequences + 1,), for sequences packed into a batch of one.
+    models pass them. cu_seq_lens_*: int (sequences + 1,), for sequences packed into a batch of one. position_ids: int (B or 1, S), which
+    keep sequences apart where they start again, if no cache is used and the model has made its mask without them.
     others: arguments that do not affect attention.
 
     Returns the output (B, Sq, Hq, Dv), and None in place of the attention weights.
 
     Raises ``ValueError`` for output_attentions and a cache of continuous batching, and for everything that anyattn refuses.
     """
+    if isinstance(attention_mask, MaskDescription):
+        mark_used(attention_mask)
     if output_attentions or cache is not None:
         _refuse(output_attentions, cache)
     dropout = dropout if module.training else 0.0
@@ -60,6 +64,8 @@ def attention_forward(
         out = packed_attention(query, key, value, ends, causal, window, scaling, softcap, s_aux, position_bias, dropout)
         return out, None
     if isinstance(attention_mask, MaskDescription):
+        if position_ids is not None:
+            attention_mask = attention_mask.separated(position_ids)
         out = _described(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias, dropout)
     elif attention_mask is None:
         out = _unmasked(module, query, key, value, is_causal, scaling, softcap, s_aux, position_bias, dropout)
@@ -197,6 +203,7 @@ def _unmasked(
 ) -> Tensor:
     """Attention of a layer without a mask: everything is visible unless the layer is causal."""
     causal = _is_causal(module, is_causal) and query.shape[2] > 1
+    refuse_dropped((query.shape[2], key.shape[2]), "no mask", lambda way: _is_plain(way, causal, query.shape[2]))
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"attention_mask is None in a causal layer with {query.shape[2]} queries and {key.shape[2]} keys, which leaves open where the "
@@ -208,6 +215,11 @@ def _unmasked(
     cap = 0.0 if softcap is None or score_mod is not None else softcap
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal, softcap=cap, sink=sink, score_mod=score_mod, dropout_p=dropout)
+
+
+def _is_plain(way: Way, causal: bool, rows: int) -> bool:
+    """Whether a mask without causality, or with it if ``causal``, is the whole mask."""
+    return isinstance(way, Aligned) and way.window == (-1, -1) and (rows == 1 or way.causal == causal)
 
 
 def _given(
@@ -222,6 +234,7 @@ def _given(
     dropout: float,
 ) -> Tensor:
     """Attention with the user's own mask, which must include causality and padding."""
+    refuse_dropped((query.shape[2], key.shape[2]), f"a {type(mask).__name__}")
     added = None if bias is None else dense_masks.fitted("position_bias", bias, query, key)
     if isinstance(mask, torch_flex.BlockMask):
         return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), dropout, block_mask=mask)

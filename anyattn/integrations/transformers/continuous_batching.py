@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from anyattn.integrations.transformers.hooks import wrap
+
 __all__ = ["accept"]
 
 _PACKAGE = "transformers.generation.continuous_batching"
@@ -29,14 +31,14 @@ def accept(names: set[str], implementation: str) -> None:
     _names.update(names)
     api = _module("continuous_api")
     manager = getattr(api, "ContinuousBatchingManager", None)
-    _wrap(manager, "switch_to_cb_friendly_attn", functools.partial(_switching, implementation))
+    wrap(manager, "switch_to_cb_friendly_attn", functools.partial(_switching, implementation))
     cache = _module("cache")
-    _wrap(getattr(cache, "PagedAttentionCache", None), "update", functools.partial(_passing_itself_on, implementation))
+    wrap(getattr(cache, "PagedAttentionCache", None), "update", functools.partial(_passing_itself_on, implementation))
     for module in (_module("initialization"), cache):
-        _wrap(module, "is_flash_attention_requested", functools.partial(_counting_as_flash, implementation))
+        wrap(module, "is_flash_attention_requested", functools.partial(_counting_as_flash, implementation))
     initialization = _module("initialization")
-    _wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation))
-    _wrap(getattr(api, "ContinuousBatchProcessor", None), "return_attention_mask", _without_masks)  # 4.57
+    wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation))
+    wrap(getattr(api, "ContinuousBatchProcessor", None), "return_attention_mask", _without_masks)  # 4.57
 
 
 def _module(name: str) -> Any:
@@ -44,16 +46,6 @@ def _module(name: str) -> Any:
         return importlib.import_module(f"{_PACKAGE}.{name}")
     except ModuleNotFoundError:
         return None
-
-
-def _wrap(owner: Any, name: str, wrapping: Callable[[Callable], Callable]) -> None:
-    """Replaces ``owner.name`` by ``wrapping`` of it, unless that was done before."""
-    original = getattr(owner, name, None)
-    if original is None or hasattr(original, "_anyattn_wraps"):
-        return
-    wrapped = functools.wraps(original)(wrapping(original))
-    wrapped._anyattn_wraps = original  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
 
 
 def _switching(implementation: str, original: Callable) -> Callable:
@@ -86,7 +78,6 @@ def _check_release() -> None:
 
 
 def _passing_itself_on(implementation: str, original: Callable) -> Callable:
-    @functools.wraps(original)
     def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **named: Any) -> Any:
         kwargs = named.get("kwargs")
         if kwargs is None or "cache" in kwargs or self.config._attn_implementation != implementation:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way"]
+__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way", "expect_use", "mark_used", "refuse_dropped"]
 
 
 class Aligned(NamedTuple):
@@ -65,10 +66,11 @@ class FewRows(NamedTuple):
     is_causal: bool
 
 
-class MaskDescription(torch_flex.BlockMask):
+class MaskDescription:
     """A mask as a description instead of a tensor or lists. It is cheap: one is made per forward pass for each type of layer.
 
-    It subclasses torch's ``BlockMask`` because Transformers passes such masks on unchanged if they have four dimensions.
+    A model may pass it on, to ``create_causal_mask`` too, move it to a device and read its shape. Everything else that a model does with a
+    tensor is refused, because the description has no elements. It is no ``BlockMask``: models that test for one treat it as nothing to do.
     """
 
     def __init__(self, batch: int, lengths: tuple[int, int], way: Way, rows: FewRows | None, listed: Callable[[], Listed] | None):
@@ -80,12 +82,21 @@ class MaskDescription(torch_flex.BlockMask):
         self.rows = rows
         self.is_decoding = False  # one row on a CPU, determined by ``way`` alone, as in a graph
         self.has_documents = False
+        self.model = "this model"
+        self.of_documents: Callable[[Tensor], MaskDescription | None] | None = None
+        self.is_used = False
         self._listed = listed
         self._biases: dict[torch.dtype, Tensor] = {}
+        self._separated: tuple[MaskDescription | None, Tensor | None] = (None, None)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.batch, 1, *self.seq_lengths)
+    def shape(self) -> torch.Size:
+        return torch.Size((self.batch, 1, *self.seq_lengths))
+
+    ndim = 4
+
+    def dim(self) -> int:
+        return 4
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -94,9 +105,11 @@ class MaskDescription(torch_flex.BlockMask):
         """The mask itself; ``generate`` calls this on every mask."""
         return self
 
-    def to(self, device: Any) -> MaskDescription:  # type: ignore[override]
+    def to(self, device: Any) -> MaskDescription:
         """A copy for another device, for models spread over several; block lists are moved, also those that are made later, but tensors
         that mods read are not. Numbers about few rows belong to a CPU and are left out elsewhere."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            self._refuse(f"converts its mask to {device if isinstance(device, torch.dtype) else 'the dtype of a tensor'}")
         way, listed = self.way, self._listed
         if isinstance(way, Listed):
             way = way.to(device)
@@ -107,7 +120,19 @@ class MaskDescription(torch_flex.BlockMask):
         later = None if listed is None else lambda: listed().to(device)
         other = MaskDescription(self.batch, self.seq_lengths, way, self.rows if stays_on_cpu else None, later)
         other.is_decoding, other.has_documents = self.is_decoding and stays_on_cpu, self.has_documents
+        other.model, other.of_documents = self.model, self.of_documents
+        self.is_used = True
         return other
+
+    def separated(self, position_ids: Tensor) -> MaskDescription:
+        """The mask of packed sequences where ``position_ids``, integers (B or 1, S), start again; the mask itself if they do not."""
+        if self.of_documents is None or position_ids.ndim != 2 or position_ids.shape[1] != self.seq_lengths[0]:
+            return self
+        found, of = self._separated
+        if of is not position_ids:
+            found = self.of_documents(position_ids)
+            self._separated = (found, position_ids)
+        return self if found is None else found
 
     def with_gradients(self) -> Way:
         """The call of the layers, replaced by one with gradients if it has none."""
@@ -131,8 +156,90 @@ class MaskDescription(torch_flex.BlockMask):
 
     __str__ = __repr__
 
-    def __getitem__(self, index: Any) -> MaskDescription:
-        raise TypeError(
-            f"the mask of attn_implementation='anyattn' is indexed by {index!r}, but has no elements; wanted a model that does not edit "
-            "its mask: use attn_implementation='sdpa' or 'eager' for this one"
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(self._refusal(what))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"{self.model} {what} before attention: it does not leave its mask to Transformers' attention interface, and the mask of "
+            "attn_implementation='anyattn' has no elements; wanted a model that does not edit its mask: use attn_implementation='sdpa' or "
+            "'eager' for this one"
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # of Python's own protocols, which try whether there is one
+            raise AttributeError(name)
+        raise AttributeError(self._refusal(f"reads .{name} of its mask"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> NoReturn:
+        found = _first_of(cls, (*args, *(kwargs or {}).values()))
+        found._refuse(f"calls torch's {getattr(function, '__name__', function)} with its mask")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse(f"indexes its mask by {index!r}")
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, (bool, int, float, Tensor)):
+            self._refuse("compares its mask with a number")
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def _first_of(cls: type, values: Any) -> Any:
+    """The first instance of ``cls`` among the values and the sequences in them."""
+    for value in values:
+        found = _first_of(cls, value) if isinstance(value, (list, tuple)) else value
+        if isinstance(found, cls):
+            return found
+    return None
+
+
+def _refusing(name: str) -> Callable:
+    def method(self: MaskDescription, *args: Any) -> NoReturn:
+        self._refuse(f"computes with its mask ({name})")
+
+    return method
+
+
+_REFUSED = (
+    "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
+    "pos", "abs", "invert", "and", "rand", "iand", "or", "ror", "ior", "xor", "rxor", "lt", "le", "gt", "ge", "len", "iter", "contains",
+    "bool", "int", "float", "setitem",
+)  # fmt: skip
+for _name in _REFUSED:
+    setattr(MaskDescription, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+class _Unused(threading.local):
+    """The descriptions of this thread that no layer has received."""
+
+    def __init__(self) -> None:
+        self.masks: weakref.WeakSet[MaskDescription] = weakref.WeakSet()
+
+
+_unused = _Unused()
+
+
+def expect_use(mask: MaskDescription) -> None:
+    """Notes that a layer is to receive the mask, for ``refuse_dropped``."""
+    _unused.masks.add(mask)
+
+
+def mark_used(mask: MaskDescription) -> None:
+    """Notes that a layer has received the mask; a compiled graph notes nothing."""
+    if not mask.is_used and not torch.compiler.is_compiling():
+        mask.is_used = True
+        _unused.masks.discard(mask)
+
+
+def refuse_dropped(lengths: tuple[int, int], what: str, harmless: Callable[[Way], bool] = lambda way: False) -> None:
+    """Raises ``TypeError`` if a mask was described for layers of these lengths, queries and keys, and none has received it: the model has
+    dropped the causality and the padding that it describes. what: the mask that has come in its place. harmless: whether that is the same.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for mask in list(_unused.masks):
+        if mask.seq_lengths == lengths and not mask.is_used and not harmless(mask.way):
+            mask._refuse(f"drops the mask {mask!r} and passes {what} to attention in its place, or changes it")

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from anyattn.block_masks import create_block_mask
-from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
+from anyattn.integrations.transformers import hooks
+from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way, expect_use
 from anyattn.integrations.transformers.mask_functions import Form, form_of
 from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
 from anyattn.mods import masks
@@ -34,15 +36,18 @@ def describe_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str | None = None,
     cache_position: Tensor | None = None,
+    config: Any = None,
     **others: Any,
 ) -> MaskDescription:
     """The mask of the layers of one type, with the signature that Transformers expects of a mask interface.
 
     q_length, q_offset: number of queries, and the global position of the first; a tensor with a static cache, which is not read on a GPU.
     Transformers 4 passes cache_position, the queries' positions, instead. kv_length, kv_offset: the same for the keys that the layers will
-    pass. mask_function: ``(b, h, q, kv) -> bool`` over global positions. attention_mask: bool (B, positions), False for padding.
-    others: arguments for other implementations.
+    pass. mask_function: ``(b, h, q, kv) -> bool`` over global positions. attention_mask: bool (B, positions), False for padding; or a
+    description, which is returned. config: the model's, which errors name. others: arguments for other implementations.
     """
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], _first(cache_position, kv_length, kv_offset)
         device = cache_position.device
@@ -67,7 +72,29 @@ def describe_mask(
     is_plain = isinstance(way, Aligned) or (isinstance(way, Cached) and way.mask_mod is None)
     description.is_decoding = q_length == 1 and device.type == "cpu" and is_plain
     description.has_documents = form.documents is not None
+    if config is not None:
+        description.model = type(config).__name__.removesuffix("Config")
+    if form.depends_on_places and hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned:
+        description.of_documents = partial(_of_documents, sizes, mask_function, config)
+    if not torch.compiler.is_compiling():
+        expect_use(description)
     return description
+
+
+def _of_documents(sizes: _Sizes, mask_function: Callable, config: Any, position_ids: Tensor) -> MaskDescription | None:
+    """The mask of packed sequences, which begin wherever a position is not the previous one plus 1; None if there is only one."""
+    position_ids = position_ids.expand(sizes.batch, -1)
+    ids = masking_utils.find_packed_sequence_indices(position_ids)
+    if ids is None:
+        return None
+    remapped = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in 4.57
+    inside = mask_function if remapped is None else remapped(mask_function, position_ids)
+    both = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(ids), inside)
+    described = describe_mask(
+        sizes.batch, sizes.queries, sizes.keys, sizes.q_offset, sizes.kv_offset, both, device=sizes.device, config=config
+    )
+    described.has_documents, described.of_documents = True, None
+    return described
 
 
 @dataclass(frozen=True)

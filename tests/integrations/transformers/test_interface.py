@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from anyattn.integrations.transformers import NAME, attention_forward, describe_mask, register
 from tests.support.processes import python, result_of
-from tests.support.transformers_models import IS_FIVE, check_attention, decoder, generated, logits, tokens
+from tests.support.transformers_models import IS_FIVE, check_attention, decoder, generated, logits, made, tokens
 
 
 def test_importing_anyattn_imports_no_transformers() -> None:
@@ -94,8 +98,91 @@ def test_a_mask_for_other_lengths_is_refused() -> None:
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match=r"4 queries and 6 keys, its mask is for \(4, 4\)"):
         attention_forward(nn.Module(), q, k, k, mask)
-    with pytest.raises(TypeError, match="does not edit its mask"):
-        mask[:, :, :, :3]
+
+
+EDITS: dict[str, Any] = {
+    "slice": lambda mask: mask[:, :, :, :3],
+    "assign": lambda mask: mask.__setitem__(0, 1),
+    "add": lambda mask: torch.ones(2) + mask,
+    "add from the left": lambda mask: mask + torch.ones(2),
+    "number": lambda mask: 1.0 - mask,
+    "invert": lambda mask: ~mask,
+    "compare": lambda mask: mask == 0,
+    "truth": lambda mask: bool(mask),
+    "where": lambda mask: torch.where(mask, 0.0, 1.0),
+    "masked fill": lambda mask: torch.ones(4).masked_fill(mask, 0.0),
+    "in a list": lambda mask: torch.cat([mask, mask]),
+    "dtype": lambda mask: mask.to(torch.bool),
+    "method": lambda mask: mask.expand(2, -1, -1, -1),
+    "attribute": lambda mask: mask.dtype,
+    "length": lambda mask: len(mask),
+    "rows": lambda mask: list(mask),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_model_that_edits_its_mask_is_refused_with_the_cure(edit: str) -> None:
+    mask = describe_mask(batch_size=1, q_length=4, kv_length=4, config=LlamaConfig())
+    with pytest.raises((TypeError, AttributeError), match=r"^Llama .*its mask.*use attn_implementation='sdpa' or 'eager'"):
+        EDITS[edit](mask)
+
+
+def test_what_a_model_may_do_with_its_mask() -> None:
+    mask = describe_mask(batch_size=1, q_length=4, kv_length=4)
+    assert mask.shape == (1, 1, 4, 4) and mask.ndim == mask.dim() == 4 and mask.size(3) == 4
+    assert not hasattr(mask, "__array__") and mask == mask and mask != "none"
+    assert mask.to("cpu").shape == copy.copy(mask).shape and mask.contiguous() is mask
+    assert describe_mask(batch_size=1, q_length=4, kv_length=4, attention_mask=mask) is mask
+
+
+def test_a_dropped_mask_is_refused() -> None:
+    """A model that makes a mask, or none, in place of the description loses its causality."""
+    q = torch.randn(1, 2, 4, 8)
+    window = sliding_window_causal_mask_function(2)
+    for given, message in ((torch.zeros(1, 1, 4, 4), "a Tensor"), (None, "no mask")):
+        mask = describe_mask(batch_size=1, q_length=4, kv_length=4, mask_function=window)
+        with pytest.raises(TypeError, match=f"drops the mask .*passes {message} to attention.*use attn_implementation='sdpa'"):
+            attention_forward(nn.Module(), q, q, q, given)
+        attention_forward(nn.Module(), q, q, q, mask)
+        attention_forward(nn.Module(), q, q, q, given)  # the mask of another layer
+    del mask
+    described = describe_mask(batch_size=1, q_length=4, kv_length=4)
+    attention_forward(nn.Module(), q, q, q, None)  # the same as the description
+    attention_forward(nn.Module(), q[:, :, :3], q, q, torch.zeros(1, 1, 3, 4))  # of other lengths
+    assert not described.is_used
+
+
+def test_a_model_without_the_interface_is_refused_when_it_is_made() -> None:
+    from transformers import AutoModelForCausalLM, GPTJConfig, SamVisionConfig, SamVisionModel
+
+    register()
+    tiny = GPTJConfig(vocab_size=96, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
+    with pytest.raises(ValueError, match=r"^GPTJForCausalLM does not use Transformers' attention interface.*='eager'"):
+        AutoModelForCausalLM.from_config(tiny, attn_implementation=NAME)
+    vision = SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8, output_channels=8)
+    with pytest.raises(ValueError, match=r"^SamVisionModel does not use Transformers' attention interface"):
+        SamVisionModel._from_config(vision, attn_implementation=NAME)
+
+
+def test_a_model_of_a_users_own_source_is_not_refused() -> None:
+    """Attention of a notebook, whose source cannot be read, or that calls the interface through a base class."""
+
+    class Own(LlamaForCausalLM):
+        pass
+
+    Own.__module__ = "__notebook__"
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    assert Own._from_config(config, attn_implementation=NAME).config._attn_implementation == NAME
+
+
+def test_a_static_cache_of_gpt2() -> None:
+    """GPT-2 looks at the dimensions of the mask that ``generate`` makes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": None}
+    model = made(GPT2LMHeadModel(GPT2Config(**sizes)))
+    ours, eager = (generated(model, how, tokens(2, 9), cache_implementation="static", disable_compile=True) for how in (NAME, "eager"))
+    assert torch.equal(ours, eager)
 
 
 def test_no_mask_means_what_the_layer_says() -> None:

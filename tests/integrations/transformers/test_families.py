@@ -1,0 +1,59 @@
+"""All model families of the installed Transformers as tiny random models: right, or refused with an error that names the cure."""
+
+from __future__ import annotations
+
+import pytest
+
+from anyattn.integrations.transformers import register
+from tests.support.transformers_families import Family, NotTinyError, kinds
+
+FAMILIES = kinds()
+REPRESENTATIVES = {"gpt_oss": "right", "doge": "refused", "gpt_neo": "refused"}
+FEWEST = 200  # families that can be made tiny in 5.23: 251
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+def _check(name: str, kind: str) -> set[str]:
+    """The outcomes of all checks that apply to a family; each raises if it is neither right nor refused."""
+    try:
+        family = Family(name)
+    except NotTinyError as error:
+        pytest.skip(str(error)[:200])
+    if family.loads() == "refused":
+        return {"refused"}
+    checks = [family.forward]
+    if family.takes_text:
+        checks += [lambda: family.padding("left"), lambda: family.padding("right")]
+    if family.kind != "encoder":
+        modes: tuple[dict, ...] = ({}, {"cache_implementation": "static"}, {"num_beams": 2})
+        checks += [lambda mode=mode: family.generate(**mode) for mode in modes]  # type: ignore[misc]
+    if family.kind == "decoder":
+        checks.append(family.packed)
+    outcomes = set()
+    for check in checks:
+        try:
+            outcomes.add(check())
+        except NotTinyError:  # eager attention has no such thing either
+            continue
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), sorted(FAMILIES.items()))
+def test_right_or_refused(name: str, kind: str) -> None:
+    assert _check(name, kind) in ({"right"}, {"refused"})
+
+
+@pytest.mark.parametrize("name", ["doge", "falcon", "bloom"])
+def test_refused_families(name: str) -> None:
+    family = Family(name)
+    assert "refused" in {family.loads(), family.forward()}
+
+
+def test_packed_positions_that_the_model_keeps_from_its_mask() -> None:
+    """gpt-oss of 5.23 makes its masks without them, and eager attention leaks."""
+    assert Family("gpt_oss").packed() == "right"
