@@ -239,8 +239,15 @@ class Family:
 
     def packed(self) -> str:
         """Logits of texts packed by their positions, judged by each text alone."""
+        model, config = self.eager, self.eager.config.get_text_config()
+        if "position_ids" not in inspect.signature(model.forward).parameters or not getattr(config, "is_decoder", True):
+            raise NotTinyError("it takes no positions, or is no decoder")
+        if model._is_stateful or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+            raise NotTinyError("its state passes from text to text beside attention")
         lengths = (7, 1, 5)
         ids, positions = tokens(1, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
+        if "mrope_section" in str(getattr(config, "rope_parameters", None)):
+            positions = positions.expand(4, 1, -1)  # of the text, then of time, height and width
 
         def alone(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
             model = copy.deepcopy(self.eager).to(dtype)
@@ -253,8 +260,6 @@ class Family:
 
         with _not_tiny():
             together("eager", torch.float32)
-        if self.eager._is_stateful:
-            raise NotTinyError("its state passes from text to text, beside attention")
         return self._judged(alone, together)
 
 

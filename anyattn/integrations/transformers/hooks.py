@@ -41,8 +41,8 @@ def _judging(original: Callable) -> Callable:
             other = "'sdpa' or 'eager'" if getattr(self, "_supports_sdpa", False) else "'eager'"
             raise ValueError(
                 f"{type(self).__name__} does not use Transformers' attention interface, so attn_implementation={requested_attention!r} "
-                f"does not reach its attention: use attn_implementation={other}. For one part of a model: a dict by the names of its configs, "
-                f'such as {{"vision_config": "eager", "text_config": {requested_attention!r}}}'
+                f"does not reach its attention: use attn_implementation={other}. For one part of a model: a dict by the names of its "
+                f'configs, such as {{"vision_config": "eager", "text_config": {requested_attention!r}}}'
             )
         return original(self, requested_attention, *args, **kwargs)
 
@@ -82,12 +82,12 @@ def note_missing_positions() -> None:
 
 
 def lacks_positions() -> bool:
-    """Whether the mask in the making is of queries that follow no cache and have no padding mask, and whose ``position_ids`` the model has
-    not passed to Transformers' mask, as gpt-oss in 5.23: packed sequences are then not apart in it."""
+    """Whether the mask in the making is of queries that follow no cache, and the model has not passed their ``position_ids`` to
+    Transformers' mask, as gpt-oss of 5.23 and models of learned positions: packed sequences are then not apart in it."""
     return _prepared["lacks_positions"]
 
 
-_DECIDING = {"attention_mask", "past_key_values", "cache", "position_ids", "encoder_hidden_states"}
+_DECIDING = {"past_key_values", "cache", "position_ids", "encoder_hidden_states"}
 
 
 def _noting(original: Callable) -> Callable:

@@ -75,14 +75,19 @@ def describe_mask(
     if config is not None:
         description.model = type(config).__name__.removesuffix("Config")
     if form.depends_on_places and hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned:
-        description.of_documents = partial(_of_documents, sizes, mask_function, config)
+        description.of_documents = partial(_of_documents, sizes, mask_function, attention_mask, config)
     if not torch.compiler.is_compiling():
         expect_use(description)
     return description
 
 
-def _of_documents(sizes: _Sizes, mask_function: Callable, config: Any, position_ids: Tensor) -> MaskDescription | None:
-    """The mask of packed sequences, which begin wherever a position is not the previous one plus 1; None if there is only one."""
+def _of_documents(
+    sizes: _Sizes, mask_function: Callable, attention_mask: Tensor | None, config: Any, position_ids: Tensor
+) -> MaskDescription | None:
+    """The mask of packed sequences, which begin wherever a position is not the previous one plus 1; None if there is only one, and beside
+    padding, as in Transformers. OPT and its like make a padding mask of ones themselves: that is none."""
+    if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
+        return None
     position_ids = position_ids.expand(sizes.batch, -1)
     ids = masking_utils.find_packed_sequence_indices(position_ids)
     if ids is None:

@@ -7,9 +7,8 @@ import pytest
 from anyattn.integrations.transformers import register
 from tests.support.transformers_families import Family, NotTinyError, kinds
 
-FAMILIES = kinds()
-REPRESENTATIVES = {"gpt_oss": "right", "doge": "refused", "gpt_neo": "refused"}
-FEWEST = 200  # families that can be made tiny in 5.23: 251
+# its positions reach the embeddings alone, so that no attention implementation can keep packed texts apart
+UNSEEN_POSITIONS = {"kosmos-2.5"}
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +16,7 @@ def registered() -> None:
     register()
 
 
-def _check(name: str, kind: str) -> set[str]:
+def _check(name: str) -> set[str]:
     """The outcomes of all checks that apply to a family; each raises if it is neither right nor refused."""
     try:
         family = Family(name)
@@ -31,7 +30,7 @@ def _check(name: str, kind: str) -> set[str]:
     if family.kind != "encoder":
         modes: tuple[dict, ...] = ({}, {"cache_implementation": "static"}, {"num_beams": 2})
         checks += [lambda mode=mode: family.generate(**mode) for mode in modes]  # type: ignore[misc]
-    if family.kind == "decoder":
+    if family.kind == "decoder" and name not in UNSEEN_POSITIONS:
         checks.append(family.packed)
     outcomes = set()
     for check in checks:
@@ -43,9 +42,9 @@ def _check(name: str, kind: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), sorted(FAMILIES.items()))
-def test_right_or_refused(name: str, kind: str) -> None:
-    assert _check(name, kind) in ({"right"}, {"refused"})
+@pytest.mark.parametrize("name", sorted(kinds()))
+def test_right_or_refused(name: str) -> None:
+    assert _check(name) in ({"right"}, {"refused"})
 
 
 @pytest.mark.parametrize("name", ["doge", "falcon", "bloom"])

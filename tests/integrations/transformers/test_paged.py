@@ -197,6 +197,18 @@ def test_registering_again_wraps_nothing_again() -> None:
         assert not hasattr(function._anyattn_wraps, "_anyattn_wraps")
 
 
+@needs_5
+def test_an_unknown_release_is_refused_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the manager's thread would leave empty answers."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    monkeypatch.setattr(PagedAttentionCache, "update", lambda self, states: states)
+    model = decoder("llama")
+    use(model, "anyattn")
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ has changed .*use generate\(\) in place of generate_batch"):
+        batched(model, prompts((3,)), NEW)
+
+
 def test_refusals() -> None:
     model = decoder("llama")
     model.config._attn_implementation = paged.IMPLEMENTATION
