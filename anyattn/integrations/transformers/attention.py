@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +41,7 @@ def attention_forward(
     output_attentions: bool | None = None,
     position_ids: Tensor | None = None,
     cache: Any = None,
+    sinks: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, with the signature that Transformers expects.
@@ -47,16 +51,23 @@ def attention_forward(
     is no mask, but causality if the layer is causal. softcap, s_aux (one sink logit per query head), position_bias (added to scores): as
     models pass them. cu_seq_lens_*: int (sequences + 1,), for sequences packed into a batch of one. position_ids: int (B or 1, S), which
     keep sequences apart where they start again, if no cache is used and the model has made its mask without them.
-    others: arguments that do not affect attention.
+    others: arguments that do not affect attention; those that the model's own ``eager_attention_forward`` names are refused.
 
     Returns the output (B, Sq, Hq, Dv), and None in place of the attention weights.
 
-    Raises ``ValueError`` for output_attentions and a cache of continuous batching, and for everything that anyattn refuses.
+    Raises ``ValueError`` for output_attentions, sinks that depend on the query and a cache of continuous batching, and for everything
+    that anyattn refuses.
     """
     if isinstance(attention_mask, MaskDescription):
         mark_used(attention_mask)
     if output_attentions or cache is not None:
         _refuse(output_attentions, cache)
+    if sinks is not None:
+        _refuse_unread("sinks", module)
+    if not torch.compiler.is_compiling():  # Dynamo cannot read signatures
+        for name in _unread(type(module).__module__):
+            if others.get(name) is not None:
+                _refuse_unread(name, module)
     dropout = dropout if module.training else 0.0
     if cu_seq_lens_q is not None and not _has_documents(attention_mask):
         ends = Ends(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -81,6 +92,22 @@ def _refuse(output_attentions: bool | None, cache: Any) -> None:
         )
     if cache is not None:
         raise ValueError(f"cache is a {type(cache).__name__}; attn_implementation='anyattn' has no continuous batching, 'sdpa' has")
+
+
+def _refuse_unread(name: str, module: torch.nn.Module) -> NoReturn:
+    raise ValueError(
+        f"{type(module).__name__} passes {name} to attention, which attn_implementation='anyattn' does not have: use "
+        "attn_implementation='eager' for this model"
+    )
+
+
+@functools.cache
+def _unread(layers: str) -> list[str]:
+    """The parameters of the eager attention in the module of that name that ``attention_forward`` lacks."""
+    eager = getattr(sys.modules.get(layers), "eager_attention_forward", None)
+    if eager is None:
+        return []
+    return [name for name in inspect.signature(eager).parameters if name not in inspect.signature(attention_forward).parameters]
 
 
 def _has_documents(attention_mask: Any) -> bool:

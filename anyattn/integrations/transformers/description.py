@@ -174,7 +174,7 @@ class MaskDescription:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> NoReturn:
         found = _first_of(cls, (*args, *(kwargs or {}).values()))
-        found._refuse(f"calls torch's {getattr(function, '__name__', function)} with its mask")
+        raise TypeError(found._refusal(f"calls torch's {getattr(function, '__name__', function)} with its mask"))
 
     def __getitem__(self, index: Any) -> NoReturn:
         self._refuse(f"indexes its mask by {index!r}")

@@ -37,7 +37,7 @@ def refuse_models_without_interface(name: str) -> None:
 
 def _judging(original: Callable) -> Callable:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention in _names and not _uses_interface(type(self), requested_attention):
+        if requested_attention in _names and not _uses_interface(self, requested_attention):
             other = "'sdpa' or 'eager'" if getattr(self, "_supports_sdpa", False) else "'eager'"
             raise ValueError(
                 f"{type(self).__name__} does not use Transformers' attention interface, so attn_implementation={requested_attention!r} "
@@ -49,13 +49,17 @@ def _judging(original: Callable) -> Callable:
     return get_correct_attn_implementation
 
 
-def _uses_interface(model: type, name: str) -> bool:
-    """False if one of the modules that define the model has attention of its own, or classes of attention by names without ``name``."""
+def _uses_interface(model: Any, name: str) -> bool:
+    """False if one of the modules that define the model has attention of its own, or classes of attention by names without ``name``.
+
+    Models that are made of others are judged by their parts, each when it is made.
+    """
     import transformers
 
-    classes = [c for c in model.__mro__ if issubclass(c, transformers.PreTrainedModel) and c is not transformers.PreTrainedModel]
+    classes = [c for c in type(model).__mro__ if issubclass(c, transformers.PreTrainedModel) and c is not transformers.PreTrainedModel]
     modules = [sys.modules[c.__module__] for c in classes if c.__module__ in sys.modules]
-    return not any(_has_own_attention(module) or _lacks_class(module, name) for module in modules)
+    has_parts = bool(getattr(model.config, "sub_configs", None))
+    return not any(_lacks_class(module, name) or (not has_parts and _has_own_attention(module)) for module in modules)
 
 
 @functools.cache

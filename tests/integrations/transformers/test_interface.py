@@ -152,6 +152,23 @@ def test_a_dropped_mask_is_refused() -> None:
     assert not described.is_used
 
 
+def test_what_a_models_own_attention_reads_and_this_one_does_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inkling 2's sinks, one for each query; before, they were dropped silently."""
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"^Module passes sinks to attention.*use attn_implementation='eager'"):
+        attention_forward(nn.Module(), q, q, q, sinks=torch.zeros(1, 2, 4, 1))
+
+    def eager_attention_forward(module: object, query: Tensor, temperature: float | None = None, **kwargs: object) -> None: ...
+
+    class Layer(nn.Module):
+        pass
+
+    monkeypatch.setitem(globals(), "eager_attention_forward", eager_attention_forward)
+    attention_forward(Layer(), q, q, q, temperature=None, layer=3)
+    with pytest.raises(ValueError, match="Layer passes temperature to attention"):
+        attention_forward(Layer(), q, q, q, temperature=2.0)
+
+
 def test_a_model_without_the_interface_is_refused_when_it_is_made() -> None:
     from transformers import AutoModelForCausalLM, GPTJConfig, SamVisionConfig, SamVisionModel
 
