@@ -48,9 +48,9 @@ def test_right_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["doge", "falcon", "bloom"])
-def test_refused_families(name: str) -> None:
-    family = Family(name)
-    assert "refused" in {family.loads(), family.forward()}
+def test_families_that_were_wrong_or_failed(name: str) -> None:
+    """Doge's logits were off by 0.6; the others ended in ``KeyError`` and in an error of Python's."""
+    assert _check(name) in ({"right"}, {"refused"})
 
 
 def test_packed_positions_that_the_model_keeps_from_its_mask() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,16 +171,30 @@ def test_what_a_models_own_attention_reads_and_this_one_does_not_is_refused(monk
         attention_forward(Layer(), q, q, q, temperature=2.0)
 
 
-def test_a_model_without_the_interface_is_refused_when_it_is_made() -> None:
-    from transformers import AutoModelForCausalLM, GPTJConfig, SamVisionConfig, SamVisionModel
+_OWN = """
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
 
+class OwnAttention(nn.Module):
+    pass
+{more}
+class OwnModel(PreTrainedModel):
+    config_class = LlamaConfig
+"""
+
+
+@pytest.mark.parametrize("more", ["", "# ALL_ATTENTION_FUNCTIONS\nOWN_CLASSES = {'eager': OwnAttention}\n"])
+def test_a_model_without_the_interface_is_refused_when_it_is_made(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPT-J, whose attention is its own, and SAM, which chooses classes of attention by the implementation's name."""
+    name = f"own_model_{len(more)}"
+    (tmp_path / f"{name}.py").write_text(_OWN.format(more=more))
+    monkeypatch.syspath_prepend(str(tmp_path))
     register()
-    tiny = GPTJConfig(vocab_size=96, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
-    with pytest.raises(ValueError, match=r"^GPTJForCausalLM does not use Transformers' attention interface.*='eager'"):
-        AutoModelForCausalLM.from_config(tiny, attn_implementation=NAME)
-    vision = SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8, output_channels=8)
-    with pytest.raises(ValueError, match=r"^SamVisionModel does not use Transformers' attention interface"):
-        SamVisionModel._from_config(vision, attn_implementation=NAME)
+    own = importlib.import_module(name)
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    own.OwnModel._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=r"^OwnModel does not use Transformers' attention interface.*attn_implementation='eager'\."):
+        own.OwnModel._from_config(config, attn_implementation=NAME)
 
 
 def test_a_model_of_a_users_own_source_is_not_refused() -> None:
