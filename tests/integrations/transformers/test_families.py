@@ -38,6 +38,8 @@ def _check(name: str) -> set[str]:
             outcomes.add(check())
         except NotTinyError:  # eager attention has no such thing either
             continue
+    if not outcomes:
+        pytest.skip("eager attention fails in float64")
     return outcomes
 
 
