@@ -18,7 +18,7 @@ from anyattn.hardware import Hardware
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BACKENDS, Backward, Plan
 from anyattn.problem import Problem
-from anyattn.tested_versions import warn_of_newer_torch
+from anyattn.tensors.tested_versions import warn_of_newer_torch
 
 __all__ = ["appender", "available", "check_backend", "choose", "combiner", "for_backward", "misfits", "planned"]
 

@@ -16,7 +16,7 @@ from anyattn import disk_cache, gallery
 from anyattn.backends.hopper.compile import build
 from anyattn.cli import selfcheck
 from anyattn.cli.judge import shares
-from anyattn.tested_versions import TESTED, is_newer, range_of
+from anyattn.tensors.tested_versions import TESTED, is_newer, range_of
 
 __all__ = ["command"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import tested_versions
-from anyattn.tested_versions import TESTED, is_newer, range_of
+from anyattn.tensors import tested_versions
+from anyattn.tensors.tested_versions import TESTED, is_newer, range_of
 from tests.support.command_line import call
 
 
