@@ -98,7 +98,7 @@ def misfits(tensors: tuple[Any, ...], backend: str | None) -> bool:
     """Whether one of a call's q, k, v has a last dimension that is not innermost, and a GPU's kernels may compute the call: they read rows,
     and a copy costs a small part of what torch operations cost. False for wrong arguments, which are refused later."""
     for t in tensors:
-        if isinstance(t, Tensor) and t.ndim > 2 and t.stride(-1) != 1 and t.shape[-1] > 1:
+        if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested and t.ndim > 2 and t.stride(-1) != 1 and t.shape[-1] > 1:
             return backend in ("triton", "hopper") or (backend is None and machines.of(t.device.type).device == "cuda")
     return False
 
