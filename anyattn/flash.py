@@ -57,7 +57,7 @@ def flash_attn_func(
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # an int, as softcap
     backend: str | None = None,
     **others: Any,
 ) -> Any:
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # an int, as softcap
     validate: bool | None = None,
     backend: str | None = None,
     **others: Any,

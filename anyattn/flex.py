@@ -41,7 +41,7 @@ def flex_attention(
     aux_tensors: Sequence[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # an int: torch.compile(dynamic=True) makes 0.0 a symbolic float and compiles twice
     backend: str | None = None,
 ) -> Any:
     """Attention whose scores and mask are a few lines of Python: ``softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.

@@ -7,8 +7,12 @@ import torch
 
 from anyattn.mods.tracing.trace import trace
 from anyattn.triton_tools.emit import PLAIN
+from tests.support.gpu import judging
 from tests.support.torch_functions import CASES, DTYPES, arguments, wrong
 from tests.support.triton.texts import COLUMNS, ROWS, by_triton
+
+pytestmark = [pytest.mark.gpu, judging.on_the_gpu_alone]
+judging.needs_the_backend(only="triton")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)

@@ -171,7 +171,7 @@ MUTANTS = by_name(
     ),
     Mutant(
         "dv_overwritten_in_two_loops", f"{_BACKWARD}:_visit_rows",
-        "plus_product(dv, None, p, dout, PRECISION)", "plus_product(dv * 0, None, p, dout, PRECISION)", "full",
+        "plus_product(dv, None, kept_p, dout, PRECISION)", "plus_product(dv * 0, None, kept_p, dout, PRECISION)", "full",
     ),
     Mutant(
         "rows_filled_in_part", f"{_ROW_TILE_BOUNDS}:_spans_of",

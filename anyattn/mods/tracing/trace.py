@@ -227,12 +227,12 @@ def trace(
                 raise  # of the trace inside of which this one runs
             pinned |= need.slots
         except Exception as error:
-            if isinstance(error, ModError) and before is None:
+            if isinstance(error, ModError) and before is None and not _is_of_cute(error):
                 raise
             if not (every := _every_slot(fn)) <= pinned:  # torch.arange(n) and others refuse a symbolic n
                 pinned = every
                 continue
-            if isinstance(error, ModError):
+            if isinstance(error, ModError) and not _is_of_cute(error):
                 raise
             told = _told(error, fn, kind)
             if told is None:
@@ -282,9 +282,18 @@ def _every_slot(fn: Callable) -> frozenset[int]:
     return frozenset(range(len(found)))
 
 
+def _is_of_cute(error: Exception) -> bool:
+    """Whether CuTe has raised the error, or has used a symbol as a tensor with memory."""
+    at, names = error.__traceback__, [type(error).__module__]
+    while at is not None:
+        names.append(at.tb_frame.f_globals.get("__name__", ""))
+        at = at.tb_next
+    return any(name.startswith("cutlass") for name in names)
+
+
 def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
     """The ``ModError`` for an exception from a mod's body; None if the exception itself should be raised."""
-    if type(error).__module__.startswith("cutlass"):
+    if _is_of_cute(error):
         return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
     return failed(error, f"{kind}_mod {name_of(fn)!r}")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import masks, planner
+from anyattn import hardware, masks, planner
 from anyattn.backends.hopper import api, cute_api
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
@@ -141,7 +141,7 @@ def test_what_anyattn_reads_keeps_its_place_beside_them() -> None:
 
 def test_calls_with_them_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this call's tables, and as long as the functions say the same."""
-    monkeypatch.setattr(attention.hardware, "of", lambda kind: H200)
+    monkeypatch.setattr(hardware, "of", lambda kind: H200)
     attention.clear()
     q, tables = qkv(), [TABLE, TABLE + 1]
 

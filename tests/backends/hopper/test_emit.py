@@ -64,7 +64,10 @@ def assert_same(op: str, ours: Tensor, theirs: Tensor) -> None:
     assert bool(fits.all()), (op, ours[~fits], theirs[~fits])
 
 
-CASES = [(op, kind) for op, spec in OPS.items() for kind in ("float", "int", "bool") if op != "cast" and kind in spec.operands]
+# dropout's hash is written by the kernels themselves
+CASES = [
+    (op, kind) for op, spec in OPS.items() for kind in ("float", "int", "bool") if op not in ("cast", "fold") and kind in spec.operands
+]
 
 
 @pytest.mark.covering(1)

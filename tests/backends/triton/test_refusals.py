@@ -49,7 +49,6 @@ HERE = [  # what the backend itself has not
     (lambda: flex(dtype=torch.float64), BackendError, "float64", "float32, bfloat16 and float16", "backend=None"),
     (lambda: flex(dim=264), BackendError, "head_dim is 264", "up to 256", "backend=None"),
     (lambda: flex(dim=8, dim_v=300), BackendError, "v's 300", "up to 256", "backend=None"),
-    (lambda: flex_attention(*[t(1, 1, 16, 4).mT] * 3, backend="triton"), BackendError, "q's last dimension", "q.contiguous()"),
     (lambda: flex(rows=0), BackendError, "q has shape (1, 2, 0, 16)", "nothing to multiply", "backend=None"),
     (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "power of two", "such as 128"),
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),
@@ -75,4 +74,4 @@ print(len(ALWAYS + HERE), "refused")
 def test_messages(interprets: bool) -> None:
     """With the interpreter, and on a machine that has no GPU for it."""
     done = python("-W", "ignore", "-c", SCRIPT % interprets, TRITON_INTERPRET=str(int(interprets)), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0 and "24 refused" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and "23 refused" in done.stdout, done.stdout + done.stderr[-3000:]

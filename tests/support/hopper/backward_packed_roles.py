@@ -43,8 +43,10 @@ class _Row:
 class PackedCall:
     """``backward_roles.Call`` over sequences: q, dout (rows of storage, Hq, Sq, D), k, v likewise, NaN wherever no sequence is.
 
-    lse, delta: for each sequence (Hq, its queries). lists: (their tensors, ``entries``).
+    lse, delta: for each sequence (Hq, its queries). lists: (their tensors, ``entries``). factor: of the weights that dropout keeps.
     """
+
+    factor = 1.0
 
     def __init__(
         self,
