@@ -14,8 +14,10 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 import anyattn
+from anyattn import oracle
 from anyattn.mods.tracing.fingerprint import recognise
 from anyattn.mods.tracing.pure_names import compares_identity
+from anyattn.testing import budget
 
 S = 24
 NUMBER, RATE = 7, 2.5
@@ -395,5 +397,6 @@ def test_c_code_is_handed_no_symbol_for_a_tensor() -> None:
     """A value that told ``isinstance`` in C that it was a tensor would have its memory read as one."""
     mod = lambda s, b, h, q, k: torch.nan_to_num(torch.where(q > k, s, float("nan")), nan=0.5)
     q = torch.randn(1, 1, S, 16)
-    wanted = torch.where(torch.ones(S, S).tril(-1).bool(), q @ q.mT / 4, 0.5).softmax(-1) @ q
-    assert torch.allclose(anyattn.flex_attention(q, q, q, mod), wanted, atol=1e-5)
+    plain = lambda s, b, h, q, k: torch.where(q > k, s, 0.5)
+    wanted, by_formula = (f(q, q, q, score=plain).out for f in (oracle.attention, oracle.same_dtype))
+    budget.check("out", anyattn.flex_attention(q, q, q, mod), wanted, by_formula)
