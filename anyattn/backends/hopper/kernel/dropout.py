@@ -90,7 +90,7 @@ class Drops:
                 p[r, c] = kept
 
     def words_of_rows(self, positions: Any, facts: Any, captured: Any) -> list[tuple[Any, Any]]:
-        """For each row of a thread in the forward pass its word, and the odd number made of it."""
+        """Per row of a thread in the forward pass: (hash word of the row, odd multiplier derived from that word)."""
         places = self._places(positions, Int32(0), facts, False)  # type: ignore[attr-defined]
         head = self.of_head(places["b"], places["h"], captured)
         words = [self.of_row(head, q) for q in places["q_idx"]]
