@@ -2,8 +2,12 @@
 
 A pair's bit is a function of a seed, b, h, q_idx and kv_idx, as mods see them; so it does not depend on tiles, splits, storage or
 backend, and the backward pass recomputes it. The hash is a chain of multiply-and-fold steps (wyhash, Wang Yi, 2019): the state of a seed
-takes up b, then h, then q_idx. Two keys 8 apart share the last step, each with 15 of its 32 bits: that step is all the work per pair, and
-in Hopper's tensor core fragments a thread holds both keys.
+takes up b, then h, then 16 query rows, and the last step takes the place of the row and the key among them. That step is all the work per
+pair, and four pairs share its word, 7 bits each: two rows and two keys 8 apart, which one thread holds in both fragments of Hopper's
+tensor cores, S of the forward pass and its transpose of the backward pass.
+
+Seven bits say p to 1/128 only. The remaining 7 bits of p are dithered: a lattice with a random phase per head raises the threshold by one
+for that fraction of the pairs, exactly in each 16 x 16 of them, so that every pair is dropped with the probability p to 2^-14.
 """
 
 from __future__ import annotations
@@ -17,12 +21,21 @@ from anyattn.mods.ir.codec import encode
 from anyattn.mods.ir.expr import Builder, Expr, wrapped
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["BITS", "COLUMN", "FIRST", "KEEP", "KEEP_PROGRAM", "SPREAD", "STATE", "Dropout", "Seeded", "dropout_of", "seeded"]
+__all__ = [
+    "BITS", "COLUMN", "FINE", "FIRST", "KEEP", "KEEP_PROGRAM", "KEY_GROUPS", "KEY_PLACES", "KEY_STEP", "ROW_PLACES", "ROW_STEP", "SPREAD",
+    "STATE", "Dropout", "Seeded", "dropout_of", "seeded",
+]  # fmt: skip
 
-BITS = 15  # of a decision: probabilities are multiples of 2^-15
+BITS = 7  # of a field: a pair's part of a word, the lowest bits of a byte
+FINE = 7  # more bits of the probability, by dithering
 # odd multipliers, whose bits are those of 2^32 divided by the golden ratio and of MurmurHash3 and xxHash; STATE is even, and 1 is added
 SPREAD, COLUMN, STATE = (wrapped(n, torch.int32) for n in (0x9E3779B1, 0xC2B2AE3D, 0x85EBCA6A))
 FIRST = tuple(wrapped(n, torch.int32) for n in (0x243F6A88, 0x85A308D3))  # of pi: the state of a seed of zeros
+# Counters from here on are spread to the words of: a row's place among 8, a key's place among 8, groups of 16 keys.
+ROW_PLACES, KEY_PLACES, KEY_GROUPS = 0, 8, 16
+# The lattice: phase + q * ROW_STEP + k % 16 * KEY_STEP modulo 128 takes every value twice in 16 x 16 pairs, the same in all of these, and
+# each row's values lie apart.
+ROW_STEP, KEY_STEP = 40, 79
 
 
 class Seeded(NamedTuple):
@@ -56,22 +69,31 @@ def _keep() -> Expr:
     def number(value: int) -> int:
         return make.const(value, short)
 
+    def does(op: str, x: int, value: int) -> int:
+        return make.add(op, x, number(value))
+
     def spread(counter: int) -> int:
-        return make.add("fold", make.add("mul", counter, number(SPREAD)), number(COLUMN))
+        return make.add("fold", does("mul", counter, SPREAD), number(COLUMN))
 
     def mixed(state: int, counter: int) -> int:
-        odd = make.add("add", make.add("mul", state, number(STATE)), number(1))
-        return make.add("fold", make.add("xor", spread(counter), state), odd)
+        return make.add("fold", make.add("xor", spread(counter), state), does("add", does("mul", state, STATE), 1))
+
+    def place(x: int, first: int) -> int:
+        return spread(does("add", does("and", x, 7), first))
 
     loaded = (make.add("load", make.const(i, torch.int64), dtype=short, attr=0) for i in range(2))
     seeds = [make.add("xor", word, number(first)) for word, first in zip(loaded, FIRST, strict=True)]
     of_head, odd = (mixed(mixed(seed, b), h) for seed in seeds)
-    row = make.add("fold", make.add("xor", spread(q), of_head), make.add("or", odd, number(1)))
-    word = mixed(row, make.add("and", k, number(~8)))
-    is_upper = make.add("ne", make.add("and", k, number(8)), number(0))
-    raised = make.add("mul", word, make.add("where", is_upper, number(1), number(1 << 16)))  # the pair's bits from bit 16 on
-    least = make.add("mul", make.cast(make.add("scalar", dtype=int, attr=0), short), number(1 << 16))
-    return make.build(make.add("ge", make.add("and", raised, number(2**31 - 1)), least))
+    row = make.add("fold", make.add("xor", spread(does("shr", q, 4)), of_head), does("or", odd, 1))
+    of_query = make.add("xor", row, place(q, ROW_PLACES))
+    of_key = make.add("xor", spread(does("add", does("shr", k, 4), KEY_GROUPS)), place(k, KEY_PLACES))
+    word = make.add("fold", make.add("xor", of_query, of_key), does("add", does("mul", row, STATE), 1))
+    byte = make.add("add", does("and", k, 8), does("mul", does("and", q, 8), 2))
+    field = does("mul", does("and", make.add("shr", word, byte), 2**BITS - 1), 2**FINE)
+    of_row = make.add("add", does("mul", q, ROW_STEP), of_head)
+    phase = does("and", make.add("add", of_row, does("mul", does("and", k, 15), KEY_STEP)), 2**FINE - 1)
+    dropped = make.cast(make.add("scalar", dtype=int, attr=0), short)  # of 2^14 pairs
+    return make.build(make.add("ge", make.add("or", field, phase), dropped))
 
 
 KEEP = _keep()
@@ -109,5 +131,5 @@ def dropout_of(given: Seeded | None) -> Dropout | None:
     if given is None:
         return None
     seed, p = given[0], float(given[1])  # a compiler's symbolic number becomes a constant of its graph
-    least = min(round(p * 2**BITS), 2**BITS - 1)
-    return Dropout(TracedMod("mask", KEEP, (least,), (seed,), "dropout"), p)
+    count = 2 ** (BITS + FINE)
+    return Dropout(TracedMod("mask", KEEP, (min(round(p * count), count - 1),), (seed,), "dropout"), p)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyattn.mods.analysis.evaluate import evaluate
-from anyattn.mods.dropout import BITS, KEEP, KEEP_PROGRAM, Seeded, dropout_of
+from anyattn.mods.dropout import BITS, FINE, KEEP, KEEP_PROGRAM, Seeded, dropout_of
 from anyattn.mods.ir.codec import decode
 from anyattn.mods.ir.dependence import dependence
 from tests.support.covering import few
@@ -39,8 +39,10 @@ def by_definition(p: float, seed: tuple[int, int], b: int, h: int, q: int, k: in
         return fold(spread(n) ^ state, state * 0x85EBCA6A + 1 & most)
 
     first, second = (mixed(mixed((word & most) ^ start, b), h) for word, start in zip(seed, (0x243F6A88, 0x85A308D3), strict=True))
-    word = mixed(fold(spread(q) ^ first, second | 1), k & ~8)
-    return (word >> (16 if k & 8 else 0)) % 2**15 >= min(round(p * 2**15), 2**15 - 1)
+    row = fold(spread(q // 16) ^ first, second | 1)
+    word = fold(row ^ spread(q % 8) ^ spread(8 + k % 8) ^ spread(16 + k // 16), row * 0x85EBCA6A + 1 & most)
+    field = (word >> 8 * (q // 8 % 2 * 2 + k // 8 % 2)) % 128
+    return field * 128 + (first + 40 * q + 79 * (k % 16)) % 128 >= min(round(p * 2**14), 2**14 - 1)
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.99999])
@@ -58,10 +60,10 @@ def test_far_positions_and_the_program_of_graphs() -> None:
 
 
 def test_little_work_for_a_pair() -> None:
-    """Words of rows and keys are computed once for each: three multiplications are left for a pair, two of them one in 64 bits."""
+    """Words of rows and keys are computed once for each: what is left for a pair has one multiplication in 64 bits."""
     deps = dependence(KEEP)
     by_pair = [node.op for node, dep in zip(KEEP.nodes, deps, strict=True) if dep.q and dep.kv]
-    assert sorted(by_pair) == ["and", "fold", "ge", "mul", "xor"]
+    assert sorted(by_pair) == ["add", "add", "and", "and", "fold", "ge", "mul", "or", "shr", "xor"]
 
 
 def spread_of(means: np.ndarray, count: int) -> float:
@@ -75,7 +77,7 @@ def test_statistics(p: float, seed: tuple[int, int]) -> None:
     """Each figure is within five standard deviations of an ideal generator's."""
     heads, rows, keys = 4, 512, 512
     kept = bits(p, (2, heads // 2, rows, keys), seed).reshape(heads, rows, keys).numpy()
-    t = round(p * 2**BITS) / 2**BITS
+    t = round(p * 2 ** (BITS + FINE)) / 2 ** (BITS + FINE)
     x = (kept - (1 - t)) / math.sqrt(t * (1 - t))
 
     def is_centred(values: np.ndarray, what: str) -> None:

@@ -169,18 +169,29 @@ MUTANTS = {
     "P is replaced before its product": _swapped(
         f"{_MMA}:Multiplies._taken",
         "warpgroup.wait_group(0)\npipes[2].consumer_release(v_state)",
-        "p.store(narrowed(scores, self.dtype).load())",
+        "if const_expr(apart is None): ...",
     ),
     "P is replaced before its product, by a guess": _swapped(
-        f"{_MMA}:Multiplies._guessed", "warpgroup.wait_group(0)\npipes[2].consumer_release(v_state)", "narrowed_to(p, powers, self.dtype)"
+        f"{_MMA}:Multiplies._guessed", "warpgroup.wait_group(0)\npipes[2].consumer_release(v_state)", "if const_expr(apart is None): ..."
+    ),
+    "rows of another row tile drop": _edit(
+        f"{_MMA}:Multiplies._row_tiles",
+        "captured = (*captured, self.words_of_rows(positions, facts, captured))",
+        "captured = (*captured, ('rows', 0))",
+    ),
+    "keys of another tile drop": _edit(
+        f"{_MMA}:Multiplies._step",
+        "dropping = (captured[2], n, self.words_ahead(captured[2], n))",
+        "dropping = (captured[2], n + 1, self.words_ahead(captured[2], n + 1))",
+    ),
+    "a repeated tile drops nothing": _edit(
+        f"{_MMA}:Multiplies._store", "if const_expr(dropping is None): ...", "p.store(narrowed(powers, self.dtype).load())"
     ),
     "a wrong guess stays": _edit(f"{_MMA}:Multiplies._guessed", "if is_right: ...", "if True: ..."),
-    "a wrong guess stays in P": _edit(
-        f"{_MMA}:Multiplies._guessed", "rescales = __\np.store(narrowed(scores, self.dtype).load())", "rescales = __"
-    ),
+    "a wrong guess stays in P": _edit(f"{_MMA}:Multiplies._guessed", "rescales = __\nself._store(p, scores, dropping)", "rescales = __"),
     "a wrong guess at a cap stays in P": _edit(
         f"{_MMA}:Multiplies._guessed",
-        "self.unshifted(scores, row_max, row_sum, rate, False)\np.store(narrowed(scores, self.dtype).load())",
+        "self.unshifted(scores, row_max, row_sum, rate, False)\nself._store(p, scores, dropping)",
         "self.unshifted(scores, row_max, row_sum, rate, False)",
     ),
     "sums of guesses are lost": _edit(f"{_MMA}:Multiplies._guessed", "row_sum.store(row_sum.load() + added.load())"),

@@ -157,11 +157,13 @@ def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], T
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
     wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
+    wanted["has_dropout"] = flags["has_dropout"] = problem.dropout is not None
     (d, dv), tiles, pages = _tiles(problem, wanted)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     if packed > 1:
         (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
-    if d == dv == 128 and packed == 1 and score is None and list_tile is None and not (asks or flags.get("bands") or pages["piece"]):
+    is_bare = score is None and list_tile is None and not (asks or flags.get("bands") or flags["has_dropout"])
+    if d == dv == 128 and packed == 1 and is_bare and not pages["piece"]:
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
@@ -169,7 +171,6 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         "has_sink": problem.sink is not None,
         "has_lse": problem.wants_lse,
         "has_max": problem.wants_max,
-        "has_dropout": problem.dropout is not None,
     }
     return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
 

@@ -33,9 +33,11 @@ def signs(a: Any, b: Any, selector: str) -> int:
     return sum(0xFF << 8 * i for i, d in enumerate(digits) if whole >> 8 * (d - 8) + 7 & 1)
 
 
-@pytest.mark.parametrize("heads_per_tile", [1, 4])
-@pytest.mark.parametrize(("n", "tile_n"), [(0, 128), (3, 80)])
-def test_probabilities_are_dropped_by_the_definition(n: int, tile_n: int, heads_per_tile: int) -> None:
+@pytest.mark.parametrize("p", [0.4, 0.1, 1e-4, 0.9999])
+@pytest.mark.parametrize(("n", "tile_n", "warp_groups"), [(0, 128, 2), (3, 80, 2), (5, 96, 3)])
+def test_probabilities_are_dropped_by_the_definition(n: int, tile_n: int, warp_groups: int, p: float) -> None:
+    dropout = dropout_of(Seeded(torch.tensor([5, -6], dtype=torch.int32), p))
+    assert dropout is not None
     names: dict[str, Any] = {
         "dsl_user_op": lambda f: f,
         "Int32": Int32,
@@ -47,37 +49,35 @@ def test_probabilities_are_dropped_by_the_definition(n: int, tile_n: int, heads_
     for code in compiled()[0]:
         if code.co_filename.endswith("kernel/dropout.py"):
             exec(code, names)
-    names |= {"fold": lambda a, b: Int32(int(fold(a, b))), "_signs": signs}
+    names |= {"fold": lambda a, b: Int32(int(fold(a, b))), "_signs": signs, "_both": lambda a, b: int(a) & int(b)}
     names["cute"].recast_tensor = lambda p, _: p
     names["cute"].size = len
+    names["cute"].make_rmem_tensor = lambda size, _: [0] * size
+    names["narrowed"] = lambda p, _: p
     entry, head, m_block = 3, 5, 2
-    (least, factor), (seed,) = DROPOUT.captured  # type: ignore[union-attr]
-    places = (
-        torch.tensor(entry),
-        head + torch.arange(heads_per_tile)[:, None, None],
-        m_block * (128 // heads_per_tile) + torch.arange(128)[:, None],
-    )
-    kept = evaluate(DROPOUT.keep, *places, n * tile_n + torch.arange(tile_n))  # type: ignore[union-attr]
+    (count, factor), (seed,) = dropout.captured
+    places = torch.tensor(entry), torch.tensor(head), m_block * 128 + torch.arange(128)[:, None]
+    kept = evaluate(dropout.keep, *places, n * tile_n + torch.arange(tile_n))
     for thread in range(0, 128, 7):
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        of_rows = [divmod(row + 8 * r, heads_per_tile) for r in range(2)]  # (position, head)
-        q_idx = [m_block * (128 // heads_per_tile) + position for position, _ in of_rows]
-        h = head + of_rows[0][1]
         drops = names["Drops"]()
-        drops.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n))
-        drops._places = lambda *_, q=q_idx, h=h: {"b": Int32(entry), "h": Int32(h), "q_idx": [Int32(i) for i in q]}
-        captured: tuple = ((Int32(least), factor), ([Int32(int(x)) for x in seed],))
-        pairs = [0xFFFFFFFF] * (2 * tile_n // 8)
+        drops.config, drops.dtype = SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n, warp_groups=warp_groups)), None
+        drops.first_row = lambda *_, q=m_block * 128 + row: Int32(q)
+        drops.head = lambda *_: Int32(head)
+        captured: tuple = ((Int32(count), factor), ([Int32(int(x)) for x in seed],))
+        pairs, positions = [0xFFFFFFFF] * (2 * tile_n // 8), {(0, 0): (row, column)}
         with np.errstate(over="ignore"):
-            captured = (*captured, drops.words_of_rows(None, None, captured))
-            drops.drop(pairs, {(0, 0): (row, column)}, Int32(n), captured)
+            rows = drops.words_of_rows(positions, SimpleNamespace(entry=Int32(entry)), captured)
+            ahead = drops.words_ahead(rows, Int32(n))
+            assert (ahead is None) is (warp_groups == 3)
+            drops.keep(pairs, drops.narrowed_apart(pairs, (rows, Int32(n), ahead)))
         found = {}
         for at, pair in enumerate(pairs):  # wgmma's first operand: 16 columns at a time, rows before the later 8 columns
             sixteen, eight, r = at // 4, at // 2 % 2, at % 2
             for i in range(2):
                 found[r, 16 * sixteen + 8 * eight + i] = (pair >> 16 * i) & 0xFFFF
         for (r, c), mask in found.items():
-            assert mask == (0xFFFF if kept[of_rows[0][1], of_rows[r][0], column + c] else 0), (thread, r, c)
+            assert mask == (0xFFFF if kept[row + 8 * r, column + c] else 0), (thread, r, c)
 
 
 def problem(d: int = 128, **changes: Any) -> Problem:

@@ -458,6 +458,8 @@ MOST_BYTES = {
     **dict.fromkeys(("alibi", "dropout alibi"), 8),
     "image": 16,  # words, and beside them what is asked of each pair
     "whole numbers": 88,
+    # two more numbers a thread, which change once a row tile
+    "dropout": 8,
     # two more numbers a thread, which change once a key tile
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),

@@ -107,7 +107,6 @@ def _config(draw: random.Random) -> Any:
         has_order=lists is None,
         has_count=False,
         has_entries=lists is None,
-        has_dropout=False,
         has_left=lists is None and draw.random() < 0.5,
         has_right=lists is None and draw.random() < 0.5,
         spread="none" if lists else draw.choice(("none", "heads")),
@@ -132,6 +131,7 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     """rows: row tiles for all blocks together, from none to 12."""
     draw = random.Random(seed)
     config = _config(draw)
+    config.has_dropout = random.Random(-(10**6) - seed).random() < 0.3
     rows = draw.choice((0, 1, 2, 3, 5, 8, 12)) if rows is None else rows
     workers = draw.choice((1, 1, 2))
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1

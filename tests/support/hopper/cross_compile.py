@@ -189,7 +189,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs)
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False))
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         if 0 < piece < LEAST_PIECE:

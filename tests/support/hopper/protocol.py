@@ -303,7 +303,7 @@ class Group:
         self.outputs += 1
         tile = self.block.tiles[t]
         self._reads(product, v, ("v", *tile.sources[2][i]), (t, i))
-        if p.made_of != ((t, i),) or "exponential" not in p.done:
+        if p.made_of != ((t, i),) or "exponential" not in p.done or ("dropped" in p.done) is not self.block.drops:
             raise Broken(f"P of {p.made_of} with V of {(t, i)}")
         flown = tuple(x.tile for x in self.flying if x.parts[0][0] is acc)
         if acc.made_of + flown != tuple((t, j) for j in range(i)) or not acc.done <= {"out", "all 0.0"}:
@@ -351,6 +351,7 @@ class Block:
 
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile]):
         self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
+        self.drops = config.has_dropout
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
         count, stages = config.tiles.warp_groups, config.tiles.stages
         self.groups = {f"group {i}": Group(self, i) for i in range(count)}

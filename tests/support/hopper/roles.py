@@ -27,11 +27,13 @@ _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
 Changes = tuple[tuple[str, str], ...]  # (module, the text that is run in place of its own)
+CAPTURED = "numbers", "tensors"
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "tile_scheduler", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
     "limits_again": "softmax", "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax",
-    "guessed": "speculative_softmax",
+    "guessed": "speculative_softmax", "words_of_rows": "dropout", "words_ahead": "dropout", "narrowed_apart": "dropout", "keep": "dropout",
+    "factor": "dropout",
     "raise_tops_under_cap": "speculative_softmax",
     "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "paged_gather",
 }  # fmt: skip
@@ -239,22 +241,46 @@ class Stubs:
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
         return self.bands[entry]
 
-    def rate(self, scale: str, captured: str) -> str:
+    def rate(self, scale: str, captured: tuple) -> str:
         self._given(scale=scale, captured=captured)
         return "rate"
 
-    def row_limits(self, positions: str, facts: Any, captured: str) -> Any:
+    def row_limits(self, positions: str, facts: Any, captured: tuple) -> Any:
         self._given(positions=positions, captured=captured)
         return facts
 
-    def limits_again(self, limits: Any, positions: str, facts: Any, captured: str) -> Any:
+    def limits_again(self, limits: Any, positions: str, facts: Any, captured: tuple) -> Any:
         if limits != facts:
             raise Broken(f"limits of {limits} are computed again for {facts}")
         return self.row_limits(positions, facts, captured)
 
-    def _given(self, **given: str) -> None:
-        if any(name != value for name, value in given.items()):
-            raise Broken(f"unexpected arguments: {given}")
+    def _given(self, captured: tuple = CAPTURED, **given: str) -> None:
+        if any(name != value for name, value in given.items()) or captured[:2] != CAPTURED:
+            raise Broken(f"unexpected arguments: {given}, {captured}")
+
+    def words_of_rows(self, positions: str, facts: Any, captured: tuple) -> tuple[str, int]:
+        self._given(positions=positions, captured=captured)
+        return "rows", self._tile(facts)
+
+    def words_ahead(self, rows: tuple[str, int], n: int) -> tuple | None:
+        return None if self.config.tiles.warp_groups == 3 else ("words", rows, n)
+
+    def narrowed_apart(self, powers: Registers, dropping: tuple) -> Loaded:
+        """Probabilities without the dropped ones, if the words are those of their row tile and key tile."""
+        powers.idle("read")
+        value, (rows, n, ahead) = powers.load(), dropping
+        if value.made_of != ("a wrong guess",):
+            ((t, i),) = value.made_of
+            if rows != ("rows", t) or n != self.block.tiles[t].visits[i][0] or ahead not in (None, ("words", rows, n)):
+                raise Broken(f"{value.made_of} is dropped by {dropping}")
+        return value._replace(done=value.done | {"dropped"})
+
+    def keep(self, p: Registers, apart: Loaded) -> None:
+        p.store(apart)
+
+    def factor(self, captured: tuple) -> str:
+        self._given(captured=captured)
+        return "factor"
 
     def _tile(self, facts: Any) -> int:
         t = next((t for t, tile in enumerate(self.block.tiles) if tile.facts.items() <= facts._asdict().items()), None)
@@ -271,11 +297,13 @@ class Stubs:
             raise Broken(f"scores of {(t, i)} are taken for key tile {n} of {facts}, first: {is_edge}")
         return tile, i
 
-    def foreseen(self, positions: str, n: int, facts: Any, captured: str) -> tuple:
+    def foreseen(self, positions: str, n: int, facts: Any, captured: tuple) -> tuple:
         self._given(positions=positions, captured=captured)
         return "ahead", n, self._tile(facts)
 
-    def modified(self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, scale: str, captured: str, is_edge: bool) -> str:
+    def modified(
+        self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, scale: str, captured: tuple, is_edge: bool
+    ) -> str:
         self._given(positions=positions, scale=scale, captured=captured)
         self._visited(scores, facts, n if self.config.score else None, is_edge)
         if ahead != (("ahead", n, self._tile(facts)) if self.foresees and not is_edge else None) or scores.done:
@@ -284,7 +312,7 @@ class Stubs:
         return "lifts"
 
     def masked(
-        self, scores: Registers, positions: str, n: int, facts: Any, captured: str, limits: Any, is_partial: int, is_edge: bool
+        self, scores: Registers, positions: str, n: int, facts: Any, captured: tuple, limits: Any, is_partial: int, is_edge: bool
     ) -> None:
         self._given(positions=positions, captured=captured)
         tile, i = self._visited(scores, facts, n, is_edge)
@@ -351,7 +379,7 @@ class Stubs:
         facts: Any,
         scale: str,
         rate: str,
-        captured: str,
+        captured: tuple,
     ) -> bool:
         self._given(positions=positions, scale=scale, rate=rate, captured=captured)
         self._visited(scores, facts, None, False)
@@ -371,8 +399,10 @@ class Stubs:
         self._given(positions=positions)
         return int(facts.head)
 
-    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int, factor: None) -> None:
+    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int, factor: Any) -> None:
         self._given(rate=rate)
+        if factor != ("factor" if self.config.has_dropout else None):
+            raise Broken(f"weights that are kept have the factor {factor}")
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
         if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
@@ -390,7 +420,7 @@ class Stubs:
             raise Broken(f"highest scores of {scores.made_of}, {set(scores.done)}, with {lifts}, after {before}")
         tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
 
-    def raise_tops_under_cap(self, tops: Registers, scores: Registers, positions: str, facts: Any, scale: str, captured: str) -> None:
+    def raise_tops_under_cap(self, tops: Registers, scores: Registers, positions: str, facts: Any, scale: str, captured: tuple) -> None:
         """Of raw products, and so only where the score mod is a cap and nothing hides a key."""
         self._given(positions=positions, scale=scale, captured=captured)
         self._visited(scores, facts, None, False)
@@ -553,11 +583,11 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))
 
     def loads() -> None:
-        load(copies, in_smem, block.pipes, board, tables, counter, case.lengths, case.sizes, "captured")
+        load(copies, in_smem, block.pipes, board, tables, counter, case.lengths, case.sizes, CAPTURED)
 
     def multiplies(number: int) -> None:
         mmas = (_Mma(block, "qk"), _Mma(block, "pv"))
-        multiply(128 * number, mmas, in_smem, block.pipes, board, "outputs", "sink", "scale", "captured")
+        multiply(128 * number, mmas, in_smem, block.pipes, board, "outputs", "sink", "scale", CAPTURED)
 
     schedule.add("loader", loads)
     for name, group in block.groups.items():

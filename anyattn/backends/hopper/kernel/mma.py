@@ -158,9 +158,10 @@ class Multiplies:
             self.unshifted(scores, row_max, row_sum, rate, True)
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
-        p.store(narrowed(scores, self.dtype).load())
         if const_expr(self.config.has_dropout):
-            self.drop(p, positions, n, captured)
+            self.keep(p, self.narrowed_apart(scores, (captured[2], n, None)))
+        else:
+            p.store(narrowed(scores, self.dtype).load())
         if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
             self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
 
@@ -220,15 +221,16 @@ class Multiplies:
         ahead = None
         if const_expr(self.foresees):
             ahead = self.foreseen(positions, n, facts, captured)
+        dropping = None
+        if const_expr(self.config.has_dropout):
+            dropping = (captured[2], n, self.words_ahead(captured[2], n))
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        of_tile = (scores, ahead, n, v_state)
+        of_tile = (scores, ahead, n, v_state, dropping)
         if const_expr(self.guesses and not asks):
             rescales = self._guessed(fixed, sums, p, given, of_tile)
         else:
             rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
-        if const_expr(self.config.has_dropout):
-            self.drop(p, self._here(fixed, given)[0], n, captured)
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)
@@ -240,7 +242,7 @@ class Multiplies:
         """The complete softmax of a tile; stores its probabilities in ``p`` and returns whether ``acc`` needs rescaling."""
         _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
-        scores, ahead, n, v_state = of_tile
+        scores, ahead, n, v_state, dropping = of_tile
         pipes, (positions, limits) = fixed[4], self._here(fixed, given)
         rescales = cutlass.Boolean(False)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
@@ -252,9 +254,13 @@ class Multiplies:
             self.unshifted(scores, row_max, row_sum, rate, asks)
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+        apart = None if dropping is None else self.narrowed_apart(scores, dropping)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
+        if const_expr(apart is None):
+            p.store(narrowed(scores, self.dtype).load())
+        else:
+            self.keep(p, apart)
         return rescales
 
     @cute.jit
@@ -263,7 +269,7 @@ class Multiplies:
         _, _, shape_s, positions, pipes, _, _, _, _ = fixed
         _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
-        scores, ahead, n, v_state = of_tile
+        scores, ahead, n, v_state, dropping = of_tile
         powers = cute.make_rmem_tensor(shape_s, Float32)
         added = cute.make_rmem_tensor(cute.size(row_sum), Float32)
         lifts, rescales = None, cutlass.Boolean(False)
@@ -275,19 +281,30 @@ class Multiplies:
             else:
                 self.raise_tops(tops, scores, lifts)
         is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
+        apart = None if dropping is None else self.narrowed_apart(powers, dropping)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
-        narrowed_to(p, powers, self.dtype)
+        if const_expr(apart is None):
+            narrowed_to(p, powers, self.dtype)
+        else:
+            self.keep(p, apart)
         if is_right:
             row_sum.store(row_sum.load() + added.load())
         elif const_expr(self.shortens):
             self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
             self.unshifted(scores, row_max, row_sum, rate, False)
-            p.store(narrowed(scores, self.dtype).load())
+            self._store(p, scores, dropping)
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
-            p.store(narrowed(scores, self.dtype).load())
+            self._store(p, scores, dropping)
         return rescales
+
+    def _store(self, p: Any, powers: Any, dropping: Any) -> None:
+        """Stores probabilities in ``p``, without those that dropout drops. dropping: see ``Drops.narrowed_apart``; None without dropout."""
+        if const_expr(dropping is None):
+            p.store(narrowed(powers, self.dtype).load())
+        else:
+            self.keep(p, self.narrowed_apart(powers, dropping))
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

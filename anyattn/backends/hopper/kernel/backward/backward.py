@@ -17,7 +17,7 @@ from anyattn.backends.hopper.kernel.backward.epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
 from anyattn.backends.hopper.kernel.backward.packed import PLACE_FACTS, Packed
 from anyattn.backends.hopper.kernel.backward.producer import LoadsRows
-from anyattn.backends.hopper.kernel.backward.scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
+from anyattn.backends.hopper.kernel.backward.scheduler import KEY_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward.scores import Scores
 from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
 from anyattn.backends.hopper.kernel.dropout import Drops
@@ -179,7 +179,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
             work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * facts], 16]
-            visit: cute.struct.MemRange[cutlass.Int32, VISIT_FACTS * tiles.q_stages]
+            visit: cute.struct.MemRange[cutlass.Int32, self.visit_facts * tiles.q_stages]
             place: cute.struct.MemRange[cutlass.Int32, NOTED * tiles.warp_groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, tiles.q_stages * tiles.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, tiles.do_stages * tiles.tile_m], 128]
@@ -224,7 +224,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         )
         board = (
             storage.work.get_tensor(cute.make_layout((self._facts(), 2))),
-            storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
+            storage.visit.get_tensor(cute.make_layout((self.visit_facts, tiles.q_stages))),
             storage.place.get_tensor(cute.make_layout((NOTED, tiles.warp_groups))),
         )
         # in chunks of 4 numbers per thread of a warp group: free of bank conflicts, and contiguous in global memory for each group

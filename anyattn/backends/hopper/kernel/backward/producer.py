@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
 from anyattn.backends.hopper.codegen.emit import select
-from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts
+from anyattn.backends.hopper.kernel.backward.scheduler import VISIT_FACTS, KeyFacts
 from anyattn.backends.hopper.kernel.bulk_copy import load_bytes
 from anyattn.backends.hopper.kernel.producer import Loads
 
@@ -59,7 +59,11 @@ class LoadsRows:
                     visit = self.visit_of(at, n_block, head, seqlens, plan)
                     where = (rows_place, self.tile_at(visit.m_block, keys_place))
                     of_q, of_do = (where, visit, q_state), (where, visit, do_state)
-                    self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1])
+                    words: tuple[Any, ...] = ()
+                    if const_expr(self.config.has_dropout):
+                        words = self.words_of_visit(visit, entry, captured)
+                    posting = (board[1], words)
+                    self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, posting)
                     self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
                     q_state.advance()
                     do_state.advance()
@@ -107,8 +111,9 @@ class LoadsRows:
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
-    def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board):
-        """Loads a row tile of Q or dO with its statistic; the visit is posted on the board before the stage's full barrier is signalled."""
+    def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, posting):
+        """Loads a row tile of Q or dO with its statistic. posting: None, or (board, words): the visit and the words are posted on the board
+        before the stage's full barrier is signalled."""
         atom, tensor = copy
         (where, (entry, slot)), visit, state = place
         head = visit.head
@@ -116,10 +121,13 @@ class LoadsRows:
         source = cute.local_tile(self.rows_at(tensor, head, where), (tile_m, head_dim), (visit.m_block, 0))
         source, target = self._partition(atom, in_smem, source)
         pipe.sync_object_empty.wait(state.index, state.phase)
-        if const_expr(board is not None):
+        if const_expr(posting is not None):
+            board, words = posting
             for i in cutlass.range_constexpr(len(visit)):
                 if const_expr(visit[i] is not None):
                     board[i, state.index] = visit[i]
+            for i in cutlass.range_constexpr(len(words)):
+                board[VISIT_FACTS + i, state.index] = words[i]
         pipe.sync_object_full.arrive(state.index, None)
         barrier = pipe.producer_get_barrier(state)
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=barrier)
