@@ -12,11 +12,13 @@ from anyattn.arithmetic import ceil_div
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called
+from anyattn.custom_ops.graph_nodes import captures_in_graph
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import compute, varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
 from anyattn.sparsity.block_mask import lists_of_mask
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
+from anyattn.sparsity.made_of import note_lists
 from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 
 __all__ = ["block_lists", "lists_with_mods", "tile_lists", "tile_lists_with_mods", "varlen_lists_with_mods", "varlen_tile_lists"]
@@ -78,7 +80,9 @@ def lists_with_mods(
     (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
     given = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
     stacks = called(block_lists, given)
-    return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+    lists = [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+    note_lists(lists[0], captures_in_graph(mask))
+    return lists
 
 
 def _lengths(**lengths: Any) -> list[Any]:

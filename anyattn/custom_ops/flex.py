@@ -21,6 +21,7 @@ from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flops import count_operator, flex_pairs
 from anyattn.custom_ops.gradients import called, differentiable, returned
+from anyattn.custom_ops.graph_nodes import captures_in_graph
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.errors import ModError
 from anyattn.mods.dropout import KEEP_PROGRAM, Seeded, dropout_of
@@ -33,6 +34,7 @@ from anyattn.plan import Plan
 from anyattn.planner import check_backend
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.sparsity.made_of import follow
 from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
 from anyattn.tensors.dynamo import opaque
@@ -143,7 +145,7 @@ class Attend(NamedTuple):
     """The arguments of ``anyattn::attend``. options: ``options_text``. backend: empty for none.
 
     masks: the block mask's first, if block_size says that there is one; the last may be that of dropout. block_lists: its two or four
-    lists. is_exact: whether they follow from its mask, which holds only while they are not written to.
+    lists. exactness: whether they follow from its mask (``list_operands``), which holds only while they are not written to.
     """
 
     q: Tensor
@@ -154,7 +156,7 @@ class Attend(NamedTuple):
     masks: Masks
     block_lists: list[Tensor]
     block_size: list[int]
-    is_exact: bool
+    exactness: int
     scale: float
     wants_max: bool
     deterministic: bool
@@ -164,12 +166,10 @@ class Attend(NamedTuple):
 
 def _call(given: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm."""
-    q, k, v, sink, of_score, of_masks, block_lists, block_size, is_exact, scale, wants_max, deterministic, options, backend = given
+    q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = given
     blocks = lists = None
     if any(block_size):
-        if is_exact and not list_operands.still_follow(block_lists, of_masks[0], of_masks[2]):
-            is_exact = False
-            given = given._replace(is_exact=False)
+        is_exact = list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
         asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
         lists = list_operands.known_by_now(*asked)
         blocks = list_operands.stand_in(*asked) if lists is None else lists.stands_for
@@ -260,20 +260,27 @@ def flex_with_mods(
     for mod in (score, listed, mask):
         if mod is not None:
             flex.captured_devices(mod, query.device)
-    block_lists, block_size, is_exact = [], [0, 0], False
+    block_lists, block_size, exactness = [], [0, 0], list_operands.INEXACT
     if listing is not None and listed is not None:
         lengths, size, is_exact = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
-        is_from_graph = is_exact is None
         counts: Any = lists[0]
-        is_exact = tells_no_more(listed, counts.shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
-        is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
+        exactness = _exactness(is_exact, counts, listed) if are_unwritten(*block_lists) else exactness
         flex.check_lists(lengths, counts, query, key)
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     given = Attend(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=asked.dropout)),
-        never_empty(block_lists, nothing), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
+        never_empty(block_lists, nothing), block_size, exactness, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
         asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
     )  # fmt: skip
     return called(attend, given)  # type: ignore[no-any-return]
+
+
+def _exactness(is_exact: bool | None, counts: Any, listed: TracedMod) -> int:
+    """The operator's argument for lists that nothing has written to. is_exact: of the block mask; None if a compiled graph made it."""
+    if is_exact is None:
+        is_known = tells_no_more(listed, counts.shape[:2]) and follow(counts, captures_in_graph(listed))
+        return list_operands.EXACT_IN_GRAPH if is_known else list_operands.INEXACT
+    # an exported program holds copies of lists from outside
+    return list_operands.EXACT_BY_BLOCK_MASK if is_exact and not torch.compiler.is_exporting() else list_operands.INEXACT

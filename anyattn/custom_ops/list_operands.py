@@ -14,7 +14,18 @@ from anyattn.sparsity.block_mask import are_unwritten
 from anyattn.sparsity.made_of import still_holds
 from anyattn.validate import flex
 
-__all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "places_of", "stand_in", "still_follow"]
+__all__ = [
+    "EXACT_BY_BLOCK_MASK",
+    "EXACT_IN_GRAPH",
+    "INEXACT",
+    "ListOperands",
+    "are_counted_unwritten",
+    "known",
+    "known_by_now",
+    "places_of",
+    "stand_in",
+    "still_follow",
+]
 
 
 class ListOperands:
@@ -32,9 +43,20 @@ class ListOperands:
         self.may_share = self.was_exact = self.is_exact
 
 
-def still_follow(lists: Sequence[Tensor], programs: str, tensors: Sequence[Tensor]) -> bool:
-    """``still_holds`` for the first of the programs, which is the lists' mask. tensors: of all programs."""
-    return still_holds(lists[0], tensors[: _tensors_of_first(programs)])
+# How an operator knows whether its lists follow from their mask: they do not; the graph that made them says so; their block mask said so
+# when the graph was captured, and is asked again at every call.
+INEXACT, EXACT_IN_GRAPH, EXACT_BY_BLOCK_MASK = range(3)
+
+
+def still_follow(exactness: int, lists: Sequence[Tensor], programs: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether lists follow from the first of the programs, with its captures as they are now. tensors: of all programs.
+
+    Copies of a block mask's lists, such as hooks of saved tensors make for a backward pass, are not known to follow.
+    """
+    if exactness == INEXACT:
+        return False
+    holds = still_holds(lists[0], tensors[: _tensors_of_first(programs)])
+    return exactness == EXACT_IN_GRAPH if holds is None else holds
 
 
 @lru_cache(maxsize=1024)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.gradients import called
+from anyattn.custom_ops.graph_nodes import node_of
 
 __all__ = ["own_list", "own_lists"]
 
@@ -42,17 +42,13 @@ def own_lists(lists: list[Tensor]) -> list[Tensor]:
 
 
 def _own(one: Tensor, tracer: Any) -> Tensor:
-    inner = one
-    if isinstance(one, FunctionalTensor):
-        torch._sync(one)  # adds pending writes to the graph
-        inner = torch._from_functional_tensor(one.elem)
-    found: Any = get_proxy_slot(inner, tracer, None)
-    if found is None or _is_safe(found.proxy.node):  # without a node it is a constant
+    node = node_of(one, tracer)
+    if node is None or _is_safe(node):
         return one
     copies = vars(tracer).setdefault("_anyattn_own_lists", {})
-    if found.proxy.node not in copies:
-        copies[found.proxy.node] = called(own_list, OwnList(one))
-    return copies[found.proxy.node]  # type: ignore[no-any-return]
+    if node not in copies:
+        copies[node] = called(own_list, OwnList(one))
+    return copies[node]  # type: ignore[no-any-return]
 
 
 def _is_safe(node: Any) -> bool:

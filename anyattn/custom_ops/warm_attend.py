@@ -108,7 +108,7 @@ _KEY = f"""(
 )"""
 _NAMES = (
     "q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size, "
-    "is_exact, scale, wants_max, deterministic, options, backend"
+    "exactness, scale, wants_max, deterministic, options, backend"
 )
 _scope = {
     "PLAIN": PLAIN, "_refuse": _refuse, "_is_grad_enabled": torch.is_grad_enabled, "_default_dtype": torch.get_default_dtype,
@@ -176,8 +176,7 @@ def direct(operator: Any) -> Callable[..., Any]:
 def call({_NAMES}):
     if not (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE) or needs_dispatcher():
         return first({_NAMES})
-    if is_exact and block_size[0] and not still_follow(block_lists, mask_programs, mask_tensors):
-        is_exact = False
+    is_exact = block_size[0] != 0 and still_follow(exactness, block_lists, mask_programs, mask_tensors)
     constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
     again = latest(constants)
     if (

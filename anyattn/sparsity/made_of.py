@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn.mods.tracing.fingerprint import recognise
 from anyattn.mods.tracing.trace import TracedMod, trace
 
-__all__ = ["MadeOf", "captures", "made_of", "note", "still_holds"]
+__all__ = ["MadeOf", "captures", "follow", "made_of", "note", "note_lists", "still_holds"]
 
 _Captures = tuple[Any, Sequence[int | float], Sequence[Tensor]]  # a mask's structure, the numbers and the tensors that it captures
 
@@ -67,8 +67,10 @@ def made_of(now: _Captures) -> MadeOf | None:
 
 
 class _Noted(NamedTuple):
+    """block_mask: of the lists; None for lists that a compiled graph makes."""
+
     counts: weakref.ref[Tensor]
-    block_mask: weakref.ref[Any]
+    block_mask: weakref.ref[Any] | None
     made: MadeOf
 
 
@@ -77,7 +79,16 @@ _noted: dict[int, _Noted] = {}  # by the id of a block mask's counts; removed wh
 
 def note(block_mask: Any) -> None:
     """Records what an exact block mask was made of, for operators, which get its lists and its mask's program without it."""
-    counts, made = block_mask.kv_num_blocks, block_mask._made_of
+    _note(block_mask.kv_num_blocks, weakref.ref(block_mask), block_mask._made_of)
+
+
+def note_lists(counts: Tensor, now: _Captures) -> None:
+    """Records what lists that a compiled graph makes were made of. The tensors are those on which the graph is run: real ones, or a
+    compiler's, whose writes torch counts too."""
+    _note(counts, None, made_of(now))
+
+
+def _note(counts: Tensor, block_mask: weakref.ref[Any] | None, made: MadeOf | None) -> None:
     place = id(counts)
 
     def forget(gone: Any) -> None:
@@ -85,18 +96,29 @@ def note(block_mask: Any) -> None:
             del _noted[place]
 
     if made is not None:
-        _noted[place] = _Noted(weakref.ref(counts, forget), weakref.ref(block_mask), made)
+        _noted[place] = _Noted(weakref.ref(counts, forget), block_mask, made)
 
 
-def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether a noted block mask's lists still follow from its mask, whose tensors an operator gets as ``tensors``; True for other lists.
+def _noted_of(counts: Tensor) -> _Noted | None:
+    found = _noted.get(id(counts))
+    return found if found is not None and found.counts() is counts else None
+
+
+def follow(counts: Tensor, now: _Captures) -> bool:
+    """Whether ``note_lists`` recorded the lists for these captures, and they have not changed since."""
+    found = _noted_of(counts)
+    return found is not None and found.made.holds(now)
+
+
+def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool | None:
+    """Whether noted lists still follow from their mask, whose tensors an operator gets as ``tensors``; None for other lists.
 
     The numbers in an operator's program are those that the mask captures now: the compiler guards them.
     """
-    found = _noted.get(id(counts))
-    if found is None or found.counts() is not counts:
-        return True
+    found = _noted_of(counts)
+    if found is None:
+        return None
     if not found.made.holds_for(tensors):
         return False
-    block_mask = found.block_mask() if found.made.numbers else None
+    block_mask = found.block_mask() if found.block_mask is not None and found.made.numbers else None
     return block_mask is None or bool(block_mask.is_exact)

@@ -14,7 +14,7 @@ from tests.support.operands import flash_operands, flex_operands
 _SCORE = "str score_program, SymInt[] score_numbers, Tensor[] score_tensors"
 _ATTEND = (
     f"Tensor q, Tensor k, Tensor v, Tensor? sink, {_SCORE}, str mask_programs, SymInt[] mask_numbers, Tensor[] mask_tensors, "
-    "Tensor[] block_lists, SymInt[] block_size, bool is_exact, float scale"
+    "Tensor[] block_lists, SymInt[] block_size, SymInt exactness, float scale"
 )
 _OPTIONS = (
     f"Tensor? alibi_slopes, Tensor? sink, {_SCORE}, str mask_program, SymInt[] mask_numbers, Tensor[] mask_tensors, float? softmax_scale, "

@@ -41,7 +41,7 @@ def operands(
     lists: tuple = ([], [0, 0], False)
     if block_mask is not None:
         given = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        lists = ([t for t in given if t is not None], [TILE, TILE], block_mask.is_exact)
+        lists = ([t for t in given if t is not None], [TILE, TILE], int(block_mask.is_exact))
     return (*x, sink, *of_mods, *lists, scale, wants_max, False, "", "")
 
 
@@ -163,10 +163,10 @@ def test_lists_that_change(mask: Callable[..., Any]) -> None:
     args = operands(x, block_mask=block_mask)
     for _ in range(3):
         check(args)
-    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), args[12]) is not None
+    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), bool(args[12])) is not None
     counts = args[10][2] if args[10][2].any() else args[10][0]
     counts.zero_()
-    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), args[12]) is None
+    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), bool(args[12])) is None
     for _ in range(3):
         check(args)
     with_others = lists_of(lambda b, h, i, j: (i >= j) & (i < 40))
@@ -209,7 +209,7 @@ def test_lists_whose_writes_nobody_counts() -> None:
         args = (*args[:10], [t.clone() for t in args[10]], *args[11:])
     for _ in range(4):
         check(args)
-    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), args[12]) is None
+    assert list_operands.known(args[10], ((TILE, TILE), (S, S)), bool(args[12])) is None
 
 
 def test_requires_grad_and_alignment_belong_to_the_key() -> None:
