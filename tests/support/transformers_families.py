@@ -250,11 +250,12 @@ class Family:
         lengths = (7, 1, 5)
         ids, positions = tokens(1, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
         if "mrope_section" in str(getattr(config, "rope_parameters", None)):
-            positions = positions.expand(4, 1, -1)  # of the text, then of time, height and width
+            positions = positions.expand(3, 1, -1)  # of time, height and width, without the row of the text
 
         def alone(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
             model = copy.deepcopy(self.eager).to(dtype)
-            texts = [logits(model, how, input_ids=text, use_cache=False) for text in ids.split(lengths, 1)]
+            parts = zip(ids.split(lengths, 1), positions.split(lengths, -1), strict=True)
+            texts = [logits(model, how, input_ids=text, position_ids=at, use_cache=False) for text, at in parts]
             return {"packed": torch.cat(texts, 1).flatten()}
 
         def together(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
