@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,7 +132,7 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
         return _shrunk(type(value), value)
     if name == "head_dim" and hasattr(default, "qk_rope_head_dim"):  # computed from it
         return _SAME
-    if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
+    if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and ("mrope_section" in value or _has_mrope(type(default))):
         half = int(4 * value.get("partial_rotary_factor", 1.0))
         return value | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
     if name in _VALUES and (value is not None or name == "vocab_size") and not isinstance(value, (bool, str, dict)):
@@ -142,6 +143,16 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
     if type(value) is int and value >= VOCABULARY and name.endswith(("_token_id", "_token_index", "_index", "_token")):
         return 5
     return _SAME
+
+
+@functools.cache
+def _has_mrope(config: type) -> bool:
+    """Whether the model of a config has positions of time, height and width, in shares that the config need not name."""
+    try:
+        module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return False
+    return "mrope_section" in inspect.getsource(module)
 
 
 def _layers(default: Any) -> dict[str, Any]:
