@@ -132,7 +132,8 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
         return _shrunk(type(value), value)
     if name == "head_dim" and hasattr(default, "qk_rope_head_dim"):  # computed from it
         return _SAME
-    if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and ("mrope_section" in value or _has_mrope(type(default))):
+    is_rope = name in ("rope_parameters", "rope_scaling") and isinstance(value, dict)
+    if is_rope and ("mrope_section" in value or _has_mrope(type(default).__module__)):
         half = int(4 * value.get("partial_rotary_factor", 1.0))
         return value | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
     if name in _VALUES and (value is not None or name == "vocab_size") and not isinstance(value, (bool, str, dict)):
@@ -146,10 +147,10 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
 
 
 @functools.cache
-def _has_mrope(config: type) -> bool:
-    """Whether the model of a config has positions of time, height and width, in shares that the config need not name."""
+def _has_mrope(configs: str) -> bool:
+    """Whether the models of a module of configs have positions of time, height and width, in shares that a config need not name."""
     try:
-        module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+        module = importlib.import_module(configs.replace("configuration_", "modeling_"))
     except ImportError:
         return False
     return "mrope_section" in inspect.getsource(module)
