@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,7 +132,8 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
         return _shrunk(type(value), value)
     if name == "head_dim" and hasattr(default, "qk_rope_head_dim"):  # computed from it
         return _SAME
-    if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
+    is_rope = name in ("rope_parameters", "rope_scaling") and isinstance(value, dict)
+    if is_rope and ("mrope_section" in value or _has_mrope(type(default).__module__)):
         half = int(4 * value.get("partial_rotary_factor", 1.0))
         return value | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
     if name in _VALUES and (value is not None or name == "vocab_size") and not isinstance(value, (bool, str, dict)):
@@ -142,6 +144,16 @@ def _tiny(name: str, value: Any, default: Any) -> Any:
     if type(value) is int and value >= VOCABULARY and name.endswith(("_token_id", "_token_index", "_index", "_token")):
         return 5
     return _SAME
+
+
+@functools.cache
+def _has_mrope(configs: str) -> bool:
+    """Whether the models of a module of configs have positions of time, height and width, in shares that a config need not name."""
+    try:
+        module = importlib.import_module(configs.replace("configuration_", "modeling_"))
+    except ImportError:
+        return False
+    return "mrope_section" in inspect.getsource(module)
 
 
 def _layers(default: Any) -> dict[str, Any]:
@@ -250,11 +262,12 @@ class Family:
         lengths = (7, 1, 5)
         ids, positions = tokens(1, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
         if "mrope_section" in str(getattr(config, "rope_parameters", None)):
-            positions = positions.expand(4, 1, -1)  # of the text, then of time, height and width
+            positions = positions.expand(3, 1, -1)  # of time, height and width, without the row of the text
 
         def alone(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
             model = copy.deepcopy(self.eager).to(dtype)
-            texts = [logits(model, how, input_ids=text, use_cache=False) for text in ids.split(lengths, 1)]
+            parts = zip(ids.split(lengths, 1), positions.split(lengths, -1), strict=True)
+            texts = [logits(model, how, input_ids=text, position_ids=at, use_cache=False) for text, at in parts]
             return {"packed": torch.cat(texts, 1).flatten()}
 
         def together(how: str, dtype: torch.dtype) -> dict[str, Tensor]:

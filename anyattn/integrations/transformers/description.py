@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from anyattn.integrations.transformers import forward_passes
 from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way", "expect_use", "mark_used", "refuse_dropped"]
+__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way", "mark_used", "refuse_dropped"]
 
 
 class Aligned(NamedTuple):
@@ -85,6 +84,7 @@ class MaskDescription:
         self.model = "this model"
         self.of_documents: Callable[[Tensor], MaskDescription | None] | None = None
         self.is_used = False
+        self.replaced_by = "another"
         self._listed = listed
         self._biases: dict[torch.dtype, Tensor] = {}
         self._separated: tuple[MaskDescription | None, Tensor | None] = (None, None)
@@ -125,14 +125,20 @@ class MaskDescription:
         return other
 
     def separated(self, position_ids: Tensor) -> MaskDescription:
-        """The mask of packed sequences where ``position_ids``, integers (B or 1, S), start again; the mask itself if they do not."""
-        if self.of_documents is None or position_ids.ndim != 2 or position_ids.shape[1] != self.seq_lengths[0]:
+        """The mask of packed sequences where ``position_ids``, integers (B or 1, S) or (axes, B or 1, S), start again; the mask itself if
+        they do not."""
+        if self.of_documents is None:
             return self
         found, of = self._separated
         if of is not position_ids:
             found = self.of_documents(position_ids)
             self._separated = (found, position_ids)
         return self if found is None else found
+
+    def refuse_if_unused(self) -> None:
+        """Raises ``TypeError`` if no layer has received the mask, but another in its place."""
+        if not self.is_used:
+            self._refuse(f"drops the mask {self!r} and passes {self.replaced_by} to attention in its place, or changes it")
 
     def with_gradients(self) -> Way:
         """The call of the layers, replaced by one with gradients if it has none."""
@@ -212,34 +218,24 @@ for _name in _REFUSED:
     setattr(MaskDescription, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
-class _Unused(threading.local):
-    """The descriptions of this thread that no layer has received."""
-
-    def __init__(self) -> None:
-        self.masks: weakref.WeakSet[MaskDescription] = weakref.WeakSet()
-
-
-_unused = _Unused()
-
-
-def expect_use(mask: MaskDescription) -> None:
-    """Notes that a layer is to receive the mask, for ``refuse_dropped``."""
-    _unused.masks.add(mask)
-
-
 def mark_used(mask: MaskDescription) -> None:
     """Notes that a layer has received the mask; a compiled graph notes nothing."""
     if not mask.is_used and not torch.compiler.is_compiling():
         mask.is_used = True
-        _unused.masks.discard(mask)
+        forward_passes.forget(mask)
 
 
 def refuse_dropped(lengths: tuple[int, int], what: str, harmless: Callable[[Way], bool] = lambda way: False) -> None:
     """Raises ``TypeError`` if a mask was described for layers of these lengths, queries and keys, and none has received it: the model has
-    dropped the causality and the padding that it describes. what: the mask that has come in its place. harmless: whether that is the same.
+    dropped the causality and the padding that it describes. If the layer may be of another model, inside the one that has made the mask,
+    the error is raised at the end of that one's forward pass, and only if no layer has received the mask by then.
+    what: the mask that has come in its place. harmless: whether that is the same.
     """
     if torch.compiler.is_compiling():
         return
-    for mask in list(_unused.masks):
+    for mask, is_of_innermost in forward_passes.unused_masks():
         if mask.seq_lengths == lengths and not mask.is_used and not harmless(mask.way):
-            mask._refuse(f"drops the mask {mask!r} and passes {what} to attention in its place, or changes it")
+            mask.replaced_by = what
+            if is_of_innermost:
+                mask.refuse_if_unused()
+            forward_passes.note_replaced(mask)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from anyattn.integrations.transformers import forward_passes
+
 __all__ = ["lacks_positions", "note_missing_positions", "refuse_models_without_interface", "wrap"]
 
 _names: set[str] = set()
@@ -44,9 +46,20 @@ def _judging(original: Callable) -> Callable:
                 f"does not reach its attention: use attn_implementation={other}. For one part of a model: a dict by the names of its "
                 f'configs, such as {{"vision_config": "eager", "text_config": {requested_attention!r}}}'
             )
+        if requested_attention in _names:
+            _follow(self)
         return original(self, requested_attention, *args, **kwargs)
 
     return get_correct_attn_implementation
+
+
+def _follow(model: Any) -> None:
+    """Has the classes of a model and of its parts note the positions that they are called with, which some keep from their masks."""
+    import transformers
+
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            wrap(type(part), "forward", forward_passes.followed)
 
 
 def _uses_interface(model: Any, name: str) -> bool:

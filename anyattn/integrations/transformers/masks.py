@@ -13,10 +13,11 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from anyattn.block_masks import create_block_mask
-from anyattn.integrations.transformers import hooks
-from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way, expect_use
+from anyattn.integrations.transformers import forward_passes, hooks
+from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
 from anyattn.integrations.transformers.mask_functions import Form, form_of
 from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
+from anyattn.integrations.transformers.positions import text_positions
 from anyattn.mods import masks
 from anyattn.mods.algebra import and_masks
 from anyattn.tensors.kinds import has_memory
@@ -60,6 +61,19 @@ def describe_mask(
     if is_read and isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    description = _described(sizes, mask_function, attention_mask, is_read, config)
+    if hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned and form_of(mask_function).depends_on_places:
+        description.of_documents = partial(_of_documents, sizes, mask_function, attention_mask, config)
+        positions = forward_passes.positions_of_call()
+        if positions is not None:
+            description = description.separated(positions)
+            description.of_documents = None
+    if not torch.compiler.is_compiling():
+        forward_passes.expect(description)
+    return description
+
+
+def _described(sizes: _Sizes, mask_function: Callable, attention_mask: Tensor | None, is_read: bool, config: Any) -> MaskDescription:
     form = form_of(mask_function)
     if torch.compiler.is_compiling():
         way, rows, listed = _way_in_a_graph(sizes, form, mask_function, attention_mask), None, None
@@ -68,16 +82,12 @@ def describe_mask(
         way = _way(sizes, form, padding, is_read)
         rows = _few_rows(sizes, form, attention_mask) if is_read else None
         listed = partial(_listed, sizes, form, padding) if isinstance(way, Cached) else None
-    description = MaskDescription(batch_size, (q_length, kv_length), way, rows, listed)
+    description = MaskDescription(sizes.batch, (sizes.queries, sizes.keys), way, rows, listed)
     is_plain = isinstance(way, Aligned) or (isinstance(way, Cached) and way.mask_mod is None)
-    description.is_decoding = q_length == 1 and device.type == "cpu" and is_plain
+    description.is_decoding = sizes.queries == 1 and sizes.device.type == "cpu" and is_plain
     description.has_documents = form.documents is not None
     if config is not None:
         description.model = type(config).__name__.removesuffix("Config")
-    if form.depends_on_places and hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned:
-        description.of_documents = partial(_of_documents, sizes, mask_function, attention_mask, config)
-    if not torch.compiler.is_compiling():
-        expect_use(description)
     return description
 
 
@@ -88,18 +98,30 @@ def _of_documents(
     padding, as in Transformers. OPT and its like make a padding mask of ones themselves: that is none."""
     if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
         return None
-    position_ids = position_ids.expand(sizes.batch, -1)
+    if position_ids.ndim > 3 or position_ids.shape[-2:-1] not in ((), (1,), (sizes.batch,)):
+        return None
+    if position_ids.shape[-1] != sizes.queries:
+        _refuse_packed(position_ids, sizes)
+        return None
+    position_ids = text_positions(position_ids).expand(sizes.batch, -1)
     ids = masking_utils.find_packed_sequence_indices(position_ids)
     if ids is None:
         return None
     remapped = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in 4.57
     inside = mask_function if remapped is None else remapped(mask_function, position_ids)
     both = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(ids), inside)
-    described = describe_mask(
-        sizes.batch, sizes.queries, sizes.keys, sizes.q_offset, sizes.kv_offset, both, device=sizes.device, config=config
-    )
-    described.has_documents, described.of_documents = True, None
+    described = _described(sizes, both, None, _can_read(sizes.device, None, sizes.q_offset), config)
+    described.has_documents = True
     return described
+
+
+def _refuse_packed(position_ids: Tensor, sizes: _Sizes) -> None:
+    """Raises ``ValueError`` if positions of other lengths than the mask start again; in a compiled graph they are not read."""
+    if not torch.compiler.is_compiling() and bool((text_positions(position_ids).diff(dim=1) < 0).any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} start again inside a row, and the model's mask is of {sizes.queries} "
+            "queries, so that nothing keeps the texts apart; wanted one text in each row, or positions of all queries"
+        )
 
 
 @dataclass(frozen=True)

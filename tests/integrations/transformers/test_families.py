@@ -7,9 +7,6 @@ import pytest
 from anyattn.integrations.transformers import register
 from tests.support.transformers_families import Family, NotTinyError, kinds
 
-# its positions reach the embeddings alone, so that no attention implementation can keep packed texts apart
-UNSEEN_POSITIONS = {"kosmos-2.5"}
-
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
@@ -30,7 +27,7 @@ def _check(name: str) -> set[str]:
     if family.kind != "encoder":
         modes: tuple[dict, ...] = ({}, {"cache_implementation": "static"}, {"num_beams": 2})
         checks += [lambda mode=mode: family.generate(**mode) for mode in modes]  # type: ignore[misc]
-    if family.kind == "decoder" and name not in UNSEEN_POSITIONS:
+    if family.kind == "decoder":
         checks.append(family.packed)
     outcomes = set()
     for check in checks:
@@ -55,9 +52,11 @@ def test_families_that_were_wrong_or_failed(name: str) -> None:
     assert _check(name) in ({"right"}, {"refused"})
 
 
-def test_packed_positions_that_the_model_keeps_from_its_mask() -> None:
-    """gpt-oss of 5.23 makes its masks without them, and eager attention leaks."""
-    assert Family("gpt_oss").packed() == "right"
+@pytest.mark.parametrize("name", ["gpt_oss", "kosmos-2.5", "cosmos3_edge"])
+def test_packed_positions_that_the_model_keeps_from_its_mask(name: str) -> None:
+    """gpt-oss of 5.23 makes its masks without them, and eager attention leaks; Kosmos 2.5 keeps them from its layers too; Cosmos 3 Edge has
+    positions of three axes."""
+    assert Family(name).packed() == "right"
 
 
 @pytest.mark.slow
