@@ -44,6 +44,7 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
     return triton.compile(ASTSource(kernel, types, constants), target=target, options={"enable_fp_fusion": False, **options})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize(
     ("dtype", "options"),
@@ -67,6 +68,7 @@ def test_the_step_compiles(capability: int, dtype: str, options: dict[str, Any])
     assert "fma.rn.f32" not in made.asm["ptx"], "a product and a sum rounded once give other bits than torch"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "block", "flag"), [(1, 16, False), (8, 128, True), (8, 256, False)])
@@ -114,6 +116,7 @@ DECODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "capability"), [("split", c) for c in TARGETS] + [(n, TARGETS[i % 3]) for i, n in enumerate(DECODES) if n != "split"]
 )
