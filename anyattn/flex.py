@@ -60,7 +60,7 @@ def flex_attention(
     dropout_p: each weight of the softmax is dropped with this probability, from 0 up to but not including 1, and else divided by
     ``1 - dropout_p``; lse and scores stay as they are. Which weights is a function of b, h, q_idx, kv_idx and of a seed that the call draws
     from torch's generator of query's device: ``torch.manual_seed`` repeats it, and every backend drops the same. Probabilities are rounded
-    to multiples of 2^-15. As in ``scaled_dot_product_attention`` the caller passes 0 outside of training.
+    to multiples of 2^-14. As in ``scaled_dot_product_attention`` the caller passes 0 outside of training.
     deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
     the call.
 

@@ -22,8 +22,8 @@ from anyattn.mods.ir.expr import Builder, Expr, wrapped
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [
-    "BITS", "COLUMN", "FINE", "FIRST", "KEEP", "KEEP_PROGRAM", "KEY_GROUPS", "KEY_PLACES", "KEY_STEP", "ROW_PLACES", "ROW_STEP", "SPREAD",
-    "STATE", "Dropout", "Seeded", "dropout_of", "seeded",
+    "BITS", "COLUMN", "FINE", "FIRST", "KEEP", "KEEP_PROGRAM", "KEY_GROUPS", "KEY_PLACES", "KEY_STEP", "PHASE", "ROW_PLACES", "ROW_STEP",
+    "SPREAD", "STATE", "WORD", "Dropout", "Seeded", "dropout_of", "seeded",
 ]  # fmt: skip
 
 BITS = 7  # of a field: a pair's part of a word, the lowest bits of a byte
@@ -62,8 +62,9 @@ class Dropout(NamedTuple):
         return (*self.keep.scalars, self.scale), self.keep.tensors
 
 
-def _keep() -> Expr:
-    make, short = Builder(), torch.int32
+def _parts(make: Builder) -> tuple[int, int, int]:
+    """(the word of a pair; the first bit of the pair's byte in it; the pair's phase in the lattice)"""
+    short = torch.int32
     b, h, q, k = (make.cast(make.add("index", dtype=torch.int64, attr=name), short) for name in ("b", "h", "q_idx", "kv_idx"))
 
     def number(value: int) -> int:
@@ -89,13 +90,25 @@ def _keep() -> Expr:
     of_key = make.add("xor", spread(does("add", does("shr", k, 4), KEY_GROUPS)), place(k, KEY_PLACES))
     word = make.add("fold", make.add("xor", of_query, of_key), does("add", does("mul", row, STATE), 1))
     byte = make.add("add", does("and", k, 8), does("mul", does("and", q, 8), 2))
-    field = does("mul", does("and", make.add("shr", word, byte), 2**BITS - 1), 2**FINE)
     of_row = make.add("add", does("mul", q, ROW_STEP), of_head)
     phase = does("and", make.add("add", of_row, does("mul", does("and", k, 15), KEY_STEP)), 2**FINE - 1)
-    dropped = make.cast(make.add("scalar", dtype=int, attr=0), short)  # of 2^14 pairs
-    return make.build(make.add("ge", make.add("or", field, phase), dropped))
+    return word, byte, phase
 
 
+def _keep() -> Expr:
+    make = Builder()
+    word, byte, phase = _parts(make)
+    field = make.add("and", make.add("shr", word, byte), make.const(2**BITS - 1, torch.int32))
+    dropped = make.cast(make.add("scalar", dtype=int, attr=0), torch.int32)  # of 2^14 pairs
+    return make.build(make.add("ge", make.add("or", make.add("mul", field, make.const(2**FINE, torch.int32)), phase), dropped))
+
+
+def _part(at: int) -> Expr:
+    make = Builder()
+    return make.build(_parts(make)[at])
+
+
+WORD, PHASE = _part(0), _part(2)
 KEEP = _keep()
 KEEP_PROGRAM = encode(KEEP)
 

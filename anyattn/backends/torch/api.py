@@ -13,7 +13,8 @@ from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.coverage import cover, split_of
-from anyattn.backends.torch.tiles import Call, Drops, Masks, blank_unused_rows, rows_of_queries
+from anyattn.backends.torch.drops import Drops
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
 from anyattn.backends.torch.workspace import Workspace
 from anyattn.plan import Plan
 from anyattn.problem import Problem

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
+from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
 from anyattn.backends.torch.workspace import Workspace, empty, empty_in_order
@@ -280,21 +281,6 @@ class Masks:
         limit = limit if limit.shape[1] == 1 else limit[:, tile.b_lo : tile.b_hi]
         limit = limit if limit.shape[2] == 1 else limit[:, :, tile.h_lo : tile.h_hi]
         return tile.rows_of(limit, 3)[..., None].flip(3)  # (n, b, h, rows, 1)
-
-
-class Drops:
-    """The dropout of a call's weights."""
-
-    def __init__(self, problem: Problem):
-        self.bound: Bound | None = None
-        if problem.dropout is not None and problem.has_pairs:
-            keep, _ = problem.dropout
-            self.bound = bind(keep.expr, keep.scalars, keep.tensors, problem)
-
-    def apply(self, weights: Tensor, tile: Tile) -> None:
-        """Sets the dropped pairs of ``weights`` (count, stacked rows, columns) of ``tile`` to 0."""
-        if self.bound is not None:
-            row_heads(weights, tile).masked_fill_(self.bound.on(tile)[0].logical_not_(), 0.0)
 
 
 def _sees_distance_only(expr: Expr) -> bool:

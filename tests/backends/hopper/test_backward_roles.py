@@ -556,7 +556,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "P keeps dropped weights": ("dropout", (("dropout", "                    p[r, c] = weight\n", ""),)),
     "both keys of a word are decided alike": ("dropout", (("dropout", "_SIGN[at // 2 * 2 + r]", "_SIGN[at // 2 * 2]"),)),
     "both rows of a word are decided alike": ("dropout", (("dropout", "_SIGN[at // 2 * 2 + r]", "_SIGN[r]"),)),
-    "all rows of a tile have one word": ("dropout", (("dropout", "VISIT_FACTS + 1 + sixteen", "VISIT_FACTS + 1"),)),
+    "all rows of a tile have one word": ("dropout", (("dropout", "at_words + 1 + sixteen", "at_words + 1"),)),
     "delta is not divided": ("dropout, causal", (("dropout", "delta[c] * divided", "delta[c]"),)),
     "dV lacks the factor": ("dropout", ((MMA, "sums[1].store(sums[1].load() * self.factor(captured))", "pass"),)),
     "wide: what a score mod hides stays in dS": ("wide softcap", ((WIDE, "self.hidden((scores, dp),", "self.hidden((scores,),"),)),

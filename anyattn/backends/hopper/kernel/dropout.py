@@ -8,7 +8,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.codegen.device_math import select
-from anyattn.backends.hopper.kernel.backward.scheduler import VISIT_FACTS
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 from anyattn.mods.dropout import BITS, COLUMN, FINE, FIRST, KEY_GROUPS, KEY_PLACES, KEY_STEP, ROW_PLACES, ROW_STEP, SPREAD, STATE
 
@@ -81,11 +80,6 @@ class Drops:
         """The word of the 16 query rows from row 16 * ``sixteen`` on."""
         return fold(_spread(sixteen) ^ head[0], head[1])
 
-    @property
-    def visit_facts(self) -> int:
-        """Numbers of one visit on the board of the backward pass: with dropout also those of ``words_of_visit``."""
-        return VISIT_FACTS + (1 + self.config.tiles.tile_m // 16) * self.config.has_dropout
-
     def words_of_visit(self, visit: Any, entry: Any, captured: Any) -> tuple[Any, ...]:
         """What the multiplying threads need of a visit: the first word of its head, and the word of every 16 rows of its row tile."""
         head, count = self.of_head(entry, visit.head, captured), self.config.tiles.tile_m // 16
@@ -110,13 +104,14 @@ class Drops:
         p, dp = rows_and_columns(p), rows_and_columns(dp)
         (visit, facts), (board, q_state, _) = self.said_of(said), said  # type: ignore[attr-defined]
         row, key = (Int32(x) for x in self._first(positions, visit, facts))  # type: ignore[attr-defined]
-        of_head = board[1][VISIT_FACTS, q_state.index]
+        at_words: int = self.place_of_words  # type: ignore[attr-defined]
+        of_head = board[1][at_words, q_state.index]
         of_keys = _spread((key >> 4) + KEY_GROUPS) ^ _spread((key & 7) + KEY_PLACES)
         of_pairs = [of_keys ^ _spread((row + i & 7) + ROW_PLACES) for i in range(2)]
         least = [self.least(of_head, row + i, key, captured) for i in range(2)]
         divided = cute.arch.rcp_approx(self.factor(captured))
         for sixteen in range(cute.size(p, mode=[1]) // 4):
-            of_rows = board[1][VISIT_FACTS + 1 + sixteen, q_state.index]
+            of_rows = board[1][at_words + 1 + sixteen, q_state.index]
             words = [self.fields(of_pairs[i] ^ of_rows, _odd(of_rows), least[i]) for i in range(2)]
             for at in range(4):  # two neighbouring rows, then the rows 8 on
                 c = 4 * sixteen + at

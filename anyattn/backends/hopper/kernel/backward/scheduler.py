@@ -104,8 +104,14 @@ class VisitsRows:
     config: Any
     band_sides: Any
 
+    place_of_words = VISIT_FACTS  # on the board, of ``Drops.words_of_visit``
     captured = Softmax.captured
     band = Visits.band
+
+    @property
+    def visit_facts(self) -> int:
+        """Numbers of one visit on the board."""
+        return VISIT_FACTS + (1 + self.config.tiles.tile_m // 16) * self.config.has_dropout
 
     @cute.jit
     def key_tile(self, work, tables, sizes):
