@@ -204,12 +204,12 @@ def test_numbers_wrap_around_in_narrow_dtypes() -> None:
 
 def test_functions_that_refuse_a_number_in_torch_refuse_it_here() -> None:
     for mod in (
-        lambda b, h, q, k: k.to(torch.uint8).clamp(max=300) > 3,
+        lambda b, h, q, k: k.to(torch.uint8).clamp(min=300) > 3,
         lambda b, h, q, k: torch.where(k > 3, k.to(torch.int8), 300) > 3,
         lambda b, h, q, k: k.to(torch.uint8).masked_fill(k > 3, 300) > 3,
         lambda b, h, q, k: k + torch.full_like(k, 300, dtype=torch.uint8) > 3,
     ):
-        with pytest.raises(RuntimeError, match="overflow"):
+        with pytest.raises(RuntimeError, match=r"overflow|representable range"):
             wanted(mod)
         with pytest.raises(ModError, match="300"):
             trace(mod, "mask")

@@ -2,8 +2,8 @@
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
 have 0 at 0, steps such as ``floor`` have derivative 0, and ``detach`` has derivative 0. At a tie ``minimum`` and ``maximum`` give half of
-the derivative to each argument, unless an attribute names the argument that gets all of it: ``clamp`` gives it to the clamped value,
-``relu`` to its 0. The branch that ``where`` does not take contributes 0 even where its own derivative is infinite.
+the derivative to each argument, unless an attribute names the argument that gets all of it: ``relu`` gives it to its 0, and for ``clamp``
+see ``tracing/clamps.py``. The branch that ``where`` does not take contributes 0 even where its own derivative is infinite.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ RANDOM_FILES = frozenset(
     )
 )
 _FILES = RANDOM_FILES | {str(m.__file__) for m in (functools, contextlib)}
-_CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
 MODE_CURE = "take the `with` out of the mod: put it around the attention call"
 FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
 
@@ -187,15 +186,30 @@ def defined_at(fn: Any, word: str) -> tuple[str, str]:
 
 
 def called_from(outermost: CodeType) -> tuple[str, str] | None:
-    """The user's line that applies a ``torch.autograd.Function``, in the form of ``user_line``; None if none runs below ``outermost``."""
+    """The user's line that applies a ``torch.autograd.Function``, in the form of ``user_line``; None if no frame below ``outermost``
+    is that of a ``forward``, which may be another callable than a function."""
     frame: FrameType | None = sys._getframe(1)
+    forwards = _custom_forwards()
     while frame is not None and frame.f_code is not outermost:
-        if frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS):
-            while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        if frame.f_code in forwards:
+            frame = frame.f_back
+            while frame is not None and frame.f_back is not None and is_library(frame.f_code.co_filename):
                 frame = frame.f_back
-            return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
+            return None if frame is None else _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def _custom_forwards() -> set[CodeType]:
+    """The code of ``forward`` of every ``torch.autograd.Function``: ``apply`` has no frame of its own from torch 2.15 on."""
+    codes: set[CodeType] = set()
+    waiting: list[type] = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        waiting += type.__subclasses__(kind)
+        if isinstance(code := getattr(getattr(kind, "forward", None), "__code__", None), CodeType):
+            codes.add(code)
+    return codes
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
@@ -227,7 +241,8 @@ def failed(error: Exception, name: str) -> ModError | None:
     if last is None or (last.tb_next is None and _is_raised_there(last)):
         return None
     where = _quoted(last.tb_frame.f_code, last.tb_lasti, last.tb_lineno)
-    if any(step.tb_frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS) for step in _steps(error)):
+    forwards = _custom_forwards()
+    if any(step.tb_frame.f_code in forwards for step in _steps(error)):
         return mod_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", FUNCTION_CURE, where)
     cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
     if "numpy" in str(error):

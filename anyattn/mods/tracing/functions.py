@@ -15,6 +15,7 @@ import torch
 
 from anyattn.mods.ir.expr import HALVES, category, is_weak, result_dtype
 from anyattn.mods.tracing.arguments import check_device, check_flags, check_memory_format, dtype_of, fitting, options_of
+from anyattn.mods.tracing.clamps import EXTREME_TIE, clamp
 from anyattn.mods.tracing.diagnostics import mod_error
 from anyattn.mods.tracing.reductions import with_rows
 from anyattn.mods.tracing.symbolic import FUNCTIONS, Value, View, binary, builder_in, cast
@@ -126,7 +127,7 @@ def _ignoring_nan(op: str) -> Callable[..., Value]:
 
     def apply(input: Any, other: Any) -> Value:
         a, b = _number(input, other), _number(other, input)
-        result = binary(op, tie="first")(a, b)
+        result = binary(op, tie=EXTREME_TIE)(a, b)
         if category(result.kind) != "float":
             return result
         return _WHERE(a != a, cast(b, result.dtype), _WHERE(b != b, cast(a, result.dtype), result))  # type: ignore[no-any-return]
@@ -346,6 +347,9 @@ FUNCTIONS.update({
     "detach": _detach,
     "positive": _positive,
     "relu": _relu,
+    **dict.fromkeys(("clamp", "clip"), clamp),
+    "clamp_min": lambda input, min: clamp(input, min),
+    "clamp_max": lambda input, max: clamp(input, None, max),
     **{name: _extreme(name) for name in ("min", "max")},
     **{"f" + name: _ignoring_nan(name) for name in ("min", "max")},
     "where of a tensor": lambda input, condition, other: _WHERE(condition, input, other),  # the method, whose first argument is self

@@ -373,17 +373,6 @@ def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     return binary("floordiv")(binary("sub")(a, binary("fmod")(a, b)), b)  # subtracting the remainder first makes the quotient exact
 
 
-def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
-    if min is None and max is None:
-        raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
-    _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
-    refuse_bare(value, *ends)
-    ends = [fitting(end, result_dtype([value.kind, end.kind]), "clamp") for end in ends]
-    if min is not None:
-        value = binary("max", tie="first")(value, ends[0])
-    return value if max is None else binary("min", tie="first")(value, ends[-1])
-
-
 def _where(condition: Any, input: Any, other: Any) -> Value:
     builder, (c, x, y) = _values(condition, input, other)
     if c.kind is not torch.bool:
@@ -452,10 +441,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pow": binary("pow"),
     "minimum": binary("min"),
     "maximum": binary("max"),
-    "clamp": _clamp,
-    "clip": _clamp,
-    "clamp_min": lambda input, min: _clamp(input, min),
-    "clamp_max": lambda input, max: _clamp(input, None, max),
     "where": _where,
     "bitwise_and": binary("and"),
     "bitwise_or": binary("or"),

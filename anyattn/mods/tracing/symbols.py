@@ -186,6 +186,7 @@ class InterceptTorch(TorchFunctionMode):
             return self._of_tensors(func, args, kwargs)
         if any(s.builder is not self.tracer for s in symbolic):
             _refuse_foreign()
+        self.tracer.check_modes()
         if type(operands[0]) in _OPERANDS if operands else False:
             if _is_metadata(func):
                 with torch._C.DisableTorchFunction():

@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from anyattn.errors import ModError
 from anyattn.fast_dataclass import OfFields
@@ -49,6 +50,8 @@ __all__ = [
 
 SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 _is_grad_enabled = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
+_is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _is_autocast = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
@@ -95,21 +98,26 @@ class Tracer(Builder):
         self.reads_values = False  # the body read state that the memo's key does not cover, so this trace must not be reused
         self.wants_grad: bool | None = None  # grad mode when the body is called
         self.wants_autocast: bool | None = None  # autocast when the body is called
+        self.wants_inference: bool | None = None  # inference mode when the body is called
 
     def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
-        if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
-            self._check_grad_mode()
-        if self.wants_autocast is not None and _is_autocast() is not self.wants_autocast:
-            raise mod_error("a mod changes autocast while it computes", MODE_CURE)
+        self.check_modes()
         return super().add(op, *args, dtype=dtype, attr=attr)
 
-    def _check_grad_mode(self) -> None:
-        """Refuses a node recorded under a grad mode that the body changed, by ``torch.no_grad()`` or by applying a custom function."""
-        applied = called_from(_run.__code__)
-        if applied is not None:
+    def check_modes(self) -> None:
+        """Refuses a step under modes that the body changed, by ``torch.no_grad()`` or by applying a custom function.
+
+        torch switches forward-mode differentiation off while a custom function runs, whatever the grad mode, and ``_run`` switches it on.
+        """
+        if self.wants_grad is None:
+            return
+        if not _is_fwd_grad_enabled() and _is_inference() is self.wants_inference:
+            applied = called_from(_run.__code__)
             raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
         if _is_grad_enabled() is not self.wants_grad:
             raise mod_error("a mod computes under another grad mode than it is called in", MODE_CURE)
+        if _is_autocast() is not self.wants_autocast:
+            raise mod_error("a mod changes autocast while it computes", MODE_CURE)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex() or tensor.is_quantized:
@@ -375,8 +383,8 @@ def _run(
 
     lifted = closure.rebuild(fn, lift)
     of_numbers = len(tracer.symbols)
-    tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
-    with UsersDefaultDevice(), InterceptTorch(tracer):
+    tracer.wants_grad, tracer.wants_autocast, tracer.wants_inference = _is_grad_enabled(), _is_autocast(), _is_inference()
+    with forward_ad._set_fwd_grad_enabled(True), UsersDefaultDevice(), InterceptTorch(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
         with reads_refused(fn) if is_watched else nullcontext(), nothing_swallowed():
             result = lifted(*arguments)

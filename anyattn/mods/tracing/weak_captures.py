@@ -22,6 +22,7 @@ from anyattn.mods.ir.expr import OPS, Expr, Node, category, is_weak, overflows
 from anyattn.mods.tracing.diagnostics import note_raised
 
 __all__ = [
+    "HAS_FAR_BOUNDS",
     "NEAR_NUMBER",
     "NeedsNumber",
     "ask_for_truths",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 NEAR_NUMBER = 2**29  # sums of a few captured integers below it, and of positions, fit in 32 bits
+HAS_FAR_BOUNDS = torch.__version__ >= "2.15"  # torch.clamp takes bounds outside of an integer dtype
 _MOST_SHIFT = 64  # larger shifts are not evaluated: the result has n more bits
 _RAISING = ("div", "floordiv", "mod", "pow")  # operations that raise in Python for some floats
 
@@ -72,11 +74,17 @@ def _is_checked(node: Node) -> bool:
     return node.op == "cast" and node.attr is not None and category(node.dtype) == "int"
 
 
+def _misses(node: Node, number: Any) -> bool:
+    """Whether torch refuses a number that it converts to the node's dtype, or takes a far bound of clamp for none."""
+    wraps = number < 0 and node.attr == "clamp" and HAS_FAR_BOUNDS and torch.iinfo(node.dtype).min == 0  # type: ignore[arg-type]
+    return wraps or overflows(number, node.dtype)  # type: ignore[arg-type]
+
+
 def unfit(expr: Expr, numbers: Sequence[int | float]) -> tuple[str, int, Any] | None:
     """(torch's function, the number, the dtype that does not hold it) of the first such use of captured numbers."""
     values = _weak_values(expr, numbers)
-    uses = ((str(n.attr), values[n.args[0]], n.dtype) for n in expr.nodes if _is_checked(n))
-    return next((use for use in uses if use[1] is not None and overflows(use[1], use[2])), None)  # type: ignore
+    uses = ((n, values[n.args[0]]) for n in expr.nodes if _is_checked(n))
+    return next(((str(n.attr), value, n.dtype) for n, value in uses if value is not None and _misses(n, value)), None)  # type: ignore
 
 
 def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
@@ -96,7 +104,7 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
     for at in weak_arithmetic(expr.nodes):
         node = expr.nodes[at]
         value = values[node.args[0] if _is_checked(node) else at]
-        if value is None or (_is_checked(node) and overflows(value, node.dtype)):  # type: ignore[arg-type]
+        if value is None or (_is_checked(node) and _misses(node, value)):
             found |= _slots_below(expr, at)
     return found
 

@@ -80,8 +80,8 @@ TWO = {
 
 # what torch differentiates with factors rounded to float32, whatever the dtype, written out
 WRITTEN_OUT = {
-    "selu": lambda x: 1.0507009873554805 * torch.where(x > 0, x, 1.6732632423543772 * torch.expm1(x.clamp(max=0))),
-    "celu": lambda x: torch.where(x > 0, x, 0.7 * torch.expm1(x.clamp(max=0) / 0.7)),
+    "selu": lambda x: 1.0507009873554805 * torch.where(x > 0, x, 1.6732632423543772 * torch.expm1(torch.where(x > 0, 0, x))),
+    "celu": lambda x: torch.where(x > 0, x, 0.7 * torch.expm1(torch.where(x > 0, 0, x) / 0.7)),
     "hardsigmoid": lambda x: torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, (x + 3) / 6)),
     "lerp": lambda x, y: x + 0.3 * (y - x),
     "lerp_from_end": lambda x, y: y - (1 - beta) * (y - x),
@@ -141,6 +141,9 @@ EXTREMES = {
     "fmin": lambda x, t: torch.fmin(x, t),
     "clamp": lambda x, t: torch.clamp(x, 0.0, 1.0) * (t + 3),
     "clamp by tensors": lambda x, t: torch.clamp(x, t, t + 1),
+    "clamp between tensors": lambda x, t: torch.clamp(x, t, 1.5 - abs(t)) + torch.clamp(t, x, t) + torch.clamp(x, t, t),
+    "clamp by equal tensors": lambda x, t: torch.clamp(x, torch.abs(t), abs(t)),
+    "clamp to one number": lambda x, t: torch.clamp(x, 1.0, 1.0) + torch.clamp(t, 2.0, 1.0) + t.clamp(0.5, 1.0),
     "clamp, min": lambda x, t: x.clamp(min=t),
     "clamp, max": lambda x, t: torch.clip(x, max=t),
     "clamp_min": lambda x, t: torch.clamp_min(x, 0) * (t + 3) + torch.clamp_min(t, x),

@@ -399,17 +399,45 @@ class Failing(torch.autograd.Function):
         pass
 
 
+class Reversed(Doubled):
+    """Records no step but a copy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+class Enabled(Doubled):
+    """Computes under the grad mode of the caller."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            return x * 2
+
+
+class Partial(Doubled):
+    forward = functools.partial(lambda factor, ctx, x: x * factor, 2)
+
+
 doubled = Doubled.apply
 
 
-@pytest.mark.parametrize("wants_grad", [False, True])
+@pytest.mark.parametrize("wants_grad", [False, True, None])
 @pytest.mark.parametrize(
     "fn",
-    [lambda s, b, h, q, k: Doubled.apply(s), lambda s, b, h, q, k: doubled(s) + 1, lambda s, b, h, q, k: Failing.apply(s)],
-    ids=["class", "function", "failing"],
+    [
+        lambda s, b, h, q, k: Doubled.apply(s),
+        lambda s, b, h, q, k: doubled(s) + 1,
+        lambda s, b, h, q, k: Failing.apply(s),
+        lambda s, b, h, q, k: Reversed.apply(s),
+        lambda s, b, h, q, k: Enabled.apply(s),
+        lambda s, b, h, q, k: Partial.apply(s),
+    ],
+    ids=["class", "function", "failing", "copy", "enabled", "partial"],
 )
 def test_an_autograd_function_is_refused_at_the_users_line(fn, wants_grad):
-    with torch.set_grad_enabled(wants_grad):
+    with torch.inference_mode() if wants_grad is None else torch.set_grad_enabled(wants_grad):
         message = message_of(fn)
     assert "torch.autograd.Function" in message and __file__ in message, message
 

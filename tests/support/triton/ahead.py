@@ -111,7 +111,7 @@ def only_measured(patch: pytest.MonkeyPatch, folder: Path) -> None:
         metadata["name"] = "measured"
         return "// not written"
 
-    patch.setattr(compiler.llvm, "optimize_module", lambda *about: None)
+    patch.setattr(compiler.llvm, "optimize_module", lambda *about, **options: None)
     patch.setattr(compiler.CUDABackend, "make_ptx", named)
     patch.setattr(compiler.CUDABackend, "make_cubin", lambda *about: b"")
     patch.setenv("TRITON_CACHE_DIR", str(folder))
