@@ -25,7 +25,7 @@ __all__ = ["MUTANTS", "active"]
 _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
 _SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runner", "backends.torch.captured_gradients"
 _WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
-_MEMORY = "backends.torch.workspace"
+_MEMORY, _DROPS = "backends.torch.workspace", "backends.torch.drops"
 _CACHE, _APPEND, _LENGTHS = "validate.kvcache", "kvcache.append", "sequences.seqlen_info"
 
 MUTANTS = by_name(
@@ -47,10 +47,12 @@ MUTANTS = by_name(
     ),
     Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward", "result *= problem.dropout.scale", "pass", "dropout"),
     Mutant(
-        "dropped_pairs_of_another_tile", f"{_TILES}:Drops.apply",
-        "self.bound.on(tile)[0]",
-        "self.bound.on(tile._replace(q_first=0, k_lo=0, k_hi=tile.k_hi - tile.k_lo))[0]", "dropout",
+        "dropped_pairs_of_another_tile", f"{_DROPS}:Drops.apply",
+        "self.dropped(tile)",
+        "self.dropped(tile._replace(q_first=0, k_lo=0, k_hi=tile.k_hi - tile.k_lo))", "dropout",
     ),
+    Mutant("both_rows_of_a_word_exchanged", f"{_DROPS}:Drops.dropped", "(2, 0)", "(0, 2)", "dropout"),
+    Mutant("phases_of_ascending_rows", f"{_DROPS}:Drops._least", "sixteen.flip(0)", "sixteen", "dropout"),
     Mutant("dv_of_dropped_weights", f"{_BACKWARD}:_row_tile", "call.drops.apply(kept, tile)", "pass", "dropout"),
     Mutant("dp_of_dropped_weights", f"{_BACKWARD}:_row_tile", "call.drops.apply(dp, tile)", "pass", "dropout"),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ class Drops:
 
     def __init__(self, problem: Problem):
         self.dropout = problem.dropout if problem.has_pairs else None
-        sequences, device = problem.sequences, problem.q.device
-        self._entries = torch.arange(problem.batch, device=device) if sequences is None else sequences.asked_entry
+        self._problem = problem
         self._last: tuple[Tile, Tensor] | None = None  # the backward pass needs a tile's mask twice
 
     def apply(self, weights: Tensor, tile: Tile) -> None:
@@ -43,6 +43,11 @@ class Drops:
         if self._last is None or self._last[0] != tile:
             self._last = tile, self.dropped(tile)
         weights.view(*tile.shape[:3], weights.shape[-1]).masked_fill_(self._last[1], 0.0)
+
+    @cached_property
+    def _entries(self) -> Tensor:
+        sequences = self._problem.sequences
+        return torch.arange(self._problem.batch, device=self._problem.q.device) if sequences is None else sequences.asked_entry
 
     def dropped(self, tile: Tile) -> Tensor:
         """(batch entries, query heads, rows, keys) of ``tile``, rows descending: the pairs that lose their weight."""
