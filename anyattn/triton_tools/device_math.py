@@ -7,6 +7,8 @@ float functions take float32 or float64 and stay accurate to a few ulp near 0, w
 import triton
 import triton.language as tl
 
+from anyattn.triton_tools.exponentials import cosh, divide, exp, expm1, log1p, sigmoid, sinh, tanh  # noqa: F401  generated code's
+
 
 @triton.jit
 def floor_div(a, b):
@@ -34,15 +36,6 @@ def fold(a, b):
     """The lowest 32 bits of both numbers, multiplied without sign; the two halves of the product, combined by xor."""
     x, y = a.to(tl.uint32, bitcast=a.dtype.primitive_bitwidth == 32), b.to(tl.uint32, bitcast=b.dtype.primitive_bitwidth == 32)
     return ((x * y) ^ tl.umulhi(x, y)).to(tl.int32, bitcast=True).to(a.dtype)
-
-
-@triton.jit
-def divide(a, b):
-    """The quotient rounded to nearest; Triton's own float32 quotient is off by up to 2 ulp."""
-    if b.dtype == tl.float64:
-        return a / b
-    else:
-        return tl.div_rn(tl.cast(a, tl.float32), b)
 
 
 @triton.jit
@@ -85,62 +78,6 @@ def sign(x):
 
 
 @triton.jit
-def exp(x):
-    """exp(x) as 2 ** n * exp(rest). Triton's own rounds x * log2(e), which costs a float32 result 1 ulp for every 2 that x is away from 0.
-    n * 0.693359375 is exact, and so is the difference (the reduction of W. Cody and W. Waite, 1980)."""
-    if x.dtype == tl.float64:
-        return tl.exp(x)
-    else:
-        x = tl.minimum(tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL), 89.0, propagate_nan=tl.PropagateNan.ALL)
-        n = tl.floor(x * 1.4426950408889634)
-        rest = (x - n * 0.693359375) + n * 2.12194440e-4
-        whole = tl.where(n == n, n, 0).to(tl.int32)
-        half = whole >> 1  # in two parts: 2 ** n may be no normal number where the result is one
-        return tl.exp2(rest * 1.4426950408889634) * power_of_two(half) * power_of_two(whole - half)
-
-
-@triton.jit
-def power_of_two(n):
-    """2.0 ** n in float32 for a 32-bit integer from -126 to 127."""
-    return ((n + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1. In float64 by W. Kahan's method: the logarithm of the rounded exp(x) corrects its rounding error. In float32 as
-    2 ** n * (exp(rest) - 1) + (2 ** n - 1), where the Taylor series of degree 7 has an error of 0.3 ulp."""
-    if x.dtype == tl.float64:
-        grown = tl.exp(x)
-        less = grown - 1
-        corrected = less * (x / tl.log(tl.where(grown == 1, 2, grown)))
-        return tl.where(grown == 1, x, tl.where((less == -1) | (grown == float("inf")), less, corrected))
-    else:
-        near = tl.minimum(tl.maximum(x, -30.0, propagate_nan=tl.PropagateNan.ALL), 89.0, propagate_nan=tl.PropagateNan.ALL)
-        n = tl.floor(near * 1.4426950408889634 + 0.5)
-        rest = (near - n * 0.693359375) + n * 2.12194440e-4
-        series = 0.5 + rest * (0.16666667 + rest * (0.041666667 + rest * (0.0083333333 + rest * (0.0013888889 + rest * 1.984127e-4))))
-        series = rest + rest * rest * series
-        half = power_of_two(tl.where(n == n, n, 0).to(tl.int32) - 1)  # of 2 ** n, which may overflow where the result does not
-        return tl.where(x == 0, x, 2 * (series * half + (half - 0.5)))
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x), where the rounding error of 1 + x is added to the logarithm, divided by 1 + x."""
-    moved = 1 + x
-    corrected = tl.log(moved) + (x - (moved - 1)) / moved
-    return tl.where(moved == 1, x, tl.where((moved == 0) | (moved == float("inf")), tl.log(moved), corrected))
-
-
-@triton.jit
-def tanh(x):
-    """Far from 0 by its difference from 1, which loses no digits; near 0, where that would cancel, by Kahan's method."""
-    size = tl.abs(x)
-    less, grown = expm1(-2 * size), exp(-2 * size)
-    return tl.where(size > 0.5, 1 - 2 * grown / (1 + grown), divide(-less, less + 2)) * sign(x)
-
-
-@triton.jit
 def tan(x):
     return divide(tl.sin(x), tl.cos(x))
 
@@ -180,21 +117,6 @@ def hypot(x, y):
     least, most = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL), tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
     slope = divide(least, tl.where(most == 0, 1, most))
     return tl.where((x == float("inf")) | (y == float("inf")), float("inf"), most * sqrt(1 + slope * slope))
-
-
-@triton.jit
-def sinh(x):
-    """Near 0, where exponentials cancel, by ``expm1``; elsewhere by exp(x / 2), which is finite whenever the result is."""
-    size = tl.abs(x)
-    less, root = expm1(tl.minimum(size, 1)), exp(size * 0.5)
-    far = root * (0.5 * root) - divide(0.5, root * root)
-    return tl.where(size < 1, 0.5 * (less + divide(less, less + 1)), far) * sign(x)
-
-
-@triton.jit
-def cosh(x):
-    root = exp(tl.abs(x) * 0.5)
-    return root * (0.5 * root) + divide(0.5, root * root)
 
 
 @triton.jit
@@ -261,11 +183,6 @@ def tanh_coarse(x):
 @triton.jit
 def sigmoid_fast(x):
     return 1 / (1 + tl.exp2(x * -1.4426950408889634))
-
-
-@triton.jit
-def sigmoid(x):
-    return divide(1, 1 + exp(-x))
 
 
 @triton.jit

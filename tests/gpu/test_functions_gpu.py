@@ -32,12 +32,14 @@ def test_functions_of_captured_values_are_torchs(name: str, dtype: torch.dtype) 
     assert not bad.any(), (table.cpu()[:, bad], ours[bad], theirs[bad])
 
 
-@pytest.mark.parametrize("f", [torch.nn.functional.silu, torch.sigmoid, torch.exp, torch.tanh, torch.expm1], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "f", [torch.nn.functional.silu, torch.sigmoid, torch.exp, torch.tanh, torch.expm1, torch.sinh, torch.cosh], ids=lambda f: f.__name__
+)
 def test_functions_of_float32_scores_are_as_exact_as_torchs(f) -> None:  # type: ignore[no-untyped-def]
-    """At most 2 units in the last place further from the true value than torch's worst on the same card."""
+    """At most 1 unit in the last place further from the true value than torch's worst on the same card."""
     score = torch.linspace(-60, 60, ROWS * COLUMNS, device="cuda").view(ROWS, COLUMNS)
     ours = by_triton(trace(lambda s, b, h, q, k: f(s), "score", device="cuda"), PLAIN._replace(is_nvidia=True), score, 0)
     true = f(score.double())
     unit = torch.exp2(torch.floor(torch.log2(true.abs().clamp(min=2.0**-126)))) * 2.0**-23
     worst = [((found.double() - true).abs() / unit).max().item() for found in (ours, f(score))]
-    assert worst[0] <= worst[1] + 2, worst
+    assert worst[0] <= worst[1] + 1, worst

@@ -107,3 +107,22 @@ def wrong(ours: Tensor, theirs: Tensor, room: float, terms: Any = 0.0) -> Tensor
     ours, theirs = ours.double(), theirs.double()
     unit = torch.exp2(torch.floor(torch.log2(theirs.abs().clamp(min=info.tiny)))) * info.eps
     return ~(same | ((ours - theirs).abs() <= torch.maximum(unit, room * eps * (theirs.abs() + terms))))
+
+
+def corners(size: int) -> Tensor:
+    """Float32 numbers where functions change their form or their results overflow, and of every magnitude; (size,)."""
+    special = [0, torch.inf, torch.nan, 1e-45, 1e-39, 6e-8, 1.2e-7, 0.625, 1, 10, 17, 87, 88.7, 89, 89.4, 89.5, 103, 105, 3e38]
+    heads = torch.tensor([*special, *(-float(x) for x in special), -0.99999994], device="cpu")
+    bits = torch.randint(-(2**31), 2**31, (size // 4,), generator=torch.Generator().manual_seed(0), device="cpu").int()
+    near, wide = torch.linspace(-1.2, 1.2, size // 4, device="cpu"), torch.linspace(-100, 100, size // 4, device="cpu")
+    rest = torch.linspace(-5, 5, size - len(heads) - 3 * (size // 4), device="cpu")
+    return torch.cat([heads, bits.view(torch.float32), near, wide, rest])
+
+
+def steps_apart(ours: Tensor, theirs: Tensor) -> Tensor:
+    """How many float32 numbers apart two are, infinities included; 0 for two NaN, many for one."""
+    lines = []
+    for x in (ours, theirs):
+        bits = x.view(torch.int32).long()
+        lines.append(torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).where(~x.isnan(), 2**40))
+    return (lines[0] - lines[1]).abs()

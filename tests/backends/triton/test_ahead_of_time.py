@@ -77,6 +77,19 @@ def test_float32_keeps_the_exact_functions() -> None:
     assert "div.rn.f32" in "\n".join(found) and "tanh.approx" not in "\n".join(found)
 
 
+def test_float32_exponentials_approximate_nothing() -> None:
+    """Neither NVIDIA's approximations, beside those of the softmax, nor 64 bits, nor calls, nor spilled registers."""
+    functions = (torch.exp, torch.expm1, torch.sigmoid, torch.tanh, torch.sinh, torch.cosh, torch.log1p)
+    loops = []
+    for mod in (None, lambda s, b, h, q, k: sum(f(s) for f in functions)):
+        found, _, kernel = per_score(mod, dtype=torch.float32, dim=64)
+        loops.append("\n".join(found))
+        assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
+    assert not re.search(r"\.f64|call", loops[1])
+    plain, full = (len(re.findall(r"(?:ex2|lg2|rcp|tanh)\.approx", loop)) for loop in loops)
+    assert plain == full
+
+
 GPUS = ((8, 0), (8, 6), (9, 0), (10, 0))
 DIMS = (
     (64, 64, torch.bfloat16),
