@@ -43,8 +43,8 @@ class ListOperands:
         self.may_share = self.was_exact = self.is_exact
 
 
-# How an operator knows whether its lists follow from their mask: they do not; the graph that made them says so; their block mask said so
-# when the graph was captured, and is asked again at every call.
+# Whether lists follow from their mask. INEXACT: they do not. EXACT_IN_GRAPH: the graph that made them has found that they do.
+# EXACT_BY_BLOCK_MASK: their block mask was exact when the graph was captured; every call checks that it still is.
 INEXACT, EXACT_IN_GRAPH, EXACT_BY_BLOCK_MASK = range(3)
 
 

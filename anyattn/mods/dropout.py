@@ -2,9 +2,9 @@
 
 A pair's bit is a function of a seed, b, h, q_idx and kv_idx, as mods see them; so it does not depend on tiles, splits, storage or
 backend, and the backward pass recomputes it. The hash is a chain of multiply-and-fold steps (wyhash, Wang Yi, 2019): the state of a seed
-takes up b, then h, then 16 query rows, and the last step takes the place of the row and the key among them. That step is all the work per
-pair, and four pairs share its word, 7 bits each: two rows and two keys 8 apart, which one thread holds in both fragments of Hopper's
-tensor cores, S of the forward pass and its transpose of the backward pass.
+takes up b, then h, then 16 query rows, and the last step takes the place of the row and the key among them. Only that step is computed
+for pairs. Its word has 7 bits for each of four pairs, two rows and two keys 8 apart: in Hopper's tensor core fragments one thread holds
+all four, both in S of the forward pass and in its transpose of the backward pass.
 
 Seven bits say p to 1/128 only. The remaining 7 bits of p are dithered: a lattice with a random phase per head raises the threshold by one
 for that fraction of the pairs, exactly in each 16 x 16 of them, so that every pair is dropped with the probability p to 2^-14.

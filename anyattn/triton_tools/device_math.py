@@ -208,7 +208,6 @@ def power(base, exponent):
 @triton.jit
 def power_whole(base, exponent):
     """base ** exponent of integers, wrapping around as in torch; for a negative exponent only bases 1 and -1 have a nonzero result."""
-    # Triton 3.9 compares no unsigned number with -1
     result = base * 0 + exponent * 0 + 1
     factor = result * base
     left = tl.where(exponent < 0, 0, exponent + base * 0)
@@ -216,6 +215,7 @@ def power_whole(base, exponent):
         result = tl.where((left & 1) != 0, result * factor, result)
         factor = factor * factor
         left = left >> 1
+    # base + 1: Triton 3.9 refuses to compare an unsigned number with -1
     below = tl.where(base == 1, 1, tl.where(base + 1 == 0, tl.where((exponent & 1) != 0, -1, 1), 0)).to(result.dtype)
     return tl.where(exponent < 0, below, result)
 

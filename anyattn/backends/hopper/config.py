@@ -281,8 +281,8 @@ def tiles_for(
 
     A score mod, or predicates besides bands, need more registers than three warp groups leave, and a table load per score needs even
     more. tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a
-    page, 0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its
-    words take registers too.
+    page, 0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words
+    take registers too.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 96 if has_dropout else 128, 3)

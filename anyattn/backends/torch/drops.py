@@ -18,9 +18,8 @@ from anyattn.problem import Problem
 __all__ = ["Drops"]
 
 _FIELDS = (2**BITS - 1) * 0x01010101
-_BYTES = (
-    range(4) if sys.byteorder == "little" else range(3, -1, -1)
-)  # in memory, of a word's pairs: key 8 on is the second, row 8 on the third
+# where a word's pairs lie in memory: a row and a key, the key 8 on, then both keys of the row 8 on
+_BYTES = range(4) if sys.byteorder == "little" else range(3, -1, -1)
 
 
 class Drops:

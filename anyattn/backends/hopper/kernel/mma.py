@@ -158,10 +158,7 @@ class Multiplies:
             self.unshifted(scores, row_max, row_sum, rate, True)
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
-        if const_expr(self.config.has_dropout):
-            self.keep(p, self.narrowed_apart(scores, (captured[2], n, None)))
-        else:
-            p.store(narrowed(scores, self.dtype).load())
+        self._store(p, scores, (captured[2], n, None) if self.config.has_dropout else None)
         if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
             self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
 
