@@ -22,8 +22,8 @@ from anyattn.mods.ir.expr import Builder, Expr, wrapped
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [
-    "BITS", "COLUMN", "FINE", "FIRST", "KEEP", "KEEP_PROGRAM", "KEY_GROUPS", "KEY_PLACES", "KEY_STEP", "PHASE", "ROW_PLACES", "ROW_STEP",
-    "SPREAD", "STATE", "WORD", "Dropout", "Seeded", "dropout_of", "seeded",
+    "BITS", "COLUMN", "FINE", "FIRST", "KEEP", "KEEP_PROGRAM", "KEPT", "KEY_GROUPS", "KEY_PLACES", "KEY_STEP", "PHASE", "ROW_PLACES",
+    "ROW_STEP", "SPREAD", "STATE", "WORD", "Dropout", "Seeded", "dropout_of", "seeded",
 ]  # fmt: skip
 
 BITS = 7  # of a field: a pair's part of a word, the lowest bits of a byte
@@ -62,13 +62,17 @@ class Dropout(NamedTuple):
         return (*self.keep.scalars, self.scale), self.keep.tensors
 
 
-def _parts(make: Builder) -> tuple[int, int, int]:
-    """(the word of a pair; the first bit of the pair's byte in it; the pair's phase in the lattice)"""
+def _parts(make: Builder, clear: int = 0) -> tuple[int, int, int]:
+    """(the word of a pair; the first bit of the pair's byte in it; the pair's phase in the lattice)
+    clear: bits of the row and the key that are taken as 0."""
     short = torch.int32
     b, h, q, k = (make.cast(make.add("index", dtype=torch.int64, attr=name), short) for name in ("b", "h", "q_idx", "kv_idx"))
 
     def number(value: int) -> int:
         return make.const(value, short)
+
+    if clear:
+        q, k = (make.add("and", x, number(~clear)) for x in (q, k))
 
     def does(op: str, x: int, value: int) -> int:
         return make.add(op, x, number(value))
@@ -90,7 +94,7 @@ def _parts(make: Builder) -> tuple[int, int, int]:
     of_key = make.add("xor", spread(does("add", does("shr", k, 4), KEY_GROUPS)), place(k, KEY_PLACES))
     word = make.add("fold", make.add("xor", of_query, of_key), does("add", does("mul", row, STATE), 1))
     byte = make.add("add", does("and", k, 8), does("mul", does("and", q, 8), 2))
-    of_row = make.add("add", does("mul", q, ROW_STEP), of_head)
+    of_row = make.add("add", does("mul", does("and", q, 15), ROW_STEP), of_head)  # 16 rows go once around
     phase = does("and", make.add("add", of_row, does("mul", does("and", k, 15), KEY_STEP)), 2**FINE - 1)
     return word, byte, phase
 
@@ -103,12 +107,32 @@ def _keep() -> Expr:
     return make.build(make.add("ge", make.add("or", make.add("mul", field, make.const(2**FINE, torch.int32)), phase), dropped))
 
 
+def _kept() -> Expr:
+    """A word whose bits 7, 15, 23 and 31 say which of four pairs keep their weight: each field plus 128 less the least field that is kept.
+    The lattice's part repeats every 16 keys."""
+    make = Builder()
+    short = torch.int32
+
+    def does(op: str, x: int, value: int) -> int:
+        return make.add(op, x, make.const(value, short))
+
+    word, _, phase = _parts(make, clear=8)
+    dropped = make.cast(make.add("scalar", dtype=int, attr=0), short)
+    fine, kept = does("and", dropped, 2**FINE - 1), make.add("sub", make.const(2**BITS, short), does("shr", dropped, FINE))
+    least = make.const(0, short)
+    for byte in range(4):
+        of_pair = does("and", does("add", phase, 8 * (byte % 2 * KEY_STEP + byte // 2 * ROW_STEP)), 2**FINE - 1)
+        of_byte = make.add("add", kept, does("shr", make.add("sub", of_pair, fine), 31))  # -1 where the lattice raises the threshold
+        least = make.add("add", least, does("mul", of_byte, wrapped(1 << 8 * byte, short)))
+    return make.build(make.add("add", does("and", word, (2**BITS - 1) * 0x01010101), least))
+
+
 def _part(at: int) -> Expr:
     make = Builder()
     return make.build(_parts(make)[at])
 
 
-WORD, PHASE = _part(0), _part(2)
+WORD, PHASE, KEPT = _part(0), _part(2), _kept()
 KEEP = _keep()
 KEEP_PROGRAM = encode(KEEP)
 

@@ -39,6 +39,15 @@ def fold(a, b):
 
 
 @triton.jit
+def fold_nvidia(a, b):
+    """``fold`` of int32 with one multiplication instead of one for each half."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 w; .reg .b32 l, h; mul.wide.u32 w, $1, $2; mov.b64 {l, h}, w; xor.b32 $0, l, h; }",
+        "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def sqrt(x):
     """The square root rounded to nearest."""
     if x.dtype == tl.float64:
@@ -273,6 +282,35 @@ def unknown(x, turn, IS_NVIDIA: tl.constexpr):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, turn], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return x
+
+
+@triton.jit
+def kept(x, words, byte):
+    """Floats, or 0 where bit 7 of a word's byte (0 to 3) is 0. words, byte: of as many elements as x when they are broadcast."""
+    words, byte = tl.broadcast(words, byte)
+    ones = tl.reshape((words << (24 - byte * 8)) >> 31, x.shape)
+    if x.dtype.primitive_bitwidth == 16:
+        return (x.to(tl.int16, bitcast=True) & ones.to(tl.int16)).to(x.dtype, bitcast=True)
+    else:
+        return (x.to(tl.int32, bitcast=True) & ones).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def kept_nvidia(x, words, byte):
+    """``kept`` in two instructions, for two elements of 16 bits. Comparisons would take a predicate for each element of a tile."""
+    words, byte = tl.broadcast(words, byte)
+    words, byte = tl.reshape(words, x.shape), tl.reshape(byte, x.shape)
+    if x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, m; mad.lo.s32 s, $4, 0x11, 0xCC88; mad.lo.s32 s, $5, 0x1100, s;
+            prmt.b32 m, $2, $3, s; and.b32 $0, $1, m; }""",
+            "=r,r,r,r,r,r", [x, words, byte], dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, m; mad.lo.s32 s, $3, 0x1111, 0x8888; prmt.b32 m, $2, 0, s; and.b32 $0, $1, m; }",
+            "=r,r,r,r", [x, words, byte], dtype=x.dtype, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

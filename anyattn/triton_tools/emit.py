@@ -268,6 +268,8 @@ class _Writer:
             return f"255 - {args[0]}"
         if node.op == "mul" and at in self.sharp and node.dtype is torch.float32 and self.style.is_nvidia:
             return f"device_math.product_nvidia({args[0]}, {args[1]})"
+        if node.op == "fold" and node.dtype is torch.int32 and self.stages[at] == "tile" and self.style.is_nvidia:
+            return f"device_math.fold_nvidia({args[0]}, {args[1]})"
         return (_TEMPLATES.get(node.op) or _BY_KIND[node.op, category(operand)]).format(*args)
 
     def _fast(self, at: int, args: list[str]) -> str | None:

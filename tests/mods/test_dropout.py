@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from anyattn.mods.analysis.evaluate import evaluate
-from anyattn.mods.dropout import BITS, FINE, KEEP, KEEP_PROGRAM, Seeded, dropout_of
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.dropout import BITS, FINE, KEEP, KEEP_PROGRAM, KEPT, Seeded, dropout_of
 from anyattn.mods.ir.codec import decode
 from anyattn.mods.ir.dependence import dependence
 from tests.support.covering import few
@@ -57,6 +57,20 @@ def test_far_positions_and_the_program_of_graphs() -> None:
     for place in ((0, 0, 2**24 - 1, 2**24 - 1), (70000, 127, 1, 2**30)):
         assert bool(evaluate(keep, *(torch.tensor(n) for n in place))) is by_definition(0.3, SEED, *place)
     assert decode(KEEP_PROGRAM) == KEEP
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.003, 0.1, 0.5, 0.99999])
+def test_words_of_four_pairs(p: float) -> None:
+    """``KEPT`` is one word for four pairs, of any of them, and its bits are those of ``KEEP``."""
+    dropout = dropout_of(Seeded(torch.tensor(SEED, dtype=torch.int32), p))
+    assert dropout is not None
+    h, q, k = torch.arange(3).view(-1, 1, 1), torch.arange(64)[:, None], torch.arange(80)
+    leaves = {"b": torch.tensor(1), "h": h, "q_idx": q, "kv_idx": k, "score": None}
+    (words,) = run(KEPT, leaves, dropout.keep.scalars, dropout.keep.tensors)
+    found = words >> (7 + (k & 8) + (q & 8) * 2) & 1
+    assert torch.equal(found.bool(), evaluate(dropout.keep, 1, h, q, k))
+    fours = words.view(3, 4, 2, 8, 5, 2, 8)
+    assert torch.equal(fours, fours[:, :, :1, :, :, :1].expand_as(fours))
 
 
 def test_little_work_for_a_pair() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -61,7 +62,7 @@ class Package(MetaPathFinder, Loader):
         if self._users == 1:
             self._hidden = self._take_out()
             sys.meta_path.insert(0, self)
-            _forget_availability()
+            self._tell_transformers()
 
     def leave(self) -> None:
         self._users -= 1
@@ -70,11 +71,28 @@ class Package(MetaPathFinder, Loader):
             self._take_out()
             sys.modules.update(self._hidden)
             self._hidden = {}
-            _forget_availability()
+            self._tell_transformers()
 
     def _take_out(self) -> dict[str, ModuleType]:
         """Removes this package's modules from ``sys.modules``."""
         return {m: sys.modules.pop(m) for m in list(sys.modules) if m.split(".")[0] in self._top_levels}
+
+    def _tell_transformers(self) -> None:
+        """Makes Transformers, where it is imported, look for FlashAttention once more: it remembers the answers, and the functions. Up to
+        5.22 it also keeps a table of which distribution provides a module."""
+        checks = vars(sys.modules.get("transformers.utils.import_utils", ModuleType("")))
+        for name, check in checks.items():
+            if name.startswith(("is_flash_attn_", "_package_distribution_mapping")) and hasattr(check, "cache_clear"):
+                check.cache_clear()
+        providers = checks.get("PACKAGE_DISTRIBUTION_MAPPING", {})
+        own = [self.name] if any(importlib.metadata.distributions(name=self.name)) else []
+        for module in self._top_levels:
+            others = [n for n in providers.pop(module, []) if n.replace("_", "-") != self.name]
+            if others or own:
+                providers[module] = others + own
+        use = sys.modules.get("transformers.modeling_flash_attention_utils")
+        if getattr(use, "_loaded_implementation", None) in ("flash_attention_2", "flash_attention_3"):
+            use._loaded_implementation = None  # type: ignore[union-attr]
 
     # ---- import
 
@@ -118,14 +136,3 @@ def package(version: Any) -> Package:
     if version not in _packages:
         raise ValueError(f"versions contains {version!r}; wanted 2 (flash_attn) and 3 (flash_attn_interface), or one of them")
     return _packages[version]
-
-
-def _forget_availability() -> None:
-    """Makes Transformers, where it is imported, look for FlashAttention once more: it remembers the answers, and the functions."""
-    checks = vars(sys.modules.get("transformers.utils.import_utils", ModuleType("")))
-    for name, check in checks.items():
-        if name.startswith(("is_flash_attn_", "_package_distribution_mapping")) and hasattr(check, "cache_clear"):
-            check.cache_clear()
-    use = sys.modules.get("transformers.modeling_flash_attention_utils")
-    if getattr(use, "_loaded_implementation", None) in ("flash_attention_2", "flash_attention_3"):
-        use._loaded_implementation = None  # type: ignore[union-attr]

@@ -208,3 +208,17 @@ print(anyattn.replaced().taken)
 """
     done = run(program, None)
     assert done.stdout == "False None\n64.0\n1\n", done.stdout + done.stderr
+
+
+def test_the_table_of_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 5.22 Transformers asks a table that it makes when it is imported, which distribution provides a module."""
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    installed = {"torch": ["torch"], "flash_attn": ["flash-attn-4"]}
+    table = {name: list(names) for name, names in installed.items()}
+    monkeypatch.setattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", table, raising=False)
+    with anyattn.replace_flash_attention():
+        assert table["flash_attn"] == ["flash-attn-4", "flash-attn"] and table["flash_attn_interface"] == ["flash-attn-3"]
+        with anyattn.replace_flash_attention():
+            pass
+        assert table["flash_attn"] == ["flash-attn-4", "flash-attn"]
+    assert table == installed

@@ -24,6 +24,7 @@ from anyattn.mods.analysis import captured_loads
 from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
 from anyattn.mods.analysis.separated import separated
+from anyattn.mods.dropout import KEPT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box
@@ -54,9 +55,10 @@ _SCALED = {**LEAVES, "score_2": "score_2"}
 
 
 class Part(NamedTuple):
-    """name: of its functions. kind: "score", "mask", "ranges" (row limits that replace a mask), or "gradient" (a score mod's value, its
-    derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of dimensions of
-    each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its text."""
+    """name: of its functions. kind: "score", "mask", "ranges" (row limits that replace a mask), "words" (of dropout) or "gradient" (a score
+    mod's value, its derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of
+    dimensions of each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its
+    text."""
 
     name: str
     kind: str
@@ -73,8 +75,8 @@ class Program:
     """The parts that a kernel computes with.
 
     ranges: the keys that each row sees, in up to two ranges; set exactly if no lists select the tiles to visit.
-    listed: the mask inside listed partial tiles, None if it hides nothing. always: a mask that every tile evaluates. dropout: the mask of
-    the weights that are kept; its second number is their factor.
+    listed: the mask inside listed partial tiles, None if it hides nothing. always: a mask that every tile evaluates. dropout: the words
+    of the weights that are kept (``mods.dropout.KEPT``); its second number is their factor.
     """
 
     score: Part | None
@@ -145,7 +147,8 @@ def program_of(problem: Problem) -> Chosen:
         parts, mods = {"ranges": _ranges_part("ranges", ALL_KEYS, problem), **parts}, [ALL_KEYS, *mods]
     of_score = None if score is None else _part("score", score, problem)
     if (dropout := problem.dropout) is not None:
-        parts["dropout"] = _part("dropout", dropout.keep, problem)._replace(scalars=2)
+        words = TracedMod.of_fields({**vars(dropout.keep), "expr": KEPT})
+        parts["dropout"] = _part("dropout", words, problem)._replace(kind="words", scalars=2)
         mods.append(TracedMod.of_fields({**vars(dropout.keep), "scalars": dropout.captured[0]}))
     program = Program(of_score, *(parts.get(name) for name in ("ranges", "listed", "always", "dropout")))
     lists = "given" if plan.uses_blocks else plan.listed[0].mask if plan.listed else None
@@ -297,9 +300,11 @@ def staged(part: Part) -> str:
     text = "\n".join([*rest, *lines.outputs])
     defined = [line.split(" = ", 1)[0] for line in free]
     kept = [name for name in defined if _reads(text, name)]
-    scores = {"mask": "", "gradient": "score, score_2, "}.get(part.kind, "score, ")
+    scores = {"mask": "", "words": "x, byte, ", "gradient": "score, score_2, "}.get(part.kind, "score, ")
     arguments = f"{scores}b, h, kv_idx, rows"
     result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
+    if part.kind == "words":
+        result = f"device_math.{'kept_nvidia' if part.style.is_nvidia else 'kept'}(x, {result}, byte)"
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
     made = [head, _function(f"{part.name}_value", arguments, body)]

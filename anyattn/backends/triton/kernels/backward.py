@@ -17,7 +17,7 @@ import triton.language as tl
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
-from anyattn.backends.triton.kernels.dropout import factor_of, kept_of
+from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
 from anyattn.backends.triton.kernels.forward import load_rows, rows_of
 from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
@@ -172,7 +172,7 @@ def _visit_keys(
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     if HAS_DROPOUT:
-        dp = kept_of(dp, b, h, lane[None, :], rows.dropout, captured, DROPOUT, True) * factor_of(captured)
+        dp = kept_of(dp, b, h, first, rows.dropout, captured, DROPOUT, q.shape[0], TILE_N, False) * factor_of(captured)
     ds = p * (dp - delta[:, None])
     if HAS_SCATTER:
         tile = TileOfScores(b=b, h=h, q_first=q_first, k_first=first, rows=row_count, keys=end - first)
@@ -224,8 +224,9 @@ def dq_tile(
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
+    q_places = places(first_row + sequence.q_first, TILE_M, LIST_M % 16 == 0 and LIST_N % 16 == 0, False)
     kept = rows_of(
-        b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+        b, h, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
     )  # fmt: skip
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
@@ -269,7 +270,7 @@ def _visit_rows(
     HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_FOURS: tl.constexpr,
 ):  # fmt: skip
     """Adds rows ``first`` to ``end`` of one head to dk, which is not scaled yet, and dv. Scores are [keys, rows] here.
 
@@ -315,9 +316,11 @@ def _visit_rows(
         p = tl.where(seen, p, 0.0)
     kept_p = p
     if HAS_DROPOUT:
-        rows = DROPOUT_ROWS(b, h, q_idx, captured.dropout.scalars, captured.dropout.tensors)
-        kept_p = kept_of(p, b, h, kv, rows, captured, DROPOUT, True)
-        dp = tl.where(kept_p == p, dp * factor_of(captured), 0.0)  # where p is 0 the gradient is 0 too
+        rows = DROPOUT_ROWS(
+            b, h, places(first + sequence.q_first, TILE_M, HAS_FOURS, True), captured.dropout.scalars, captured.dropout.tensors
+        )
+        kept_p = kept_of(p.to(k.dtype), b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True)
+        dp = kept_of(dp, b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True) * factor_of(captured)
     if HAS_DV:
         dv = plus_product(dv, None, kept_p, dout, PRECISION)
     # loaded only here, so that it takes no registers before
@@ -441,6 +444,7 @@ def dkdv_tile(
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
     offsets = tile_offsets(m_lane, strides.q, BLOCK_D, IS_NEAR), tile_offsets(m_lane, strides.dout, BLOCK_DV, IS_NEAR)
+    HAS_FOURS: tl.constexpr = LIST_M % 16 == 0 and LIST_N % 16 == 0
     for g in range(0, sizes.ratio if IS_GROUPED else 1):
         h = kv_head * sizes.ratio + g
         heads, runs, fulls, partials = _visitors(
@@ -467,7 +471,7 @@ def dkdv_tile(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                     HAS_DROPOUT, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, HAS_FOURS,
                 )  # fmt: skip
             for i in range(0, fulls):
                 if RANGES > 0:
@@ -478,7 +482,7 @@ def dkdv_tile(
                     dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                     HAS_DROPOUT, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, HAS_FOURS,
                 )  # fmt: skip
     if HAS_DROPOUT:
         dv = dv * factor_of(captured)

@@ -3,16 +3,58 @@
 import triton
 import triton.language as tl
 
-__all__ = ["factor_of", "kept_of"]
+from anyattn.backends.triton.kernels.matmul import plus_product
+
+__all__ = ["factor_of", "kept_of", "places", "plus_kept"]
 
 
 @triton.jit
-def kept_of(p, b, h, kv, rows, captured, DROPOUT: tl.constexpr, HAS_DROPOUT: tl.constexpr):
-    """Weights, or their gradients, with 0 where dropout drops them. rows: the part's row values."""
-    if HAS_DROPOUT:
-        return tl.where(DROPOUT(b, h, kv, rows, captured.dropout.scalars, captured.dropout.tensors), p, 0.0)
+def places(first, COUNT: tl.constexpr, IS_FOUR: tl.constexpr, IS_COLUMN: tl.constexpr):
+    """COUNT positions from ``first`` on, down a tile's first dimension or, with IS_COLUMN, along its second.
+
+    IS_FOUR: only the first 8 of every 16, as [COUNT / 16, 1, 8, 1, 1, 1] or [1, 1, 1, COUNT / 16, 1, 8]; ``first`` is a multiple of 16.
+    """
+    if IS_FOUR:
+        # shifted, so that the compiler knows the lowest bits and computes what depends on 16 positions once for them
+        four = (first >> 4 << 4) + (tl.arange(0, COUNT // 16) * 16)[:, None] + tl.arange(0, 8)[None, :]
+        return four[None, None, None, :, None, :] if IS_COLUMN else four[:, None, :, None, None, None]
     else:
-        return p
+        lane = first + tl.arange(0, COUNT)
+        return lane[None, :] if IS_COLUMN else lane[:, None]
+
+
+@triton.jit
+def kept_of(
+    p, b, h, first, rows, captured,
+    DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """``p`` with 0 where dropout drops the pair: [TILE_M, TILE_N], with IS_TRANSPOSED [TILE_N, TILE_M]. first: the tile's first key.
+    rows: the part's values of the tile's rows, at ``places`` of one kind.
+
+    One word decides for two rows and two keys 8 apart, which one thread holds in the layouts of the tensor cores, so that a quarter of the
+    words is computed and no value changes its thread.
+    """
+    IS_FOUR: tl.constexpr = len(rows[0].shape) == 6
+    kv = places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)
+    if IS_FOUR:
+        two = tl.arange(0, 2)[None, :]
+        down, along = two[:, :, None, None, None, None], two[None, None, None, :, :, None]
+        byte = down + along * 2 if IS_TRANSPOSED else down * 2 + along
+    else:
+        byte = (kv // 8 % 2 + rows[0] // 8 % 2 * 2).to(tl.int32)
+    return DROPOUT(p, byte, b, h, kv, rows, captured.dropout.scalars, captured.dropout.tensors)
+
+
+@triton.jit
+def plus_kept(
+    acc, rescale, p, v, b, h, first, rows, captured, DROPOUT: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """``plus_product`` with the weights that dropout keeps: in v's dtype, where two of 16 bits are masked at once."""
+    if HAS_DROPOUT:
+        kept = kept_of(p.to(v.dtype), b, h, first, rows, captured, DROPOUT, p.shape[0], p.shape[1], False)
+        return plus_product(acc, rescale, kept, v, PRECISION)
+    else:
+        return plus_product(acc, rescale, p, v, PRECISION)
 
 
 @triton.jit

@@ -10,8 +10,7 @@ import triton.language as tl
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
-from anyattn.backends.triton.kernels.dropout import factor_of, kept_of
-from anyattn.backends.triton.kernels.matmul import plus_product
+from anyattn.backends.triton.kernels.dropout import factor_of, places, plus_kept
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.backends.triton.tile_config import FEW
@@ -41,10 +40,11 @@ def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def rows_of(
-    b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr, DROPOUT_ROWS: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    b, h, q_idx, q_places, captured,
+    SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, HAS_SCORE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """``RowsOfParts``; any tuple for a part that does not exist."""
+    """``RowsOfParts``; any tuple for a part that does not exist. q_places: the rows' ``kernels.dropout.places``."""
     score_rows, mask_rows, always_rows, dropout_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
     if HAS_SCORE:
         score_rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
@@ -53,7 +53,7 @@ def rows_of(
     if HAS_ALWAYS:
         always_rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
     if HAS_DROPOUT:
-        dropout_rows = DROPOUT_ROWS(b, h, q_idx, captured.dropout.scalars, captured.dropout.tensors)
+        dropout_rows = DROPOUT_ROWS(b, h, q_places, captured.dropout.scalars, captured.dropout.tensors)
     return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows, dropout=dropout_rows)
 
 
@@ -187,11 +187,10 @@ def visit(
         not IS_PARTIAL,
     )  # fmt: skip
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-    p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
     v = keys_at(key.v, key.v_strides, first, end, key, numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
         q.shape[0] <= _FEW,
     )  # fmt: skip
-    acc = plus_product(acc, rescale, p, v, PRECISION)
+    acc = plus_kept(acc, rescale, p, v, b, h, first, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     return acc, row_sum, row_max
 
 
@@ -214,9 +213,8 @@ def visit_late(
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
     v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-    acc = plus_product(acc, owed, p, v, PRECISION)
+    acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-    p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
     return acc, row_sum, row_max, p, owed
 
 
@@ -247,19 +245,17 @@ def visit_all(
             s = tl.where(MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors), s, float("-inf"))
         if IS_LATE:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_product(acc, owed, p, v, PRECISION)
+            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
             p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-            p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
             before = first
         else:
             p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-            p = kept_of(p, b, h, (first + tl.arange(0, TILE_N))[None, :], rows.dropout, captured, DROPOUT, HAS_DROPOUT)
             v = whole_keys_at(key.v, key.v_strides, first, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_product(acc, rescale, p, v, PRECISION)
+            acc = plus_kept(acc, rescale, p, v, b, h, first, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
         if begin < stop:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_product(acc, owed, p, v, PRECISION)
+            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     return acc, row_sum, row_max
 
 
@@ -387,8 +383,11 @@ def forward_tile(
         asked = heads[:, None]
     else:
         asked = h
+    # heads in one tile are 8 rows apart with other words, and lists of other sizes begin anywhere
+    HAS_FOURS: tl.constexpr = not IS_PACKED and LIST_M % 16 == 0 and LIST_N % 16 == 0
+    q_places = places(first_row + sequence.q_first, TILE_M, True, False) if HAS_FOURS else q_idx
     kept = rows_of(
-        b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+        b, asked, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
     )
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
@@ -455,7 +454,7 @@ def forward_tile(
             before = first
         if start < end_full:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_product(acc, owed, p, v, PRECISION)
+            acc = plus_kept(acc, owed, p, v, b, asked, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     else:
         # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
         # that passes on an unchanged value
