@@ -13,6 +13,7 @@ import torch
 
 from anyattn.validate import flex
 from tests.support.covering import few
+from tests.support.triton.pinned import judged_with_the_pinned_triton
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -113,6 +114,7 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
                     assert tile_config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
 
 
+@judged_with_the_pinned_triton
 @pytest.mark.covering(1, of=lambda capability, at, backward: (capability, at, backward))
 @pytest.mark.parametrize(
     ("capability", "at", "backward"),
@@ -456,6 +458,7 @@ def test_a_second_backward_launches_its_kernels_alone() -> None:
         assert bool(found - {"empty", "empty_like", "empty_strided", "detach", "zeros_like"}) is expected, found
 
 
+@judged_with_the_pinned_triton
 @pytest.mark.parametrize(("mask", "most"), [(None, 14), (lambda b, h, q, k: q >= k, 14)], ids=["full", "causal"])
 def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type: ignore[no-untyped-def]
     """Over full tiles: rows' statistics come as tiles do, in pieces of 8 bytes, each address is a pointer that moves plus what stays, tiles
@@ -473,6 +476,7 @@ def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type
         assert len(machine) <= most * scores, len(machine) / scores
 
 
+@judged_with_the_pinned_triton
 def test_a_score_mod_by_distance_in_the_backward() -> None:
     """ALiBi takes a score no more than a difference, an absolute value, a product and the score's own sum: distances are floats from the
     start, log2(e) is part of the slope, and the derivative, which is 1, is nothing. No register goes to memory for it. Heads that share

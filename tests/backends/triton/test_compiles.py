@@ -13,6 +13,7 @@ import torch
 
 from anyattn.testing import cases
 from tests.support.covering import few
+from tests.support.triton.pinned import judged_with_the_pinned_triton
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -31,6 +32,7 @@ def checked(capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, va
     ahead.judge(made, capability, f"{capability} {d} {dv} {dtype} {variant}")
 
 
+@judged_with_the_pinned_triton
 @pytest.mark.parametrize("capability", few(GENERATIONS, (9, 0)), ids=str)
 def test_compiles(capability: tuple[int, int]) -> None:
     checked(capability, 128, 128, torch.bfloat16, "causal")

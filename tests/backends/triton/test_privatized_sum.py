@@ -14,6 +14,7 @@ import torch
 import anyattn
 from anyattn.validate import flex
 from tests.support.covering import few
+from tests.support.triton.pinned import judged_with_the_pinned_triton
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -38,6 +39,7 @@ def launched(table: torch.Tensor, mod: Any, dtype: torch.dtype, gpu: tuple[int, 
     return found
 
 
+@judged_with_the_pinned_triton
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODS)
