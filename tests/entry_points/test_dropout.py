@@ -53,6 +53,7 @@ PATHS = {
     "splits": Path(options={"num_splits": 3}),
     "block mask": Path((2, 2, 90, 90, 16, 16), mask=lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=32),
     "documents": Path((2, 1, 90, 90, 16, 16), mask=lambda b, h, q, k: q // 37 == k // 37, block_size=(32, 32)),
+    "odd blocks": Path((2, 1, 90, 90, 16, 16), mask=lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=(31, 40)),
     "one query": Path((4, 1, 1, 90, 16, 16)),
     "large": Path((1, 1, 600, 1100, 16, 16), mask=CAUSAL),
 }

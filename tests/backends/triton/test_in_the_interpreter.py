@@ -77,7 +77,7 @@ PARTS = {
         "test_float32 or (test_rows_of_64 and float32)",
         few=" or ".join(("rows_of_64", *OPERATIONS)),
     ),
-    "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits)) or packed", has_slow=False),
+    "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits or odd)) or packed", has_slow=False),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
 
