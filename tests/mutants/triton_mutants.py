@@ -38,6 +38,7 @@ _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
 _ITERATOR = "backends.triton.kernels.tile_iterator"
 _ADDRESSING = "backends.triton.kernels.addressing"
 _COMBINE = "backends.triton.kernels.combine"
+_DROPOUT = "backends.triton.kernels.dropout"
 _MATMUL = "backends.triton.kernels.matmul"
 _PAGED_KV = "backends.triton.kernels.paged_kv"
 _BACKWARD_PASS = "backends.triton.backward_pass"
@@ -98,9 +99,10 @@ MUTANTS = by_name(
     Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
     Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward_tile", "acc = acc * factor_of(captured)", "pass", "dropout"),
     Mutant(
-        "dropped_lanes_of_the_first_tile", f"{_FORWARD}:visit",
-        "(first + tl.arange(0, TILE_N))[None, :]", "tl.arange(0, TILE_N)[None, :]", "dropout",
+        "dropped_lanes_of_the_first_tile", f"{_DROPOUT}:kept_of",
+        "places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "places(first * 0, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "dropout",
     ),
+    Mutant("dropped_eight_rows_for_eight_keys", f"{_DROPOUT}:kept_of", "down * 2 + along", "down + along * 2", "dropout"),
     Mutant(
         "dv_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
         "plus_product(dv, None, kept_p, dout, PRECISION)",
@@ -108,11 +110,11 @@ MUTANTS = by_name(
     ),
     Mutant(
         "dq_of_dropped_weights", f"{_BACKWARD}:_visit_keys",
-        "kept_of(dp, b, h, lane[None, :], rows.dropout, captured, DROPOUT, True)", "dp", "dropout",
+        "kept_of(dp, b, h, first, rows.dropout, captured, DROPOUT, q.shape[0], TILE_N, False)", "dp", "dropout",
     ),
     Mutant(
         "dk_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
-        "tl.where(kept_p == p, dp * factor_of(captured), 0.0)", "dp * factor_of(captured)", "dropout",
+        "kept_of(dp, b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True)", "dp", "dropout",
     ),
     Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
