@@ -70,7 +70,6 @@ CANNOT_READ = (NotCacheable, AttributeError, TypeError, ValueError, RuntimeError
 _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
 _included_keys, _excluded_keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set  # type: ignore
 _is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
-_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 # ---- kinds
@@ -171,6 +170,11 @@ def is_listened_to() -> bool:
 
 
 # ---- functions used in the expressions of kinds
+
+
+def _current_device() -> int:
+    """The current CUDA device; -1 before CUDA is used, and so for a build for CUDA on a machine without a driver, where asking raises."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _refuse() -> NoReturn:

@@ -360,7 +360,7 @@ class _Writer:
 
 def _constant(value: int | float | bool, dtype: str) -> str:
     text = f"tl.full((), {_literal(value)}, {dtype})"
-    return f"({text} * -1.0)" if repr(value) == "-0.0" else text  # Triton's constants have no -0.0
+    return f"(tl.full((), 0.0, {dtype}) * -1.0)" if repr(value) == "-0.0" else text  # a constant -0.0 is 0.0 up to Triton 3.6
 
 
 def _literal(value: int | float | bool) -> str:
