@@ -184,11 +184,11 @@ def run(seed: int) -> tuple[str, int]:
         return "FAILED", 0
 
 
-def work(first: int, last: int, step: int, until: float) -> None:
+def work(first: int, last: int, until: float) -> None:
     """Runs the seeds of one process; its last line is the counts as JSON."""
     torch.set_num_threads(1)
     mods, calls = collections.Counter[str](), collections.Counter[str]()
-    for seed in range(first, last, step):
+    for seed in range(first, last):
         if time.time() > until:
             break
         kind, count = run(seed)
@@ -202,16 +202,14 @@ def main() -> int:
     if len(sys.argv) == 2:
         print(run(int(sys.argv[1])))
         return 0
-    if len(sys.argv) == 5:
-        work(*map(int, sys.argv[1:4]), float(sys.argv[4]))
+    if len(sys.argv) == 4:
+        work(*map(int, sys.argv[1:3]), float(sys.argv[3]))
         return 0
     total, jobs = int(os.environ.get("FUZZ", "30000")), int(os.environ.get("GPU_JOBS", "16"))
     part, parts = map(int, os.environ.get("SHARE", "1/1").split("/"))
     first, last = total * (part - 1) // parts, total * part // parts
     until = time.time() + float(os.environ.get("LIMIT", "1e9"))
-    commands = [
-        [sys.executable, "-m", "tests.gpu.fuzz", *map(str, (at, min(at + EACH, last), 1, until))] for at in range(first, last, EACH)
-    ]
+    commands = [[sys.executable, "-m", "tests.gpu.fuzz", *map(str, (at, min(at + EACH, last), until))] for at in range(first, last, EACH)]
 
     def done(command: list[str]) -> subprocess.CompletedProcess[str] | None:
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) if time.time() < until else None
