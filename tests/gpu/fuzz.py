@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from random import Random
 from typing import Any
 
@@ -286,12 +286,14 @@ def main() -> int:
 
     mods, calls, bad, ended = collections.Counter[str](), collections.Counter[str](), 0, 0
     with ThreadPoolExecutor(jobs) as pool:
-        for process in filter(None, pool.map(done, commands)):
+        for process in (running.result() for running in as_completed([pool.submit(done, command) for command in commands])):
+            if process is None:
+                continue
             *lines, counts = (process.stdout.strip() or "no output").splitlines()
-            print(*lines, sep="\n", end="\n" if lines else "")
+            print(*lines, sep="\n", end="\n" if lines else "", flush=True)
             if process.returncode or not counts.startswith("["):
                 bad += 1
-                print(f"a process ended with status {process.returncode}: {counts}")
+                print(f"a process ended with status {process.returncode}: {counts}", flush=True)
                 continue
             ended += 1
             for total_of, part_of in zip((mods, calls), json.loads(counts), strict=True):

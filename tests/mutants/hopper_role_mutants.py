@@ -191,8 +191,8 @@ MUTANTS = {
     "a wrong guess stays in P": _edit(f"{_MMA}:Multiplies._guessed", "rescales = __\nself._store(p, scores, dropping)", "rescales = __"),
     "a wrong guess at a cap stays in P": _edit(
         f"{_MMA}:Multiplies._guessed",
-        "self.unshifted(scores, row_max, row_sum, rate, False)\nself._store(p, scores, dropping)",
-        "self.unshifted(scores, row_max, row_sum, rate, False)",
+        "self.unshifted(scores, sums, rate, False)\nself._store(p, scores, dropping)",
+        "self.unshifted(scores, sums, rate, False)",
     ),
     "sums of guesses are lost": _edit(f"{_MMA}:Multiplies._guessed", "row_sum.store(row_sum.load() + added.load())"),
     "O is not rescaled after a wrong guess": _edit(f"{_MMA}:Multiplies._taken", "return rescales", "return False")

@@ -98,9 +98,6 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
-    # Without a row's maximum the weight of its only key is not 1 but rounded, and so is its output, which is V's row exactly: dP - delta, 0
-    # there, becomes 1 % of another row's. A backward pass needs lse.
-    may_be_bounded = may_be_bounded and not problem.wants_lse
     return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
 
 

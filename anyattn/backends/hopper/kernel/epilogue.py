@@ -22,9 +22,9 @@ class Epilogue:
     config: Any
 
     @cute.jit
-    def finished(self, acc, row_max, row_sum, rate, sink, head, factor):
-        """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``. factor: of the weights that dropout keeps, None
-        without it."""
+    def finished(self, acc, row_max, row_sum, row_excess, rate, sink, head, factor):
+        """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``. row_excess: what ``acc``'s weights sum to beyond
+        ``row_sum``, or None. factor: of the weights that dropout keeps, None without it."""
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
@@ -37,7 +37,13 @@ class Epilogue:
                 rescale = select(top == -Float32.inf, Float32(0.0), cute.math.exp2(top - higher, fastmath=True), "float")
                 total = total * rescale + cute.math.exp2(logit - higher, fastmath=True)
                 top = higher
-            inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+            weight = total
+            if const_expr(row_excess is not None):
+                excess = row_excess[r]
+                for offset in (2, 1):
+                    excess += cute.arch.shuffle_sync_bfly(excess, offset=offset)
+                weight = total + excess * rescale
+            inverse = rescale * cute.arch.rcp_approx(weight) if total > 0.0 else Float32(0.0)
             if const_expr(factor is not None):
                 inverse = inverse * factor
             out[r, None].store(out[r, None].load() * inverse)

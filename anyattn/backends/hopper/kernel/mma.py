@@ -155,7 +155,8 @@ class Multiplies:
         if const_expr(tops is not None):
             self.raise_tops(tops, scores, lifts)
         if const_expr(self.config.is_bounded):
-            self.unshifted(scores, row_max, row_sum, rate, True)
+            row_scale.fill(0.0)
+            self.unshifted(scores, sums, rate, True)
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         self._store(p, scores, (captured[2], n, None) if self.config.has_dropout else None)
@@ -191,10 +192,11 @@ class Multiplies:
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
         """Stores a row tile's output and statistics. Its facts are read from the board again rather than kept in registers."""
         (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
-        acc, row_max, row_sum, _, tops = sums
+        acc, row_max, row_sum, row_scale, tops = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         factor = self.factor(given[2]) if const_expr(self.config.has_dropout) else None
-        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts), factor)
+        excess = row_scale if const_expr(self.config.is_bounded) else None
+        self.finished(acc, row_max, row_sum, excess, given[1], sink, self.head(positions, facts), factor)
         tops = self.highest(tops, given[1])
         self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
@@ -248,7 +250,7 @@ class Multiplies:
         if const_expr(tops is not None):
             self.raise_tops(tops, scores, lifts)
         if const_expr(self.config.is_bounded):
-            self.unshifted(scores, row_max, row_sum, rate, asks)
+            self.unshifted(scores, sums, rate, asks)
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
         apart = None if dropping is None else self.narrowed_apart(scores, dropping)
@@ -289,7 +291,7 @@ class Multiplies:
             row_sum.store(row_sum.load() + added.load())
         elif const_expr(self.shortens):
             self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
-            self.unshifted(scores, row_max, row_sum, rate, False)
+            self.unshifted(scores, sums, rate, False)
             self._store(p, scores, dropping)
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)

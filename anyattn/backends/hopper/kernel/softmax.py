@@ -391,9 +391,11 @@ class Softmax:
             top = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             tops[r] = cute.arch.fmax(tops[r], top if lifts is None else top + lifts[r])
 
-    def unshifted(self, scores: Any, row_max: Any, row_sum: Any, rate: Any, is_masked: bool) -> None:
-        """``exponentials`` for bounded scores: 0 replaces the row maximum, and sums are never rescaled."""
-        s, emulated = rows_and_columns(scores), self.config.tiles.emulated
+    def unshifted(self, scores: Any, sums: tuple[Any, ...], rate: Any, is_masked: bool) -> None:
+        """``exponentials`` for bounded scores: 0 replaces the row maximum, and sums are never rescaled. Row scales hold instead by how much
+        the rounded exponentials of masked tiles exceed the exponentials: that of a row's only key is not 1, and without the excess the
+        output would not be V's row, and dP - delta, 0 there, 1 % of another row's. In rows with a bare tile roundings cancel."""
+        (_, row_max, row_sum, row_excess, _), s, emulated = sums, rows_and_columns(scores), self.config.tiles.emulated
         for r in range(cute.size(row_max)):
             for c in range(cute.size(s, mode=[1])):
                 if c % 8 >= emulated:
@@ -404,6 +406,10 @@ class Softmax:
                     s[r, c] = exp2_of_product(s[r, c], rate)
             row_sum[r] = row_sum[r] + sum_of(s, r)
             row_max[r] = Float32(0.0)
+            if is_masked:
+                powers = s[r, None].load()
+                excess = powers.to(self.dtype).to(Float32) - powers
+                row_excess[r] = row_excess[r] + excess.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
     def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
         """Replaces a row's scores by exp2(score * rate - shifted); returns their sum."""
