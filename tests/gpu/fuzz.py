@@ -293,7 +293,10 @@ def main() -> int:
             print(*lines, sep="\n", end="\n" if lines else "", flush=True)
             if process.returncode or not counts.startswith("["):
                 bad += 1
-                print(f"a process ended with status {process.returncode}: {counts}", flush=True)
+                print(
+                    f"the process of seeds {process.args[3]} to {process.args[4]} ended with status {process.returncode}: {counts}",
+                    flush=True,
+                )
                 continue
             ended += 1
             for total_of, part_of in zip((mods, calls), json.loads(counts), strict=True):
