@@ -264,3 +264,15 @@ def test_the_plan_says_so(d: int) -> None:
     assert hardware.of(leaves[0].device.type).capability == (9, 0)
     plan = anyattn.explain(*leaves, enable_gqa=True, backend="hopper").plan
     assert plan.backward == "hopper"
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_only_key_of_a_row_weighs_one_under_a_cap(d: int) -> None:
+    """The kernel without row maxima divides rounded weights by their own sum: out is V's row, dv dout's, and dq nothing but noise."""
+    q, k, v, dout = (torch.randn(2, 4, 300, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for cap in (lambda s, b, h, i, j: 50.0 * torch.tanh(s / 50.0), lambda s, b, h, i, j: torch.cos(s * 0.3)):
+        out = anyattn.flex_attention(*leaves, cap, mask_mod=lambda b, h, i, j: i == j)
+        dq, _, dv = torch.autograd.grad(out, leaves, dout)
+        assert torch.equal(out, v) and torch.equal(dv, dout)
+        assert float(dq.abs().max()) < 1e-4

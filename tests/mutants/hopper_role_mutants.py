@@ -194,6 +194,12 @@ MUTANTS = {
         "self.unshifted(scores, sums, rate, False)\nself._store(p, scores, dropping)",
         "self.unshifted(scores, sums, rate, False)",
     ),
+    "the excess of rounded weights starts with the last row tile's": _edit(f"{_MMA}:Multiplies._first", "row_scale.fill(0.0)"),
+    "rounded weights are divided by a sum of others": _edit(
+        f"{_MMA}:Multiplies._ended",
+        "excess = row_scale if const_expr(self.config.is_bounded) else None",
+        "excess = None",
+    ),
     "sums of guesses are lost": _edit(f"{_MMA}:Multiplies._guessed", "row_sum.store(row_sum.load() + added.load())"),
     "O is not rescaled after a wrong guess": _edit(f"{_MMA}:Multiplies._taken", "return rescales", "return False")
     + _edit(f"{_MMA}:Multiplies._guessed", "return rescales", "return False"),

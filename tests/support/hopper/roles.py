@@ -360,9 +360,10 @@ class Stubs:
         scores.epoch = epoch
         return rises
 
-    def unshifted(self, scores: Registers, row_max: Registers, row_sum: Registers, rate: str, is_masked: bool) -> None:
+    def unshifted(self, scores: Registers, sums: tuple, rate: str, is_masked: bool) -> None:
         made_of = self._softened(scores, rate, is_masked)
-        for x, kinds in ((row_max, (_MAX, _LOWEST)), (row_sum, (_SUM, _ALL_0))):
+        _, row_max, row_sum, row_excess, _ = sums
+        for x, kinds in ((row_max, (_MAX, _LOWEST)), (row_sum, (_SUM, _ALL_0)), *([(row_excess, (_SUM, _ALL_0))] if is_masked else [])):
             before = x.load()
             if before.done not in kinds:
                 raise Broken(f"exponentials are added to {before}")
@@ -399,13 +400,21 @@ class Stubs:
         self._given(positions=positions)
         return int(facts.head)
 
-    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int, factor: Any) -> None:
+    def finished(
+        self, acc: Registers, row_max: Registers, row_sum: Registers, excess: Registers | None, rate: str, sink: str, head: int, factor: Any
+    ) -> None:
         self._given(rate=rate)
         if factor != ("factor" if self.config.has_dropout else None):
             raise Broken(f"weights that are kept have the factor {factor}")
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
         if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
+        if (excess is not None) != self.config.is_bounded:
+            raise Broken(f"bounded scores: {self.config.is_bounded}, and an excess of {excess}")
+        if excess is not None:
+            rounded = excess.load()
+            if rounded.done != _SUM or any(self._must_be_masked(*tile) and tile not in rounded.made_of for tile in total.made_of):
+                raise Broken(f"sums of {total} are divided with an excess of {rounded}")
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
         for x, what in ((acc, "finished"), (row_sum, "lse")):
