@@ -5,10 +5,12 @@ Public names are loaded when first used, so that ``import anyattn`` costs next t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from anyattn.errors import BackendError, ModError, OutOfPagesError
+from anyattn.mods.tracing.dynamo_import import call_when_imported
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -122,7 +124,17 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"module 'anyattn' has no attribute {name!r}")
     globals()[name] = value
+    call_when_imported(_enter_into_dynamo)
     return value
+
+
+def _enter_into_dynamo() -> None:
+    """Imports what Dynamo captures: compiled code may use ``~`` on a mask or make block lists before it calls any entry point.
+
+    Programs that use no name of this package, which torch imports in all of them, do not pay for it.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # a torch with other private names; the first call in compiled code raises
+        importlib.import_module("anyattn.custom_ops.entry_points")
 
 
 def __dir__() -> list[str]:

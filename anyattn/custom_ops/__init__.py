@@ -21,7 +21,12 @@ from anyattn.tensors.kinds import not_scriptable
 __all__ = ["entry_point", "run_uncompiled"]
 
 _entry_points: list[FunctionType] = []
-_HOMES = {"attend": "anyattn.custom_ops.flex", "flash": "anyattn.custom_ops.flash", "decode": "anyattn.custom_ops.flash"}
+_HOMES = {
+    "attend": "anyattn.custom_ops.flex",
+    "flash": "anyattn.custom_ops.flash",
+    "decode": "anyattn.custom_ops.flash",
+    "document": "anyattn.custom_ops.document_ids",
+}
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -46,7 +51,7 @@ def run_uncompiled(is_wanted: bool = True) -> None:
 
 
 class _Operators(torch._ops._OpNamespace):
-    """``torch.ops.anyattn``, which imports the module that defines an operator of attention."""
+    """``torch.ops.anyattn``, which imports the module that defines an operator when it is looked up."""
 
     __module__ = torch._ops._OpNamespace.__module__  # is part of an operator's name in saved programs
 

@@ -9,8 +9,8 @@ Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods are pa
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,15 +25,6 @@ from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["NO_MODS", "CallWithMods", "bound", "call_with_mods"]
 
-# Module and function of each entry point's call with traced mods.
-_ENTRIES = {
-    "flex": ("anyattn.custom_ops.flex", "flex_with_mods"),
-    "flash": ("anyattn.custom_ops.flash", "flash_with_mods"),
-    "decode": ("anyattn.custom_ops.flash", "decode_with_mods"),
-    "block_mask": ("anyattn.custom_ops.block_lists", "lists_with_mods"),
-    "tile_lists": ("anyattn.custom_ops.block_lists", "tile_lists_with_mods"),
-    "varlen_tile_lists": ("anyattn.custom_ops.block_lists", "varlen_lists_with_mods"),
-}
 _ARITY = {"mask": 4, "score": 5}
 NO_MODS: tuple = ()
 
@@ -67,8 +58,22 @@ def _run(entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, c
         _traced(mod, kind, name, captured[i] if captured else (), score_dtype, like.device)
         for i, ((kind, name), mod) in enumerate(zip(kinds, mods, strict=True))
     ]
-    module, function = _ENTRIES[entry]
-    return getattr(importlib.import_module(module), function)(*operands, *traced)
+    return _entries()[entry](*operands, *traced)
+
+
+@cache
+def _entries() -> dict[str, Callable]:
+    """Each entry point's call with traced mods. Imported by the first call: their operators take longer to define than all else."""
+    from anyattn.custom_ops import block_lists, flash, flex
+
+    return {
+        "flex": flex.flex_with_mods,
+        "flash": flash.flash_with_mods,
+        "decode": flash.decode_with_mods,
+        "block_mask": block_lists.lists_with_mods,
+        "tile_lists": block_lists.tile_lists_with_mods,
+        "varlen_tile_lists": block_lists.varlen_lists_with_mods,
+    }
 
 
 def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.dtype, device: torch.device) -> TracedMod | None:

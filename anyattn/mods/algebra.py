@@ -6,9 +6,7 @@ report errors early; every attention call reads the captured values again.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -16,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from anyattn.mods.tracing.dynamo_import import call_when_imported
 from anyattn.mods.tracing.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
 from anyattn.mods.tracing.trace import name_of, refuse_native, refuse_scripted, trace
 
@@ -37,10 +34,8 @@ class _Wrapped:
     def __init__(self, fn: Callable, name: str | None = None):
         self.fn = function_of(fn)
         if torch.compiler.is_dynamo_compiling():  # the attention call that receives the mod traces it
-            _enter_into_dynamo()
             self.recipe, self.name = None, name or "compiled mod"
             return
-        call_when_imported(_enter_into_dynamo)  # compiled code may use ~ on this mask before it calls any entry point
         self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
@@ -139,15 +134,6 @@ class Score(_Wrapped):
     def then(self, other: Callable) -> Score:
         """The score mod that applies ``other`` to the result of this one."""
         return _chained(self, other if isinstance(other, Score) else Score(other))
-
-
-def _enter_into_dynamo() -> None:
-    """Registers ``~mask`` with Dynamo, which may trace it before any entry point of the library is called."""
-    with contextlib.suppress(ImportError, AttributeError):  # a torch with other private names, of which the first entry point warns
-        importlib.import_module("anyattn.custom_ops.dynamo")
-
-
-_enter_into_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator would import Dynamo
 
 
 @remade_by_call

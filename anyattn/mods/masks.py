@@ -6,7 +6,6 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +164,6 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     """
     _ids("cu_seqlens", cu_seqlens, (1,), "(documents + 1,)")
     if torch.compiler.is_compiling():
-        _load_operator()
         return document(torch.ops.anyattn.document_ids(cu_seqlens))
     return document(ids_of_documents(cu_seqlens))
 
@@ -180,13 +178,6 @@ def ids_of_documents(cu_seqlens: Tensor) -> Tensor:
         raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted non-decreasing entries")
     numbers = torch.arange(steps.numel(), dtype=torch.int32, device=cu_seqlens.device)
     return torch.repeat_interleave(numbers, steps.to(torch.int64))
-
-
-def _load_operator() -> None:
-    importlib.import_module("anyattn.custom_ops.document_ids")
-
-
-_load_operator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces; its decorator would import Dynamo
 
 
 @remade_by_call

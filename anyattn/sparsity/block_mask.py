@@ -373,6 +373,9 @@ def block_mask_of_classes(
     return block_mask_of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
 
 
+BlockSparseTensors.block_mask_of_classes = staticmethod(block_mask_of_classes)
+
+
 def _lists_of_classes(
     classes: Tensor,
     lengths: tuple[int, int],

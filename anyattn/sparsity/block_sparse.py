@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class BlockSparseTensors:
     full_block_idx: Tensor | None = None
     tile: tuple[int, int] = None  # type: ignore[assignment]  # required; checked below, after the optional lists
     lengths: tuple[int, int] | None = None
+    block_mask_of_classes: ClassVar[Callable[..., Any]]  # set by ``block_mask``, which this package imports first
 
     def __post_init__(self) -> None:
         if self.tile is None:
@@ -192,13 +194,11 @@ class BlockSparseTensors:
 
     def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
         """The ``anyattn.BlockMask`` of these lists. mask_mod: the mask inside partial tiles; None: all pairs are visible."""
-        from anyattn.sparsity.block_mask import block_mask_of_classes
-
         lengths = lengths if lengths is not None else self.lengths
         if lengths is None:
             lengths = (self.grid[0] * self.tile[0], self.grid[1] * self.tile[1])
         classes = (self if self.lengths is not None else replace(self, lengths=lengths)).classes()
-        return block_mask_of_classes(classes, mask_mod, lengths, self.tile, self.full_block_cnt is not None)
+        return self.block_mask_of_classes(classes, mask_mod, lengths, self.tile, self.full_block_cnt is not None)
 
     def __repr__(self) -> str:
         full = 0 if self.full_block_cnt is None else int(self.full_block_cnt.sum())

@@ -69,7 +69,6 @@ def compute_block_sparsity(
     """
     if torch.compiler.is_compiling():
         sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
-        captured.load()
         made = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
         return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*made, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     return _computed((tile_m, tile_n), (batch_size, num_heads), (seqlen_q, seqlen_k), mask_mod, aux_tensors, device, compute_full_blocks)

@@ -333,7 +333,6 @@ def compute_varlen_block_sparsity(
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if torch.compiler.is_compiling():
         options = (num_heads, (tile_m, tile_n), device, compute_full_blocks, layout)
-        captured.load()
         made = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
         return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*made, (tile_m, tile_n)))
     return _computed((tile_m, tile_n), num_heads, mask_mod, aux_tensors, tables, device, compute_full_blocks, layout)
