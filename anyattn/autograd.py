@@ -18,7 +18,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import for_backward
 from anyattn.problem import Problem
-from anyattn.sparsity.lists import write_counts
+from anyattn.sparsity.derived import write_counts
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.dynamo import opaque
 

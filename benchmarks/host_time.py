@@ -24,6 +24,7 @@ import anyattn
 from anyattn import autograd, hardware, planner
 from anyattn.call_cache import attention
 from anyattn.mods.tracing.trace import trace
+from anyattn.sparsity.read_lists import lists_of
 from anyattn.validate import flash, flex, sequences
 from anyattn.validate.flash import Options
 
@@ -273,7 +274,7 @@ def _stages(device: str) -> dict[str, Callable[[], Any]]:
         "  tensors": lambda: flex.tensors(q, k, v, False),
         "  block mask": lambda: flex.check_block_mask(causal, q, k),
         "  trace, seen before": lambda: trace(causal.mask_mod, "mask", device=device),
-        "  lists": lambda: flex.lists_of(causal, problem.predicates[0]),
+        "  lists": lambda: lists_of(causal, problem.predicates[0]),
         "flash checks": lambda: flash.dense_problem(q4, k4, v4, Options(causal=True)),
         "plan": lambda: planner.choose(problem, machine),
         "  available": lambda: planner.available(machine),

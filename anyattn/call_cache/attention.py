@@ -21,6 +21,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
+from anyattn.sparsity.read_lists import read_lists
 from anyattn.tensors import kinds
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import innermost
@@ -97,7 +98,7 @@ def flex_again(
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     filled = warm.filled(query, key, value, sink, scale, found)
     if warm.has_lists:
-        filled["blocks"] = flex.read_lists(block_mask) if found.blocks is None else found.blocks
+        filled["blocks"] = read_lists(block_mask) if found.blocks is None else found.blocks
     return Problem.of_fields(filled), warm.plan
 
 

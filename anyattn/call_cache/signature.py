@@ -25,8 +25,8 @@ from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER, negative_zeros
 from anyattn.sequences.unread_kvcache import room_for
+from anyattn.sparsity.read_lists import kept_lists, lists_facts
 from anyattn.tensors.comparison import comparison
-from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
 __all__ = [
@@ -318,9 +318,9 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
 
 def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> tuple:
     """The key of a block mask. listed: the mask of a block mask that is passed as lists only."""
-    kept = flex.kept_lists(block_mask)
+    kept = kept_lists(block_mask)
     if kept is None:
-        key = flex.lists_facts(block_mask)
+        key = lists_facts(block_mask)
     else:
         key, found.blocks = kept.facts, kept.blocks
     mask = _mod(listed or block_mask.mask_mod, True, found)

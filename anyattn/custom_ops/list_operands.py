@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.mods.ir import codec
 from anyattn.sparsity.block_mask import are_unwritten
 from anyattn.sparsity.made_of import still_holds
-from anyattn.validate import flex
+from anyattn.sparsity.read_lists import lists_facts, read_lists
 
 __all__ = [
     "EXACT_BY_BLOCK_MASK",
@@ -99,20 +99,20 @@ class Known:
     """Lists that were passed before as the same tensor objects, and have not been written to since.
 
     sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: identifies the result of
-    ``flex.lists_facts``.
+    ``lists_facts``.
     """
 
     __slots__ = ("_blocks", "facts", "is_exact", "sizes", "stands_for", "states", "tensors")
 
     def __init__(self, tensors: tuple[ref[Tensor], ...], sizes: tuple, is_exact: bool, states: tuple, stands_for: ListOperands):
         self.tensors, self.sizes, self.is_exact, self.states, self.stands_for = tensors, sizes, is_exact, states, stands_for
-        self.facts = _standing_for(flex.lists_facts(stands_for))
+        self.facts = _standing_for(lists_facts(stands_for))
         self._blocks: Any = None
 
     def read_blocks(self) -> Any:
         """The lists in the form that kernels read, converted once."""
         if self._blocks is None:
-            self._blocks = flex.read_lists(self.stands_for)
+            self._blocks = read_lists(self.stands_for)
         return self._blocks
 
 

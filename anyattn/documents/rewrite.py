@@ -8,7 +8,6 @@ every document is one run: ``documents.dispatch``.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from anyattn.mods.compose import anded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sparsity.compute import runs_kernels
+from anyattn.sparsity.derived import derived
 
 __all__ = ["DocumentTables", "form_of", "over_sequences", "tables_are_cached", "tables_of"]
 
@@ -132,26 +132,20 @@ def tables_are_cached(problem: Problem, form: DocumentForm) -> bool:
     return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
 
 
-# Cache of the document tables. Keys: block lists, held weakly; then rows, length, and the stream that computes the tables, since no other
-# stream waits for it. Values: the ids, their version counter, and their tables. The ids alone are not a key: torch does not count every
-# write (graph replays, kernels of other libraries), and a new block mask after such a write must get new tables.
-_of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
-
-
 def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
     """The documents of a call. form: ``form_of(problem)``.
 
-    The tables are cached with the call's block lists, for the same ids tensor and version counter. Without lists, and while a CUDA graph is
-    captured, they are computed anew.
+    The tables are cached with the call's block lists, for the same ids tensor and version counter, and for the stream that computes them,
+    since no other stream waits for it. The ids alone are not a key: torch does not count every write (graph replays, kernels of other
+    libraries), and a new block mask after such a write must get new tables. Without lists, and while a CUDA graph is captured, they are
+    computed anew.
     """
     ids = _joint(problem).tensors[form.ids]
     rows, _, length, _ = problem.q.shape
     if problem.blocks is None or not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)
-    of_lists = _of_lists.get(problem.blocks)
-    if of_lists is None:
-        of_lists = _of_lists[problem.blocks] = {}
-    key = (rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
+    of_lists = derived(problem.blocks)
+    key = ("documents", rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
     known = of_lists.get(key)
     if known is None or known[0] is not ids or known[1] != ids._version:
         known = of_lists[key] = ids, ids._version, DocumentTables(ids, rows, length, is_kept=True)

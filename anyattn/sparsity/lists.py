@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.sparsity.derived import derived
 from anyattn.tensors.kinds import has_memory
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "ordered",
     "ordered_ragged",
     "unknown_lists",
-    "write_counts",
 ]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
@@ -100,9 +99,6 @@ def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None
     classes.copy_(wider[:, :columns])
 
 
-_made: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], Any]]] = weakref.WeakKeyDictionary()
-
-
 def kept_transposed(lists: Any) -> Any:
     """``lists.transposed()``, cached by ``_kept``."""
     return _kept(lists, "transposed", lists.transposed)
@@ -123,24 +119,15 @@ def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
     return _kept(lists, lengths, ready)
 
 
-def write_counts(lists: Any) -> tuple[int, ...]:
-    """torch's write counter of each tensor of block lists; -1 for an inference tensor, whose writes torch does not count."""
-    return tuple([-1 if t.is_inference() else t._version for t in vars(lists).values() if isinstance(t, Tensor)])
-
-
 def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
-    """A result computed from ``lists``, cached until they are deleted or one of their tensors is written to.
-
-    Only writes that torch counts are noticed. Nothing is cached while a CUDA graph is captured: its results are computed at replay.
-    """
-    versions = write_counts(lists)
-    if -1 in versions or (lists.mask_block_cnt.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """A result computed from ``lists``, cached in ``derived``. While a CUDA graph is captured, which may be replayed after writes to the
+    lists, it is computed in the graph."""
+    if lists.mask_block_cnt.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    known = _made.setdefault(lists, {})
-    found = known.get(what)
-    if found is None or found[0] != versions:
-        found = known[what] = versions, make()
-    return found[1]
+    known = derived(lists)
+    if what not in known:
+        known[what] = make()
+    return known[what]
 
 
 def joined(least: Tensor, most: Tensor) -> Tensor:

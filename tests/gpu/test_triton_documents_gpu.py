@@ -103,13 +103,13 @@ def test_gradients_of_a_table(make: Any, knowledge: str) -> None:
 def test_nobody_waits() -> None:
     """First calls and later ones, forward and backward, under torch's check that nothing waits for the device."""
     from anyattn.sparsity.lists import kept_transposed
-    from anyattn.validate import flex
+    from anyattn.sparsity.read_lists import read_lists
 
     mask = mask_of(runs(7, 0), RESTS["causal"])
     tensors = [t.requires_grad_() for t in qkv(1, 4, 2, LENGTH, LENGTH, 64)]
     judging.flex(*tensors, block_mask=lists_of(mask)).sum().backward()  # compiles
     lists = lists_of(mask)
-    kept_transposed(flex.read_lists(lists))  # the one thing that waits, where a backward pass goes by lists
+    kept_transposed(read_lists(lists))  # the one thing that waits, where a backward pass goes by lists
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sparsity.derived import derived
 from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
@@ -35,7 +35,6 @@ __all__ = ["backward"]
 
 _NO_TABLES = Tables()
 _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-_of_lists: WeakKeyDictionary[Any, dict[tuple, Tables]] = WeakKeyDictionary()
 
 
 class _Shared:
@@ -163,19 +162,16 @@ def _tables_of_lists(problem: Problem, special: BackwardSpecial) -> Tables:
         lists = _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
         return Tables(lists, kinds=kinds_of(lists)[0])
     assert special.list_tile is not None
-    known = _of_lists.setdefault(blocks, {})
-    key: tuple = (special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
-    found = known.get(key)
-    if found is None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        key = "captured", *key  # for the layers of this CUDA graph: its replay fills the tensors, and no other call may read them
-        found = known.get(key)
-    if found is None:
+    known = derived(blocks)
+    key: tuple = ("hopper backward", special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
+    tables: Tables | None = known.get(key)
+    if tables is None:
         fits = special.list_tile == tile_of(blocks)
         lists, order = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks), KeyOrder()
         if not config.has_ranks:  # else key tiles wait for those before them
             order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))
-        found = known[key] = Tables(lists, order, kinds_of((lists, order))[0])
-    return found
+        tables = known[key] = Tables(lists, order, kinds_of((lists, order))[0])
+    return tables
 
 
 def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:

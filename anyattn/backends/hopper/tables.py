@@ -21,6 +21,7 @@ from anyattn.sequences.batch import Sequences
 from anyattn.sequences.tile_order import counted, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.derived import derived
 
 __all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
 
@@ -37,9 +38,8 @@ class TablesOnHost(NamedTuple):
     pages: Tensor | None = None
 
 
-# tables of a batch or of lists, for as long as these live; both are frozen
+# tables of a batch, for as long as it lives; it is frozen
 _of_sequences: WeakKeyDictionary[Sequences, dict[Any, Any]] = WeakKeyDictionary()
-_of_lists: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 # out, lse, highest scores, None if the call does not want them
@@ -59,9 +59,9 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
         return _ragged(problem, special, _ragged_lists(problem, problem.predicates[special.listed], config.per_head), results)
     if blocks is None:
         return _dense(problem, special, made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
-    known = _of_lists.setdefault(blocks, {})
+    known = derived(blocks)
     assert special.list_tile is not None
-    key = (special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
+    key = ("hopper", special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
     if key not in known:
         fits = special.list_tile == tile_of(blocks)
         known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))

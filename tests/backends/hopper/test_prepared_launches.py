@@ -18,9 +18,9 @@ from anyattn import masks, scores
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.call_cache import attention
+from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.flex import attend, operands_of
 from anyattn.mods.tracing.trace import trace
-from anyattn.validate import flex
 from tests.support.hopper.pretended import Launch
 
 
@@ -294,7 +294,7 @@ def test_compiled_calls_read_no_lists_that_the_kernel_does_not(launched: list[La
     with monkeypatch.context() as patch:
         for name in ("forward", "launch", "kinds_of"):
             patch.setattr(api, name, None)
-        patch.setattr(flex, "read_lists", None)
+        patch.setattr(list_operands, "read_lists", None)
         for given in (lists, *news):
             x = qkv(512)
             out, lse, nothing = direct_call(x, given)

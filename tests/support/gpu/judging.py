@@ -275,6 +275,7 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
     """Inside, the CPU is taken for a Hopper GPU, and what would be launched is noted, or else compiled into the disk cache."""
     from anyattn import hardware
     from anyattn.backends.hopper.compile import launch
+    from anyattn.sparsity.read_lists import read_lists
     from anyattn.validate import flex as check
     from anyattn.validate import sequences
 
@@ -282,7 +283,7 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch, launch.compiling_only():
         patch.setattr(hardware, "of", lambda *_: h200)
         # on a CPU alone are lists left aside for a mask's row ranges
-        patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
+        patch.setattr(check, "lists_of", lambda lists, mask: (read_lists(lists), getattr(lists, "is_exact", False)))
         # what a GPU's tables hold is not looked at, and kernels read them
         patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
         if note is not None:

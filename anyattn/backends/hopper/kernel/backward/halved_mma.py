@@ -38,7 +38,7 @@ class MultipliesHalves(MultipliesBack):
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """As in ``MultipliesBack``."""
         q_state, do_state, work_state, _ = states
-        mmas, operands, shapes, positions, pipes, board, _, thread, statistics, places = fixed
+        mmas, operands, shapes, positions, pipes, board, _, thread, statistics, exchange = fixed
         k, q, v, dout, dout_t, q_t, ds_t, k_t, ds = operands
         to_scores, to_v, to_k, to_q = mmas
         dk, dv = sums
@@ -53,12 +53,12 @@ class MultipliesHalves(MultipliesBack):
         self.probabilities(scores, self.of_rows(statistics[0][None, q_state.index], positions), scales[1])
         self.hidden((scores,), positions, said, captured)
         warpgroup.wait_group(0)
-        p = self._half_of_ds(scores, dp, places, stage, 0, thread)
+        p = self._half_of_ds(scores, dp, exchange, stage, 0, thread)
         self.begin_dp(columns_of(dp, 1, 2), self.of_rows(delta, positions, 1, 2))
         self._scores(self.half_of_dp(), columns_of(dp, 1, 2), v, dout[1][None, None, None, do_state.index], 0, False)
         self._product(to_v, dv, p, dout_t[0][None, None, None, do_state.index], False)
         warpgroup.wait_group(1)
-        p = self._half_of_ds(scores, dp, places, stage, 1, thread)
+        p = self._half_of_ds(scores, dp, exchange, stage, 1, thread)
         self._product(to_v, dv, p, dout_t[1][None, None, None, do_state.index], False)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
@@ -73,12 +73,12 @@ class MultipliesHalves(MultipliesBack):
         pipes[0].consumer_release(q_state)
 
     @cute.jit
-    def _half_of_ds(self, scores, dp, places, stage, half: cutlass.Constexpr, thread):
+    def _half_of_ds(self, scores, dp, exchange, stage, half: cutlass.Constexpr, thread):
         """Replaces one half of dP by dS, stores it, and returns this half of P in 16 bits."""
         p, ds = columns_of(scores, half, 2), columns_of(dp, half, 2)
         self.score_gradients(p, ds, None)
         tiles = self.config.tiles
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.half_of_dp())
-        target = cute.local_tile(places[1][None, None, stage], (tiles.tile_n, tiles.tile_m // 2), (0, half))
+        target = cute.local_tile(exchange.ds[None, None, stage], (tiles.tile_n, tiles.tile_m // 2), (0, half))
         self._stored((store.get_slice(thread), target), ds)
         return narrowed(p, self.dtype)

@@ -1,6 +1,6 @@
 """Backward MMA role (consumer warp groups): S^T, dP^T, then dV += P^T dO, dQ = dS K and dK += dS^T Q, row tile after row tile."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +20,39 @@ __all__ = ["EXCHANGED", "MultipliesBack", "transposed"]
 
 EXCHANGED = 4  # named barrier: all warp groups have written their keys' part of dS
 _EMPTIED = 5  # named barrier if dS has one stage: all warp groups have read dS
+
+
+class Exchange(NamedTuple):
+    """Where a consumer thread puts dS, which all warp groups read, and its part of dQ.
+
+    store: its copy to shared memory. ds: dS there. dq: the part of dQ there that an adding warp reads. dq_sums: the sums of dQ in global
+    memory, or the gradient itself if no other key tile adds to it.
+    """
+
+    store: Any
+    ds: Any
+    dq: Any
+    dq_sums: Any
+
+
+class Consumer(NamedTuple):
+    """What a consumer thread needs for every key tile.
+
+    mmas: the tiled MMAs of S^T and dP^T, of dV, dK and dQ. operands: see ``MultipliesBack.operands``. shapes: a thread's parts of S^T and
+    dQ. positions: of its scores in their tile. board: the key tile's facts, the visits', and the row tiles of the adding warps. statistics:
+    lse and delta in shared memory.
+    """
+
+    mmas: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    shapes: tuple[Any, ...]
+    positions: Any
+    pipes: tuple[Any, ...]
+    board: tuple[Any, ...]
+    group: Any
+    thread: Any
+    statistics: tuple[Any, ...]
+    exchange: Exchange
 
 
 class MultipliesBack:
@@ -54,7 +87,8 @@ class MultipliesBack:
         dk = cute.make_rmem_tensor(to_k.get_slice(thread).partition_shape_C((tiles.tile_n, d)), Float32)
         dv_acc = cute.make_rmem_tensor(to_v.get_slice(thread).partition_shape_C((tiles.tile_n, dv)), Float32)
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), to_scores).get_slice(thread)
-        fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, *of_dq))
+        exchange = Exchange(store, ds, *of_dq)
+        fixed = Consumer(mmas, operands, shapes, positions, pipes, board, group, thread, statistics, exchange)
         if const_expr(self.config.sums):
             self.begin_scratch(captured)
         self._key_tiles(fixed, (dk, dv_acc), in_smem, leaving, keys, scales, captured)
@@ -82,7 +116,7 @@ class MultipliesBack:
     @cute.jit
     def _key_tiles(self, fixed, sums, in_smem, leaving, keys, scales, captured):
         """The loop over key tiles."""
-        mmas, _, _, _, pipes, board, group, thread, _, _ = fixed
+        mmas, pipes, board, group, thread = fixed.mmas, fixed.pipes, fixed.board, fixed.group, fixed.thread
         consumer = pipeline.PipelineUserType.Consumer
         tiles = self.config.tiles
         q_state, do_state, key_state, work_state = (
@@ -138,7 +172,7 @@ class MultipliesBack:
 
     def hold(self, fixed: Any, in_smem: Any) -> None:
         """Reads the held columns of a new tile of K and V from shared memory to registers; dQ reads all of K from shared memory."""
-        tiles, operands, thread = self.config.tiles, fixed[1], fixed[7]
+        tiles, operands, thread = self.config.tiles, fixed.operands, fixed.thread
         for at, source, columns in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
             if columns:
                 copy = cute.make_tiled_copy_A(
@@ -164,7 +198,7 @@ class MultipliesBack:
     def _both_begun(self, fixed, scores, dp, states):
         """Issues the products S^T and dP^T; ``BackwardTiles.delta`` says when delta is loaded."""
         q_state, do_state = states[0], states[1]
-        mmas, operands, positions, pipes, statistics = fixed[0], fixed[1], fixed[3], fixed[4], fixed[8]
+        mmas, operands, positions, pipes, statistics = fixed.mmas, fixed.operands, fixed.positions, fixed.pipes, fixed.statistics
         k, q, v, dout = operands[:4]
         tiles = self.config.tiles
         if const_expr(tiles.delta == "before"):
@@ -207,7 +241,7 @@ class MultipliesBack:
         """Adds one row tile to dK and dV, and passes its part of dQ on. The visit and the key tile are read from the board
         where they are used instead of being kept in registers. is_last: no row tile of these keys follows."""
         q_state, do_state, work_state, key_state = states
-        mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
+        mmas, operands, shapes, positions, pipes, board, _, _, statistics, exchange = fixed
         _, _, _, _, dout_t, q_t, ds_in_smem, k_t = operands
         _, to_v, to_k, to_q = mmas
         dk, dv = sums
@@ -241,7 +275,7 @@ class MultipliesBack:
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * tiles.warp_groups)
-        self._stored((places[0], places[1][None, None, stage]), dp)
+        self._stored((exchange.store, exchange.ds[None, None, stage]), dp)
         self._product(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.sums):
             self.add_sums(dp, late, positions, said, captured)
@@ -273,7 +307,7 @@ class MultipliesBack:
     @cute.jit
     def _dq_stored(self, fixed, dq, said, scale):
         """Writes a warp group's part of a row tile's dQ, to which no other key tile adds, to the gradient."""
-        to_q, thread, target, tiles = fixed[0][3], fixed[7], fixed[9][3], self.config.tiles
+        to_q, thread, target, tiles = fixed.mmas[3], fixed.thread, fixed.exchange.dq_sums, self.config.tiles
         visit, facts = self.said_of(said)
         dq.store(dq.load() * scale)
         own, columns = target[None, None, visit.head, facts.entry], cute.size(target, mode=[1])
@@ -295,7 +329,7 @@ class MultipliesBack:
         ``dq`` is None at the end, and ``said`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
         registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order). The first chunks are added to global memory from
         registers, after the others are handed to an adding warp. step: the number of this part of dQ, of ``dq_steps``."""
-        places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
+        places, group, thread, in_smem = fixed.board[2], fixed.group, fixed.thread, fixed.exchange.dq
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
             place = self._place(said)
@@ -316,7 +350,7 @@ class MultipliesBack:
     @cute.jit
     def _added(self, fixed, own, said, step: cutlass.Constexpr):
         """Adds the first chunks of one step of dQ to global memory from registers."""
-        group, sums, config = fixed[6], fixed[9][3], self.config
+        group, sums, config = fixed.group, fixed.exchange.dq_sums, self.config
         m, head, entry, _ = self._place(said)
         lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # thread in the warp group
         before = (group * config.tiles.dq_steps + step) * config.dq_chunks * DQ_CHUNK

@@ -40,7 +40,7 @@ class MultipliesWide(MultipliesBack):
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """As in ``MultipliesBack``; stage: of P."""
         q_state, do_state, work_state, _ = states
-        mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
+        mmas, operands, shapes, positions, pipes, board, _, _, statistics, exchange = fixed
         _, _, _, _, dout_t, q_t, ds_t, k_t, p, ds = operands
         _, to_v, to_k, to_q = mmas
         dk, dv = sums
@@ -57,12 +57,12 @@ class MultipliesWide(MultipliesBack):
             warpgroup.wait_group(0)
             self.modified(scores, dp, lse, None, positions, said, scales[0], captured)
             self.hidden((scores, dp), positions, said, captured)
-        self._exchanged(places, scores, stage, _P_WRITTEN)
+        self._exchanged(exchange, scores, stage, _P_WRITTEN)
         self._product(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.score_gradients(scores, dp, None)
-        self._exchanged(places, dp, of_ds, _DS_WRITTEN)
+        self._exchanged(exchange, dp, of_ds, _DS_WRITTEN)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
         self._product(to_q, dq, ds_t[None, None, None, of_ds], k_t[None, None, None, 0], True)
         self._product(to_k, dk, ds[None, None, None, of_ds], q_t[None, None, None, q_state.index], False)
@@ -74,9 +74,9 @@ class MultipliesWide(MultipliesBack):
         pipes[0].consumer_release(q_state)
 
     @cute.jit
-    def _exchanged(self, places, rows, stage, barrier: cutlass.Constexpr):
+    def _exchanged(self, exchange, rows, stage, barrier: cutlass.Constexpr):
         """Writes a warp group's rows of P or dS to shared memory, as operands of both groups."""
-        self._stored((places[0], places[1][None, None, stage]), rows)
+        self._stored((exchange.store, exchange.ds[None, None, stage]), rows)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
 
