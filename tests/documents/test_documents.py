@@ -204,7 +204,9 @@ def test_longer_ids_and_more_rows():
 
 
 class Lists:
-    """Stands for block lists where these would not be looked at."""
+    """Stands for block lists where these would not be looked at but for their device."""
+
+    mask_block_cnt = torch.zeros(1)
 
 
 def with_lists(problem, lists):
