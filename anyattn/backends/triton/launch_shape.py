@@ -182,11 +182,11 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
 
 def _most_seen(problem: Problem) -> int:
     """The greatest number of keys that a row sees, if the mask's limits show it without reading tensors: a window's width."""
-    chosen = program_of(problem)
-    ranges = chosen.program.ranges
+    call_program = program_of(problem)
+    ranges = call_program.program.ranges
     if ranges is None:
         return problem.bound_k
-    captured = chosen.mods[chosen.program.parts.index(ranges)].scalars
+    captured = call_program.mods[call_program.program.parts.index(ranges)].scalars
     numbers = tuple([Extent(n, n) for n in captured if type(n) is int])
     last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # sees most keys, all before it
     one = Extent(max(0, last), max(0, last))

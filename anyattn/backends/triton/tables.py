@@ -43,7 +43,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``Chosen.lists``. documents: see ``documents.Form``."""
+    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)

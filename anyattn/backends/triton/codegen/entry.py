@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.codegen.programs import Part, Program, Read
+from anyattn.backends.triton.codegen.programs import CapturedValues, Part, Program
 from anyattn.backends.triton.kernels.arguments import Captured, CapturedPart
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.fast_launch import Handle
@@ -140,7 +140,12 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
 
 
 def run_entry(
-    kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
+    kernel: Any,
+    grid: Sequence[int],
+    values: Sequence[Any],
+    captured: Sequence[CapturedValues],
+    device: torch.device,
+    options: dict[str, Any],
 ) -> Handle | None:
     """Launches an entry. values: of the groups, in order. captured: of the parts that the body calls, in
     order. options: constants and warps.
@@ -148,17 +153,17 @@ def run_entry(
     Returns a handle for launches with the same sizes, strides, options, dtypes and alignment.
     """
     given = list(values)
-    for read in captured:
-        given += read.scalars
-        given += sizes_of_captured(read)
-        given += read.tensors
-        given += read.totals
+    for part in captured:
+        given += part.scalars
+        given += sizes_of_captured(part)
+        given += part.tensors
+        given += part.totals
     # launches of one entry differ only in dtypes and in row alignment, and the entry itself states the alignment
     dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
     with current_device(device):
         return launch(kernel, tuple(grid), given, device, options, dtypes)
 
 
-def sizes_of_captured(read: Read) -> tuple[int, ...]:
+def sizes_of_captured(part: CapturedValues) -> tuple[int, ...]:
     """An entry's arguments after a part's numbers: strides and sizes of the captured tensors and of the totals."""
-    return tuple([n for t in (*read.tensors, *read.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])
+    return tuple([n for t in (*part.tensors, *part.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])

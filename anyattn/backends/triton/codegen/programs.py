@@ -35,9 +35,10 @@ from anyattn.problem import Problem
 from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 
 __all__ = [
+    "CallProgram",
+    "CapturedValues",
     "Part",
     "Program",
-    "Read",
     "captured_of",
     "gradient_part",
     "masks_of",
@@ -114,7 +115,7 @@ class Program:
         return "\n\n".join(staged(part) for part in self.parts)
 
 
-class Read(NamedTuple):
+class CapturedValues(NamedTuple):
     """A part's captured values in a call."""
 
     scalars: tuple[int, ...]
@@ -123,8 +124,9 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """mods: the source of each part of the program. lists: None, "given", or the mask for which lists are to be made."""
+class CallProgram:
+    """The program of a call. mods: for each part of the program the mod whose values it captures. lists: None, "given" for the call's own
+    lists, or the mask for which lists are made."""
 
     program: Program
     mods: tuple[TracedMod | RowRanges, ...]
@@ -136,7 +138,7 @@ def masks_of(problem: Problem) -> MaskPlan:
     return mask_plan(problem, _ABILITIES)
 
 
-def program_of(problem: Problem) -> Chosen:
+def program_of(problem: Problem) -> CallProgram:
     """The parts that a kernel computes ``problem`` with; reads no tensor."""
     plan, score = masks_of(problem), problem.score
     named = [("ranges", part) for part in plan.ranged]
@@ -152,12 +154,12 @@ def program_of(problem: Problem) -> Chosen:
         mods.append(TracedMod.of_fields({**vars(dropout.keep), "scalars": dropout.captured[0]}))
     program = Program(of_score, *(parts.get(name) for name in ("ranges", "listed", "always", "dropout")))
     lists = "given" if plan.uses_blocks else plan.listed[0].mask if plan.listed else None
-    return Chosen(program, (*([] if score is None else [score]), *mods), lists)
+    return CallProgram(program, (*([] if score is None else [score]), *mods), lists)
 
 
-def captured_of(chosen: Chosen) -> tuple[Read, ...]:
+def captured_of(call_program: CallProgram) -> tuple[CapturedValues, ...]:
     """The captured values of every part, in order."""
-    return tuple(Read(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
+    return tuple(CapturedValues(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in call_program.mods)
 
 
 def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
