@@ -36,9 +36,9 @@ __all__ = [
     "Kind",
     "NotCacheable",
     "Signature",
+    "bypasses_cache",
     "fields",
     "identical",
-    "is_listened_to",
     "signature",
     "tensor_key",
 ]
@@ -149,7 +149,7 @@ def signature(entry_point: str, **arguments: str | dict[str, str]) -> Callable[.
     parts = [kind.format(x=name) for name, kind in kinds.items() if kind]
     source = f"""
 def signature_of_call({", ".join(arguments)}):
-    if is_listened_to():
+    if bypasses_cache():
         return None
     found = Signature()
     try:
@@ -164,8 +164,8 @@ def signature_of_call({", ".join(arguments)}):
     return scope["signature_of_call"]  # type: ignore[no-any-return]
 
 
-def is_listened_to() -> bool:
-    """Whether torch's operations are intercepted; then every call runs all of them, as a first call does."""
+def bypasses_cache() -> bool:
+    """Whether torch's operations are intercepted, by modes, transforms or a trace: such calls bypass the cache."""
     return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
 

@@ -33,7 +33,7 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits,
 from anyattn.plan import Plan
 from anyattn.planner import check_backend
 from anyattn.problem import Problem
-from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.sparsity.block_mask import are_unwritten, lists_are_complete
 from anyattn.sparsity.made_of import follow
 from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
@@ -280,7 +280,7 @@ def flex_with_mods(
 def _exactness(is_exact: bool | None, counts: Any, listed: TracedMod) -> int:
     """The operator's argument for lists that nothing has written to. is_exact: of the block mask; None if a compiled graph made it."""
     if is_exact is None:
-        is_known = tells_no_more(listed, counts.shape[:2]) and follow(counts, captures_in_graph(listed))
+        is_known = lists_are_complete(listed, counts.shape[:2]) and follow(counts, captures_in_graph(listed))
         return list_operands.EXACT_IN_GRAPH if is_known else list_operands.INEXACT
     # an exported program holds copies of lists from outside
     return list_operands.EXACT_BY_BLOCK_MASK if is_exact and not torch.compiler.is_exporting() else list_operands.INEXACT

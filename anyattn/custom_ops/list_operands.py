@@ -98,8 +98,8 @@ def places_of(tensors: Sequence[Tensor]) -> tuple | None:
 class Known:
     """Lists that were passed before as the same tensor objects, and have not been written to since.
 
-    sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: identifies the result of
-    ``flex.lists_facts``.
+    sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: stands for
+    ``flex.lists_facts``: equal facts have one object, which is compared by identity.
     """
 
     __slots__ = ("_blocks", "facts", "is_exact", "sizes", "stands_for", "states", "tensors")

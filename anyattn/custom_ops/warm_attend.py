@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache import attention, calls
-from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, identical, is_listened_to, tensor_key
+from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, bypasses_cache, identical, tensor_key
 from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.direct import needs_dispatcher
 from anyattn.custom_ops.list_operands import Known
@@ -119,7 +119,7 @@ _key: Callable[..., tuple] = eval(f"lambda {_NAMES}, lists: {_KEY}", _scope)
 
 def key_of(given: Any, lists: Known | None) -> tuple | None:
     """The key of an operator's call, given as ``Attend``; None if it is not remembered. lists: its block lists, if it has any."""
-    if not _is_usable(given.scale) or is_listened_to():
+    if not _is_usable(given.scale) or bypasses_cache():
         return None
     try:
         return _key(*given[:4], *given.score, *given.masks, *given[6:], lists)

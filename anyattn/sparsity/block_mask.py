@@ -39,8 +39,8 @@ __all__ = [
     "block_mask_of_classes",
     "block_mask_of_lists",
     "build_block_mask",
+    "lists_are_complete",
     "lists_of_mask",
-    "tells_no_more",
 ]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
@@ -426,8 +426,8 @@ def _sees(mask: Expr) -> tuple[bool, bool]:
     return any(d.b for d in deps), any(d.h for d in deps)
 
 
-def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
-    """Whether lists of (B, H) describe the mask completely: False if B or H is 1 although the mask depends on that index."""
+def lists_are_complete(mask: TracedMod, batch: tuple[int, int]) -> bool:
+    """Whether lists of (B, H) describe the mask completely: no dimension is broadcast that the mask depends on."""
     return not told_apart(mask, batch)
 
 

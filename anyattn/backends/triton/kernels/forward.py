@@ -196,7 +196,7 @@ def visit(
 
 @triton.jit
 def visit_late(
-    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, scales, captured,
+    acc, row_sum, row_max, p, pending_rescale, before, q, first, key, rows, b, h, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
@@ -204,18 +204,19 @@ def visit_late(
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """``visit`` of a full tile that runs the second product of the tile before, at position ``before`` with weights ``p``, while this
-    tile's exponentials are computed. Returns (acc, row_sum, row_max, p, owed). Keys are not in pages.
+    tile's exponentials are computed. Returns (acc, row_sum, row_max, p, pending_rescale). Keys are not in pages.
 
-    owed: the factor that acc still has to be multiplied by. p is float32: in 16 bits the compiler would pass it through shared memory.
+    pending_rescale: the factor by which acc is still to be multiplied. p is float32: in 16 bits the compiler would pass it through shared
+    memory.
     """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
     v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-    acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-    return acc, row_sum, row_max, p, owed
+    acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+    p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+    return acc, row_sum, row_max, p, pending_rescale
 
 
 @triton.jit
@@ -230,7 +231,7 @@ def visit_all(
     """Tiles ``begin`` to ``stop`` in one loop. Partial tiles, from ``full`` on, evaluate the mask in a branch, so that the loads of the
     first partial tile are pipelined like all others. Returns (acc, row_sum, row_max). Needs ranges, and descriptors,
     which know the end of the keys."""
-    p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+    p, pending_rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
     before = begin * 0
     if IS_LATE and begin < stop:
         before = first_at(runs, begin, full, seqlen_k, RANGES, TILE_N)
@@ -245,8 +246,8 @@ def visit_all(
             s = tl.where(MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors), s, float("-inf"))
         if IS_LATE:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-            p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+            acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
             before = first
         else:
             p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
@@ -255,7 +256,7 @@ def visit_all(
     if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
         if begin < stop:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     return acc, row_sum, row_max
 
 
@@ -440,21 +441,21 @@ def forward_tile(
         begin, stop = full, full
     elif IS_LATE:
         tl.static_assert(PAGE_SIZE == 0, "page numbers are loaded ahead of one tile's keys and values, not of two tiles'")
-        p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+        p, pending_rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
         before = start * 0
         if start < end_full:
             before = full_at(runs, start, RANGES, TILE_N, LIST_N)
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
-            acc, row_sum, row_max, p, owed = visit_late(
-                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, scales, captured,
+            acc, row_sum, row_max, p, pending_rescale = visit_late(
+                acc, row_sum, row_max, p, pending_rescale, before, q, first, key, kept, b, asked, scales, captured,
                 SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
             before = first
         if start < end_full:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, asked, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            acc = plus_kept(acc, pending_rescale, p, v, b, asked, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     else:
         # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
         # that passes on an unchanged value
