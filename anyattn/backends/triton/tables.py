@@ -95,14 +95,14 @@ def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> 
     most likely shows more keys to later rows.
     """
     key = "triton", tile, ends_with_row, documents.count
-    found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
-    if found is None:
+    tables: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
+    if tables is None:
         order, entries = documents.in_order(tile, ends_with_row)
         most, sizes = len(order) - 1, documents.sequences.sizes
         if documents.count:
             most = min(most, (sizes.rows * sizes.length + documents.count * (tile - 1)) // tile)
-        found = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
-    return found
+        tables = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
+    return tables
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
@@ -131,9 +131,9 @@ def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
     from anyattn.sparsity.compute import tile_lists
 
     lengths = (problem.q.shape[2], problem.k.shape[2])
-    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _MADE_TILE, problem.q.device)
-    made = BlockSparseTensors(*found, tile=_MADE_TILE, lengths=lengths)
-    return made.transposed() if by_key else made
+    tensors = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _MADE_TILE, problem.q.device)
+    lists = BlockSparseTensors(*tensors, tile=_MADE_TILE, lengths=lengths)
+    return lists.transposed() if by_key else lists
 
 
 def _given(problem: Problem, by_key: bool) -> Any:

@@ -18,30 +18,9 @@ from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
-    "FEW",
-    "PASSES",
-    "PipelineOptions",
-    "Shape",
-    "Tiles",
-    "TmaUse",
-    "architecture",
-    "asked",
-    "backward_tiles",
-    "candidates",
-    "capability_of",
-    "fits",
-    "fitting",
-    "forward_tiles",
-    "heads_in_turn",
-    "heads_together",
-    "most_short",
-    "needed",
-    "padded",
-    "pipeline_of",
-    "reason_against",
-    "resident",
-    "row_sums",
-    "shared_memory",
+    "FEW", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates", "capability_of",
+    "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "pipeline_of",
+    "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -409,7 +388,7 @@ def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str
     return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
 
 
-def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
+def requested_tiles(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
     """The tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` if even one
     stage does not fit the device."""
     while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):

@@ -65,13 +65,13 @@ def _names(fields: Any, prefix: str) -> Iterator[str]:
             yield prefix + name
 
 
-def _made(fields: Any, prefix: str) -> str:
+def _group_source(fields: Any, prefix: str) -> str:
     """Source that constructs a group from its values."""
     if isinstance(fields, str):
         return fields
     kinds = get_type_hints(fields).items()
-    given = [_made(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
-    return jit_source.group(fields, given)
+    values = [_group_source(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
+    return jit_source.group(fields, values)
 
 
 def _tuple(values: Sequence[str]) -> str:
@@ -112,14 +112,14 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     # It specialises on no other argument.
     with_rows = {name.split("_")[0] for name in strides}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
-    given = [_made(g.fields, g.prefix) for g in signature.groups]
+    groups = [_group_source(g.fields, g.prefix) for g in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
     if signature.scatters:
         adds = slots[0] is not None and bool(slots[0].loads)
         functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
         flags.insert(1, str(adds))
-    call = [*given, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
+    call = [*groups, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
@@ -152,16 +152,16 @@ def run_entry(
 
     Returns a handle for launches with the same sizes, strides, options, dtypes and alignment.
     """
-    given = list(values)
+    arguments = list(values)
     for part in captured:
-        given += part.scalars
-        given += sizes_of_captured(part)
-        given += part.tensors
-        given += part.totals
+        arguments += part.scalars
+        arguments += sizes_of_captured(part)
+        arguments += part.tensors
+        arguments += part.totals
     # launches of one entry differ only in dtypes and in row alignment, and the entry itself states the alignment
-    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in arguments if not isinstance(x, (int, float))])
     with current_device(device):
-        return launch(kernel, tuple(grid), given, device, options, dtypes)
+        return launch(kernel, tuple(grid), arguments, device, options, dtypes)
 
 
 def sizes_of_captured(part: CapturedValues) -> tuple[int, ...]:

@@ -190,8 +190,8 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
     ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
-    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
-    return made._replace(style=style_of(score, made.expr, problem))
+    part = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
+    return part._replace(style=style_of(score, part.expr, problem))
 
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
@@ -205,12 +205,12 @@ def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
     gradients = score_gradients(expr, is_exact=not is_short)
-    deps, found = dependence(gradients.expr), set()
+    deps, slots = dependence(gradients.expr), set()
     for load in gradients.loads:
         places = [gradients.expr.outputs[i] for i in load.indices]
         if contends(gradients.expr, places, deps, is_short and moves_along_diagonals(deps, places)):
-            found.add(load.slot)
-    return tuple(sorted(found))
+            slots.add(load.slot)
+    return tuple(sorted(slots))
 
 
 def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -309,8 +309,8 @@ def staged(part: Part) -> str:
         result = f"device_math.{'kept_nvidia' if part.style.is_nvidia else 'kept'}(x, {result}, byte)"
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
-    made = [head, _function(f"{part.name}_value", arguments, body)]
-    return "\n\n".join([*made, scatter_source(part.name, part.loads, part.style)] if part.loads else made)
+    functions = [head, _function(f"{part.name}_value", arguments, body)]
+    return "\n\n".join([*functions, scatter_source(part.name, part.loads, part.style)] if part.loads else functions)
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:

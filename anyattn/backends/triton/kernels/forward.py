@@ -381,14 +381,14 @@ def forward_tile(
         q = load_rows(tensors.q, offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + sequence.q_first)[:, None]
     if IS_PACKED:
-        asked = heads[:, None]
+        q_head = heads[:, None]
     else:
-        asked = h
+        q_head = h
     # heads in one tile are 8 rows apart with other words, and lists of other sizes begin anywhere
     HAS_FOURS: tl.constexpr = not IS_PACKED and LIST_M % 16 == 0 and LIST_N % 16 == 0
     q_places = places(first_row + sequence.q_first, TILE_M, True, False) if HAS_FOURS else q_idx
     kept = rows_of(
-        b, asked, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+        b, q_head, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
     )
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
@@ -434,7 +434,7 @@ def forward_tile(
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
-            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, asked, scales, captured,
+            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, q_head, scales, captured,
             SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_LATE, IS_DESCRIBED,
         )  # fmt: skip
@@ -448,14 +448,14 @@ def forward_tile(
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             acc, row_sum, row_max, p, pending_rescale = visit_late(
-                acc, row_sum, row_max, p, pending_rescale, before, q, first, key, kept, b, asked, scales, captured,
+                acc, row_sum, row_max, p, pending_rescale, before, q, first, key, kept, b, q_head, scales, captured,
                 SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
             before = first
         if start < end_full:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, pending_rescale, p, v, b, asked, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            acc = plus_kept(acc, pending_rescale, p, v, b, q_head, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     else:
         # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
         # that passes on an unchanged value
@@ -472,7 +472,7 @@ def forward_tile(
                 beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
                 coming = page_numbers(key.start + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
-                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
+                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, q_head, of_tile, scales, captured,
                 SCORE, MASK, ALWAYS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
@@ -483,7 +483,7 @@ def forward_tile(
         else:
             of_tile = 0
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, of_tile, scales, captured,
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, captured,
             SCORE, MASK, ALWAYS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
