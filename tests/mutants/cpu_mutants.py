@@ -62,7 +62,7 @@ MUTANTS = by_name(
     ),
     Mutant(
         "a_warm_call_drops_what_the_first_did", "call_cache.calls:RememberedCall.filled",
-        "dropout_of(found.dropout)", "None", "dropout_again",
+        "dropout_of(signature.dropout)", "None", "dropout_again",
     ),
     Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "_exp2(logit - new_max, __)", "2 * _exp2(logit - new_max, __)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
