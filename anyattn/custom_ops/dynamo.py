@@ -141,8 +141,8 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
             arguments.insert(0, scalar(dtype, like.requires_grad))
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    given = _given(tx, fn)
-    if isinstance(given, functools.partial) and type(given) is not functools.partial:
+    fn_object = _given(tx, fn)
+    if isinstance(fn_object, functools.partial) and type(fn_object) is not functools.partial:
         unimplemented(
             gb_type="subclass of functools.partial as a mod",
             context=name,
