@@ -102,15 +102,15 @@ def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
     for mod in mods:
         if mod.source is None:
             return False
-        hangs_on_numbers = _hangs_on_numbers(mod, problem)
-        if hangs_on_numbers is None:
+        depends_on_numbers = _checks_depend_on_numbers(mod, problem)
+        if depends_on_numbers is None:
             return False
-        if hangs_on_numbers:
+        if depends_on_numbers:
             mod.source.pattern.fix(mod.source.scalars)
     return True
 
 
-def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
+def _checks_depend_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
     """Whether the checks of a mod depend on its numbers; None if they depend on the contents of tensors."""
     s, entries = problem.sequences, (problem.batch, problem.heads_q)
     if s is not None:
@@ -122,12 +122,12 @@ def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
             return None
         return doubt(mod, *entries, max(end, -first), problem.bound_k).of_numbers
     sizes = (*entries, problem.bound_q, problem.bound_k)
-    hangs = doubt(mod, *sizes)
-    if hangs.of_score:
+    dependent = doubt(mod, *sizes)
+    if dependent.of_score:
         return None
-    if hangs.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
+    if dependent.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
         has_other_lists = problem.blocks is not None and not problem.blocks_follow
-        return hangs.of_numbers if reading_waits([mod]) and not has_other_lists else None
+        return dependent.of_numbers if reading_waits([mod]) and not has_other_lists else None
     if hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates)):
         return None
-    return hangs.of_numbers
+    return dependent.of_numbers

@@ -20,7 +20,7 @@ from anyattn.backends.triton.kernels.arguments import (
     ForwardSpans,
     ForwardStrides,
     ForwardTensors,
-    HeadsDealt,
+    HeadGroups,
     Lists,
     Sizes,
 )
@@ -53,7 +53,7 @@ _FORWARD = Signature(
     "forward.forward_tile",
     (
         Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
-        Group("int", CacheSizes, "cache_"), Group("int", HeadsDealt), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadGroups), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
     FUNCTIONS,
     (

@@ -253,7 +253,7 @@ def visit_all(
             p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
             v = whole_keys_at(key.v, key.v_strides, first, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_kept(acc, rescale, p, v, b, h, first, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-    if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
+    if IS_LATE:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
         if begin < stop:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
