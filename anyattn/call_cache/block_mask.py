@@ -44,7 +44,7 @@ class RememberedMask(NamedTuple):
     recipe: Recipe
     launches: PreparedLists
 
-    def made(self, signature: Signature, mask_mod: Callable) -> BlockMask:
+    def block_mask(self, signature: Signature, mask_mod: Callable) -> BlockMask:
         """The block mask of a warm call."""
         fields = dict(self.fields)
         fields["mask_mod"] = mask_mod
@@ -91,7 +91,7 @@ def block_mask_call(
                 separate_full,
             )
         return block_mask
-    return warm.made(call_signature, mask_mod)
+    return warm.block_mask(call_signature, mask_mod)
 
 
 def _remember(call_signature: Signature, recompute: Callable[[], Signature | None], block_mask: BlockMask, separate_full: bool) -> None:

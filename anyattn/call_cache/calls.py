@@ -56,7 +56,7 @@ class RememberedCall(NamedTuple):
     def filled(
         self, q: Any, k: Any, v: Any, sink: Any, scale: Any, signature: Signature, arguments: tuple[Any, ...] = ()
     ) -> dict[str, Any]:
-        """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.made``."""
+        """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.mod``."""
         fields = dict(self.fields)
         fields["q"], fields["k"], fields["v"], fields["sink"] = q, k, v, sink
         if signature.dropout is not None:
@@ -64,9 +64,9 @@ class RememberedCall(NamedTuple):
         if scale is not None:
             fields["scale"] = float(scale)
         if self.score is not None:
-            fields["score"] = self.score.made(signature, arguments)
+            fields["score"] = self.score.mod(signature, arguments)
         if self.masks:
-            fields["predicates"] = tuple([mask.made(signature, arguments) for mask in self.masks])
+            fields["predicates"] = tuple([mask.mod(signature, arguments) for mask in self.masks])
         return fields
 
 

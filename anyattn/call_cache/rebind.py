@@ -52,7 +52,7 @@ class Recipe:
         fixed = mod if not scalars and not tensors and not places else None
         return cls(mod.kind, mod.expr, mod.name, reading, scalars, tensors, own_scalars, tuple(places), fixed)
 
-    def made(self, signature: Signature, arguments: tuple[Any, ...]) -> TracedMod:
+    def mod(self, signature: Signature, arguments: tuple[Any, ...]) -> TracedMod:
         """The mod for a call with this signature and these ``arguments`` (as in ``of``)."""
         if self.fixed is not None:
             return self.fixed
@@ -62,7 +62,7 @@ class Recipe:
         )
 
     def captured(self, signature: Signature, arguments: tuple[Any, ...] = ()) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The run-time values of ``made``: its scalars and its tensors."""
+        """The run-time values of ``mod``: its scalars and its tensors."""
         scalars: tuple[int | float, ...] = self.own_scalars
         tensors: tuple[Tensor, ...] = tuple([arguments[i] for i in self.own_tensors]) if self.own_tensors else ()
         if self.scalars:

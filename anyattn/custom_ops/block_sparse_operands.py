@@ -60,17 +60,17 @@ def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBloc
     tensors, tile, lengths = operands
     places = places_of(tensors)
     if places is None:
-        return _made(operands)
+        return _block_sparse_of(operands)
     key = (*tile, *lengths, *places)
     known_lists = _by_place.get(key)
     if known_lists is None:
         # views, so that the entry does not keep alive the tensor whose lifetime it has
-        known_lists = _by_place[key] = _made(operands._replace(block_lists=[t.detach() for t in tensors]))
+        known_lists = _by_place[key] = _block_sparse_of(operands._replace(block_lists=[t.detach() for t in tensors]))
     _by_counts[tensors[0]] = known_lists
     return known_lists
 
 
-def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
+def _block_sparse_of(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
     tensors, (tile_m, tile_n), lengths = operands
     tile, count = (tile_m, tile_n), len(tensors)
     if count in (2, 4):
