@@ -59,7 +59,7 @@ _FLEX = fields(
 )  # fmt: skip
 _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE, kernel_options=Kind.NAMED_VALUES)
 _signature_of_flash = signature(
-    "flash_attn_func", q=Kind.OPERANDS.format(x="q, k, v"), k=Kind.ELSEWHERE, v=Kind.ELSEWHERE, given=OPTIONS, backend=Kind.VALUE
+    "flash_attn_func", q=Kind.OPERANDS.format(x="q, k, v"), k=Kind.ELSEWHERE, v=Kind.ELSEWHERE, options=OPTIONS, backend=Kind.VALUE
 )
 
 
@@ -72,9 +72,9 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
 
     options: ``kernel_options``. Raises as ``validate.flex.flex_problem`` and the planner.
     """
-    found = _signature_of_flex(call, backend, options)
-    warm = known(found)
-    if warm is None or found is None:
+    signature = _signature_of_flex(call, backend, options)
+    warm = known(signature)
+    if warm is None or signature is None:
         if planner.misfits(call[:3], backend):
             copied: dict[str, Any] = dict(zip(call._fields, map(innermost, call[:3])))
             return flex_call(call._replace(**copied), backend, options, is_operator)
@@ -82,23 +82,30 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
         if not is_operator and kinds.belong_to_operators(named):
             return None
         problem, plan = _planned_flex(call, backend, options, is_operator)
-        if found is not None:
-            again = partial(_signature_of_flex, call, backend, options)
+        if signature is not None:
+            recompute = partial(_signature_of_flex, call, backend, options)
             score, shares_keys = None if call.score_mod is None else problem.score, call.key.shape[0] != call.query.shape[0]
-            remember(found, again, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
+            remember(signature, recompute, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
         return problem, plan
-    return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, found, call.block_mask)
+    return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, signature, call.block_mask)
 
 
 def flex_again(
-    warm: RememberedCall, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scale: float, found: Signature, block_mask: Any
+    warm: RememberedCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    signature: Signature,
+    block_mask: Any,
 ) -> tuple[Problem, Plan]:
     """The problem and the plan of a warm ``flex_attention`` call."""
     if warm.shares_keys:
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
-    filled = warm.filled(query, key, value, sink, scale, found)
+    filled = warm.filled(query, key, value, sink, scale, signature)
     if warm.has_lists:
-        filled["blocks"] = read_lists(block_mask) if found.blocks is None else found.blocks
+        filled["blocks"] = read_lists(block_mask) if signature.blocks is None else signature.blocks
     return Problem.of_fields(filled), warm.plan
 
 
@@ -116,32 +123,32 @@ def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator
 
 
 @opaque
-def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
+def flash_call(q: Any, k: Any, v: Any, options: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as in ``flex_call``. Raises as the checks and the planner."""
-    found = _signature_of_flash(q, k, v, given, backend)
-    warm = known(found)
-    arguments = (given.alibi_slopes,)
-    if warm is None or found is None:
+    signature = _signature_of_flash(q, k, v, options, backend)
+    warm = known(signature)
+    arguments = (options.alibi_slopes,)
+    if warm is None or signature is None:
         if planner.misfits((q, k, v), backend):
-            return flash_call(innermost(q), innermost(k), innermost(v), given, backend, is_operator)
-        if not is_operator and kinds.belong_to_operators(_named(q, k, v, given)):
+            return flash_call(innermost(q), innermost(k), innermost(v), options, backend, is_operator)
+        if not is_operator and kinds.belong_to_operators(_named(q, k, v, options)):
             return None
-        problem, plan = _planned_flash(q, k, v, given, backend)
-        if found is not None:
-            again = partial(_signature_of_flash, q, k, v, given, backend)
-            remember(found, again, problem, plan, score_of_user(given, problem), arguments)
+        problem, plan = _planned_flash(q, k, v, options, backend)
+        if signature is not None:
+            recompute = partial(_signature_of_flash, q, k, v, options, backend)
+            remember(signature, recompute, problem, plan, score_of_user(options, problem), arguments)
         return problem, plan
     q, k, v = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
-    return Problem.of_fields(warm.filled(q, k, v, given.sink, given.softmax_scale, found, arguments)), warm.plan
+    return Problem.of_fields(warm.filled(q, k, v, options.sink, options.softmax_scale, signature, arguments)), warm.plan
 
 
-def _planned_flash(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    problem = flash.dense_problem(q, k, v, given)
+def _planned_flash(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tuple[Problem, Plan]:
+    problem = flash.dense_problem(q, k, v, options)
     return problem, planner.planned(problem, backend)
 
 
-def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
-    return {"q": q, "k": k, "v": v, "sink": given.sink, "alibi_slopes": given.alibi_slopes}
+def _named(q: Any, k: Any, v: Any, options: Options) -> dict[str, Any]:
+    return {"q": q, "k": k, "v": v, "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
 # ---- flash_attn_varlen_func
@@ -149,32 +156,32 @@ def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
 
 @opaque
 def varlen_call(
-    q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
+    q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
     """``flash_call`` for ``flash_attn_varlen_func``. Raises as ``validate.flash.varlen_problem`` and the planner."""
-    found = signature_of_varlen(q, k, v, places, given, backend)
-    warm = known(found)
-    arguments = (given.alibi_slopes, *places.tables)
-    if warm is None or found is None:
+    signature = signature_of_varlen(q, k, v, places, options, backend)
+    warm = known(signature)
+    arguments = (options.alibi_slopes, *places.tables)
+    if warm is None or signature is None:
         has_pages = places.tables[4] is not None  # a pool of pages is not copied at every call
         if planner.misfits((q,) if has_pages else (q, k, v), backend):
             k, v = (k, v) if has_pages else (innermost(k), innermost(v))
-            return varlen_call(innermost(q), k, v, places, given, backend, is_operator)
+            return varlen_call(innermost(q), k, v, places, options, backend, is_operator)
         tables = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"), places.tables, strict=True)
-        if not is_operator and kinds.belong_to_operators(_named(q, k, v, given) | dict(tables)):
+        if not is_operator and kinds.belong_to_operators(_named(q, k, v, options) | dict(tables)):
             return None
-        problem, plan = _planned_varlen(q, k, v, places, given, backend)
-        if found is not None:
-            again = partial(signature_of_varlen, q, k, v, places, given, backend)
-            remember(found, again, problem, plan, score_of_user(given, problem), arguments)
+        problem, plan = _planned_varlen(q, k, v, places, options, backend)
+        if signature is not None:
+            recompute = partial(signature_of_varlen, q, k, v, places, options, backend)
+            remember(signature, recompute, problem, plan, score_of_user(options, problem), arguments)
         return problem, plan
-    filled = warm.filled(_heads_first(q), _heads_first(k), _heads_first(v), given.sink, given.softmax_scale, found, arguments)
-    filled["sequences"] = StoredSequences(LengthTables(*places.tables[:4]), found.sizes, places.tables[4], q.device)
+    filled = warm.filled(_heads_first(q), _heads_first(k), _heads_first(v), options.sink, options.softmax_scale, signature, arguments)
+    filled["sequences"] = StoredSequences(LengthTables(*places.tables[:4]), signature.sizes, places.tables[4], q.device)
     return Problem.of_fields(filled), warm.plan
 
 
-def _planned_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    problem = flash.varlen_problem(q, k, v, *places.tables[:2], *places.most, *places.tables[2:], places.validate, given)
+def _planned_varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> tuple[Problem, Plan]:
+    problem = flash.varlen_problem(q, k, v, *places.tables[:2], *places.most, *places.tables[2:], places.validate, options)
     return problem, planner.planned(problem, backend)
 
 

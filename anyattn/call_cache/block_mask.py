@@ -44,15 +44,15 @@ class RememberedMask(NamedTuple):
     recipe: Recipe
     launches: PreparedLists
 
-    def made(self, found: Signature, mask_mod: Callable) -> BlockMask:
+    def block_mask(self, signature: Signature, mask_mod: Callable) -> BlockMask:
         """The block mask of a warm call."""
         fields = dict(self.fields)
         fields["mask_mod"] = mask_mod
-        fields.update(zip(LISTS, self.launches.lists(*self.recipe.captured(found))))
-        fields["_made_of"] = made_of(found.readings[0]) if fields["_exact"] else None
-        made = BlockMask.of_fields(fields)
-        note(made)
-        return made
+        fields.update(zip(LISTS, self.launches.lists(*self.recipe.captured(signature))))
+        fields["_made_of"] = made_of(signature.readings[0]) if fields["_exact"] else None
+        block_mask = BlockMask.of_fields(fields)
+        note(block_mask)
+        return block_mask
 
 
 _COLD: Any = object()  # marks a key whose calls all take the slow path
@@ -73,54 +73,59 @@ def block_mask_call(
 
     Raises as ``build_block_mask``.
     """
-    about = (mask_mod, batch, lengths, device, block_size, separate_full, None)
+    arguments = (mask_mod, batch, lengths, device, block_size, separate_full, None)
     # lists made in inference mode have to be copied, because torch does not count writes to inference tensors
     if type(mask_mod) is TracedMod or _is_inference():
-        return build_block_mask(*about)
-    found = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
-    if found is None:
-        return build_block_mask(*about)
-    warm = _masks.get(found.key)
+        return build_block_mask(*arguments)
+    call_signature = _signature(mask_mod, *batch, *lengths, device, block_size, separate_full)
+    if call_signature is None:
+        return build_block_mask(*arguments)
+    warm = _masks.get(call_signature.key)
     if warm is None or warm is _COLD:
-        made = build_block_mask(*about)
+        block_mask = build_block_mask(*arguments)
         if warm is None:
-            _remember(found, partial(_signature, mask_mod, *batch, *lengths, device, block_size, separate_full), made, separate_full)
-        return made
-    return warm.made(found, mask_mod)
+            _remember(
+                call_signature,
+                partial(_signature, mask_mod, *batch, *lengths, device, block_size, separate_full),
+                block_mask,
+                separate_full,
+            )
+        return block_mask
+    return warm.block_mask(call_signature, mask_mod)
 
 
-def _remember(found: Signature, again: Callable[[], Signature | None], made: BlockMask, separate_full: bool) -> None:
+def _remember(call_signature: Signature, recompute: Callable[[], Signature | None], block_mask: BlockMask, separate_full: bool) -> None:
     """Remembers a first call; as ``_COLD`` if kernels did not make its lists, or if it captures a far number: a call of the same key may
     capture one for which only torch operations can make the lists.
 
-    again: as in ``calls.remember``.
+    recompute: as in ``calls.remember``.
     """
-    (reading,) = found.readings
-    user = trace(made.mask_mod, "mask")
+    (reading,) = call_signature.readings
+    user = trace(block_mask.mask_mod, "mask")
     has_far = any(type(n) is int and not -NEAR_NUMBER < n < NEAR_NUMBER for n in reading.numbers)
-    ready = None if user.source is None or has_far else _prepared(user, made, separate_full)
-    if user.source is None or ready is None:
-        _masks.put(found.key, _COLD)
+    mask_and_launches = None if user.source is None or has_far else _prepared(user, block_mask, separate_full)
+    if user.source is None or mask_and_launches is None:
+        _masks.put(call_signature.key, _COLD)
         return
-    held, launches = ready
-    (B, H), (seqlen_q, seqlen_k) = made.kv_num_blocks.shape[:2], made.seq_lengths
+    held, launches = mask_and_launches
+    (B, H), (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.shape[:2], block_mask.seq_lengths
     # loads that would leave their tensor are clamped at pairs that the mask hides; which pairs these are may depend on any number
     if held is not user or doubt(user, B, H, seqlen_q, seqlen_k).of_numbers:
         user.source.pattern.fix(user.source.scalars)
-    still = again()
-    if still is None or still.key != found.key:
+    recomputed = recompute()
+    if recomputed is None or recomputed.key != call_signature.key:
         return
-    fields = {name: None if name in (*LISTS, "mask_mod") else value for name, value in vars(made).items()}
-    _masks.put(found.key, RememberedMask(fields, Recipe.of(held, user, 0, ()), launches))
+    fields = {name: None if name in (*LISTS, "mask_mod") else value for name, value in vars(block_mask).items()}
+    _masks.put(call_signature.key, RememberedMask(fields, Recipe.of(held, user, 0, ()), launches))
 
 
-def _prepared(user: TracedMod, made: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
+def _prepared(user: TracedMod, block_mask: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
     """The mask as the kernels evaluate it, and the kernels' launches for other captured values; None if no kernels made the lists."""
-    lengths, tile, device = made.seq_lengths, made.BLOCK_SIZE, made.kv_indices.device
-    batch = made.kv_num_blocks.shape[0], made.kv_num_blocks.shape[1]
+    lengths, tile, device = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.kv_indices.device
+    batch = block_mask.kv_num_blocks.shape[0], block_mask.kv_num_blocks.shape[1]
     if reads_nothing(user, device) or (held := held_for_kernels(user, lengths, tile, batch, device)) is None:
         return None
     from anyattn.sparsity.kernels.prepared_lists import prepared
 
-    ready = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
-    return None if ready is None else (held, ready)
+    launches = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
+    return None if launches is None else (held, launches)

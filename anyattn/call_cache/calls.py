@@ -50,21 +50,23 @@ class RememberedCall(NamedTuple):
     decisive: tuple[tuple[int, int], ...] = ()
     checked: ByWrites | None = None
 
-    def decisive_tensors(self, found: Signature) -> list[Any]:
-        return [(*found.readings[reading].tensors, *found.aux)[place] for reading, place in self.decisive]
+    def decisive_tensors(self, signature: Signature) -> list[Any]:
+        return [(*signature.readings[reading].tensors, *signature.aux)[place] for reading, place in self.decisive]
 
-    def filled(self, q: Any, k: Any, v: Any, sink: Any, scale: Any, found: Signature, arguments: tuple[Any, ...] = ()) -> dict[str, Any]:
-        """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.made``."""
+    def filled(
+        self, q: Any, k: Any, v: Any, sink: Any, scale: Any, signature: Signature, arguments: tuple[Any, ...] = ()
+    ) -> dict[str, Any]:
+        """The fields of a warm call's problem; the entry point adds block lists and sequences. arguments: as in ``Recipe.mod``."""
         fields = dict(self.fields)
         fields["q"], fields["k"], fields["v"], fields["sink"] = q, k, v, sink
-        if found.dropout is not None:
-            fields["dropout"] = dropout_of(found.dropout)
+        if signature.dropout is not None:
+            fields["dropout"] = dropout_of(signature.dropout)
         if scale is not None:
             fields["scale"] = float(scale)
         if self.score is not None:
-            fields["score"] = self.score.made(found, arguments)
+            fields["score"] = self.score.mod(signature, arguments)
         if self.masks:
-            fields["predicates"] = tuple([mask.made(found, arguments) for mask in self.masks])
+            fields["predicates"] = tuple([mask.mod(signature, arguments) for mask in self.masks])
         return fields
 
 
@@ -88,14 +90,14 @@ class TwoGenerationCache(Generic[_Remembered]):
 
     def get(self, key: tuple) -> _Remembered | None:
         try:
-            found = self.young.get(key)
+            call = self.young.get(key)
         except TypeError:
             return None
-        if found is None:
-            found = self.old.get(key)
-            if found is not None:
-                self.put(key, found)
-        return found
+        if call is None:
+            call = self.old.get(key)
+            if call is not None:
+                self.put(key, call)
+        return call
 
     def put(self, key: tuple, call: _Remembered) -> None:
         if len(self.young) >= MOST:
@@ -118,17 +120,17 @@ def size() -> int:
     return len(_calls.young) + len(_calls.old)
 
 
-def known(found: Signature | None) -> RememberedCall | None:
+def known(signature: Signature | None) -> RememberedCall | None:
     """The remembered call with this signature; None if the contents of its captured tensors have to be checked again."""
-    warm = None if found is None else _calls.get(found.key)
-    if warm is not None and warm.checked is not None and warm.checked.get(warm.decisive_tensors(found)) is None:  # type: ignore[arg-type]
+    warm = None if signature is None else _calls.get(signature.key)
+    if warm is not None and warm.checked is not None and warm.checked.get(warm.decisive_tensors(signature)) is None:  # type: ignore[arg-type]
         return None
     return warm
 
 
 def remember(
-    found: Signature,
-    again: Callable[[], Signature | None],
+    signature: Signature,
+    recompute: Callable[[], Signature | None],
     problem: Problem,
     plan: Plan,
     score: TracedMod | None = None,
@@ -137,7 +139,7 @@ def remember(
 ) -> None:
     """Remembers a first call, unless its checks or its plan depend on the contents of tensors.
 
-    again: computes the signature once more. A call whose signature changed during the checks is not remembered: another thread may have
+    recompute: computes the signature once more. A call whose signature changed during the checks is not remembered: another thread may have
     rebound a captured variable, and the first trace of a mod may find that more of its numbers belong to the key.
     score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as in ``Recipe.of``.
     more: fields of ``RememberedCall``.
@@ -145,11 +147,11 @@ def remember(
     if not plan.is_reusable and "plans" not in more:
         return
     has_score = int(score is not None)
-    count = len(found.readings) - has_score
+    count = len(signature.readings) - has_score
     if not checks_hold([m for m in (score, *problem.predicates[:count]) if m is not None], problem):
         return
-    still = again()
-    if still is None or still.key != found.key:
+    recomputed = recompute()
+    if recomputed is None or recomputed.key != signature.key:
         return
     try:
         whole = None if problem.score is None else Recipe.of(problem.score, score, 0, arguments)
@@ -159,19 +161,19 @@ def remember(
     decisive = decisive_tensors([score, *problem.predicates[:count]], problem)
     if decisive and is_captured():
         return  # whose check has not read them
-    before = _calls.get(found.key) if decisive else None
+    before = _calls.get(signature.key) if decisive else None
     checked = None if not decisive else ByWrites() if before is None or before.checked is None else before.checked
     call = RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), decisive=decisive, checked=checked, **more)
     if checked is not None:
-        checked.put(call.decisive_tensors(found), True)
-    _calls.put(found.key, call)
+        checked.put(call.decisive_tensors(signature), True)
+    _calls.put(signature.key, call)
 
 
-def score_of_user(given: Options, problem: Problem) -> TracedMod | None:
+def score_of_user(options: Options, problem: Problem) -> TracedMod | None:
     """The user's part of the problem's score; softcap and ALiBi come before it."""
-    if given.score_mod is None:
+    if options.score_mod is None:
         return None
-    return flex.traced(given.score_mod, "score", problem.q, None if given.aux_tensors is None else list(given.aux_tensors))
+    return flex.traced(options.score_mod, "score", problem.q, None if options.aux_tensors is None else list(options.aux_tensors))
 
 
 def _without_tensors(problem: Problem) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _GIVEN = fields(
     rotary_sin=Kind.ABSENT, cache_seqlens=Kind.LENGTHS, cache_batch_idx=Kind.STORAGE, cache_leftpad=Kind.STORAGE,
     page_table=Kind.STORAGE, cu_seqlens_q=Kind.ABSENT, max_seqlen_q=Kind.ABSENT, rotary_interleaved=Kind.ELSEWHERE, validate=Kind.VALUE,
 )  # fmt: skip
-_signature = signature("flash_attn_with_kvcache", given=_GIVEN, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
+_signature = signature("flash_attn_with_kvcache", arguments=_GIVEN, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
 
 
 class KnownCall(NamedTuple):
@@ -61,89 +61,89 @@ class KnownCall(NamedTuple):
 
 
 def decode_call(
-    given: Given, options: Options, backend: str | None, is_operator: bool = False
+    arguments: Given, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
     """The checked call and its plan; nothing is written. None if the call must run as its operator (``tensors.kinds``).
 
     Raises as ``validate.kvcache.cache_call`` and the planner.
     """
-    given = with_own_pages(given)
-    if planner.misfits((given.q,), backend):  # the caches are written in place, and are not copied
-        given = given._replace(q=innermost(given.q))
-    if isinstance(given.q, Tensor) and check_lengths.skips_device_reads(given.q.device, given.validate):
-        return step_call(given, options, backend, is_operator)
-    found = _signature_of_call(given, options, backend)
-    warm = known(found)
-    if warm is not None and found is not None:
-        warm_call = _warm_call(given, options, warm, found)
+    arguments = with_own_pages(arguments)
+    if planner.misfits((arguments.q,), backend):  # the caches are written in place, and are not copied
+        arguments = arguments._replace(q=innermost(arguments.q))
+    if isinstance(arguments.q, Tensor) and check_lengths.skips_device_reads(arguments.q.device, arguments.validate):
+        return step_call(arguments, options, backend, is_operator)
+    call_signature = _signature_of_call(arguments, options, backend)
+    warm = known(call_signature)
+    if warm is not None and call_signature is not None:
+        warm_call = _warm_call(arguments, options, warm, call_signature)
         if warm_call is not None:
             return warm_call, _plan(warm_call.problem, backend, warm.plans)
-    if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
+    if not is_operator and kinds.belong_to_operators(named_tensors(arguments, options)):
         return None
-    call = cache_call(given, options)
+    call = cache_call(arguments, options)
     plan = planner.planned(call.problem, backend)
-    if found is not None:
-        again = partial(_signature_of_call, given, options, backend)
-        remember(found, again, call.problem, plan, extents=extents_of(given), plans={})
+    if call_signature is not None:
+        recompute = partial(_signature_of_call, arguments, options, backend)
+        remember(call_signature, recompute, call.problem, plan, extents=extents_of(arguments), plans={})
     return call, plan
 
 
 def _plan(problem: Problem, backend: str | None, plans: dict[int, Plan] | None) -> Plan:
     assert plans is not None
-    found = plans.get(problem.seqlen_k)
-    if found is None:
+    plan = plans.get(problem.seqlen_k)
+    if plan is None:
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        found = plans[problem.seqlen_k] = planner.choose(problem, hardware.of("cpu"), backend)
-    return found
+        plan = plans[problem.seqlen_k] = planner.choose(problem, hardware.of("cpu"), backend)
+    return plan
 
 
-def _signature_of_call(given: Given, options: Options, backend: str | None) -> Signature | None:
+def _signature_of_call(arguments: Given, options: Options, backend: str | None) -> Signature | None:
     """The call's signature; None also for a call that another backend computes."""
-    if backend not in (None, "torch") or not isinstance(given.q, Tensor) or given.q.device.type != "cpu":
+    if backend not in (None, "torch") or not isinstance(arguments.q, Tensor) or arguments.q.device.type != "cpu":
         return None
-    if (given.k is None) != (given.v is None):
+    if (arguments.k is None) != (arguments.v is None):
         return None
-    return _signature(given, options, backend)
+    return _signature(arguments, options, backend)
 
 
 # ---- a warm call
 
 
-def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Signature) -> KnownCall | None:
+def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_signature: Signature) -> KnownCall | None:
     """The call with its tables checked; None if their contents are not clearly right."""
-    q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
-    new = 0 if given.k is None else given.k.shape[1]
-    found = _numbers(given, new)
-    if found is None or new * len(q) > _MOST_ROWS:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    new = 0 if arguments.k is None else arguments.k.shape[1]
+    sequences_and_starts = _numbers(arguments, new)
+    if sequences_and_starts is None or new * len(q) > _MOST_ROWS:
         return None
-    sequences, starts = found
-    table = given.page_table
+    sequences, starts = sequences_and_starts
+    table = arguments.page_table
     if table is not None:
         ends = [s + new for s in starts]
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
-    if given.k is not None:
-        append.check_step(q, given.k, given.v, k_cache, v_cache, warm.extents)
+    if arguments.k is not None:
+        append.check_step(q, arguments.k, arguments.v, k_cache, v_cache, warm.extents)
         places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
         if places is None:
             return None
-        written = (given.k.reshape(-1, *given.k.shape[2:]), given.v.reshape(-1, *given.v.shape[2:]), *places)
+        written = (arguments.k.reshape(-1, *arguments.k.shape[2:]), arguments.v.reshape(-1, *arguments.v.shape[2:]), *places)
     visible = band(options.causal, options.window_size, 0, sequences.max_seqlen_q, sequences.max_seqlen_k, q.device)
     storage = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    filled = warm.filled(*storage, options.sink, options.softmax_scale, signed)
+    filled = warm.filled(*storage, options.sink, options.softmax_scale, call_signature)
     filled["sequences"], filled["predicates"] = sequences, () if visible is None else (visible,)
     return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 
-def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
+def _numbers(arguments: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
     """The contents of a call's tables, and the storage row of each entry's first new row.
 
     None if a number is out of range, or two entries append to one cache row.
     """
-    (batch, queries), table, (storage, rows_each) = given.q.shape[:2], given.page_table, given.k_cache.shape[:2]
+    (batch, queries), table, (storage, rows_each) = arguments.q.shape[:2], arguments.page_table, arguments.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
-    lengths, padding, chosen = given.cache_seqlens, given.cache_leftpad, given.cache_batch_idx
+    lengths, padding, chosen = arguments.cache_seqlens, arguments.cache_leftpad, arguments.cache_batch_idx
     used = [capacity] * batch if lengths is None else [lengths] * batch if type(lengths) is int else lengths.tolist()
     if not used or min(used) < 0 or max(used) + new > capacity:
         return None
@@ -169,7 +169,7 @@ def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None
         key_base=bases(seqlens_k),
     )
     page_size = 0 if table is None else rows_each
-    return ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts
+    return ListedSequences(host, arguments.q.device, table, page_size, is_cache=True, most_q=queries), starts
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:

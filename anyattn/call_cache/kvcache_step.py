@@ -32,33 +32,33 @@ _GIVEN = fields(
     rotary_sin=Kind.ALIGNED, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.ALIGNED, cache_leftpad=Kind.ALIGNED,
     page_table=Kind.ALIGNED, cu_seqlens_q=Kind.ALIGNED, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
 )  # fmt: skip
-_of_call = signature("flash_attn_with_kvcache, unread", given=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
+_of_call = signature("flash_attn_with_kvcache, unread", arguments=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
-    "flash_attn_with_kvcache, unread and growing", given=_GIVEN | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING), options=OPTIONS,
+    "flash_attn_with_kvcache, unread and growing", arguments=_GIVEN | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING), options=OPTIONS,
     backend=Kind.VALUE,
 )  # fmt: skip
 
 
-def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
+def step_call(arguments: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
     """The checked call and its plan; nothing is written. None if the call must run as its operator."""
-    may_grow = given.k is None and given.page_table is None
-    signed: dict[Callable, Signature | None] = {}
-    for made in (_of_room, _of_call) if may_grow else (_of_call,):
-        found = signed[made] = made(given, options, backend)
-        warm = known(found)
-        if warm is not None and found is not None:
-            return _warm_call(given, options, warm, found), warm.plan
-    if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
+    may_grow = arguments.k is None and arguments.page_table is None
+    signatures: dict[Callable, Signature | None] = {}
+    for signature_of in (_of_room, _of_call) if may_grow else (_of_call,):
+        call_signature = signatures[signature_of] = signature_of(arguments, options, backend)
+        warm = known(call_signature)
+        if warm is not None and call_signature is not None:
+            return _warm_call(arguments, options, warm, call_signature), warm.plan
+    if not is_operator and kinds.belong_to_operators(named_tensors(arguments, options)):
         return None
-    call = cache_call(given, options)
+    call = cache_call(arguments, options)
     larger = _with_room(call, options) if may_grow else None
-    problem, made = (call.problem, _of_call) if larger is None else (larger, _of_room)
+    problem, signature_of = (call.problem, _of_call) if larger is None else (larger, _of_room)
     plan = planner.planned(problem, backend)
-    found = signed[made]
-    if found is not None:
-        again = partial(made, given, options, backend)
-        of_step = {"extents": extents_of(given), "sizes": call.step.sizes, "follows": call.step.follows}
-        remember(found, again, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
+    call_signature = signatures[signature_of]
+    if call_signature is not None:
+        recompute = partial(signature_of, arguments, options, backend)
+        of_step = {"extents": extents_of(arguments), "sizes": call.step.sizes, "follows": call.step.follows}
+        remember(call_signature, recompute, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
 
 
@@ -66,9 +66,9 @@ def _with_room(call: CacheCall, options: Options) -> Problem | None:
     """The call's problem with a cache of ``room_for`` its rows; None if its mods would differ there."""
     step, problem = call.step, call.problem
     sequences = StoredCache(step.tables, step.sizes._replace(capacity=room_for(step.sizes.capacity)), problem.q.device)
-    found = flash.problem_of(step.q, step.k_cache, step.v_cache, sequences, options._replace(reads_captured=False), 0)
-    mods, others = ((p.score, *p.predicates) for p in (problem, found))
-    return found if len(mods) == len(others) and all(map(_is_same, mods, others)) else None
+    enlarged = flash.problem_of(step.q, step.k_cache, step.v_cache, sequences, options._replace(reads_captured=False), 0)
+    mods, others = ((p.score, *p.predicates) for p in (problem, enlarged))
+    return enlarged if len(mods) == len(others) and all(map(_is_same, mods, others)) else None
 
 
 def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
@@ -77,31 +77,31 @@ def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
     return mod.expr == other.expr and mod.scalars == other.scalars and all(map(operator.is_, mod.tensors, other.tensors))
 
 
-def named_tensors(given: Given, options: Options) -> dict[str, Any]:
+def named_tensors(arguments: Given, options: Options) -> dict[str, Any]:
     """The tensor arguments of a call by name, including wrong values passed for them."""
-    return {**given._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
+    return {**arguments._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
-def extents_of(given: Given) -> tuple[int, ...]:
+def extents_of(arguments: Given) -> tuple[int, ...]:
     """The extents that ``append.check_step`` needs; empty if the call does not append."""
-    return () if given.k is None else append.reaches(given.q, given.k, given.v, given.k_cache, given.v_cache)
+    return () if arguments.k is None else append.reaches(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache)
 
 
-def _warm_call(given: Given, options: Options, warm: RememberedCall, found: Signature) -> CacheCall:
-    q, sizes = given.q, warm.sizes
+def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_signature: Signature) -> CacheCall:
+    q, sizes = arguments.q, warm.sizes
     assert sizes is not None
-    if given.k is not None:
-        append.check_step(q, given.k, given.v, given.k_cache, given.v_cache, warm.extents)
-    rows = given.k_cache.shape[1]
+    if arguments.k is not None:
+        append.check_step(q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
+    rows = arguments.k_cache.shape[1]
     if sizes.page_size == 0 and sizes.capacity != rows:
         sizes = sizes._replace(capacity=rows)
-    cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
-    tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
-    k, v = given.k_cache.transpose(1, 2), given.v_cache.transpose(1, 2)
-    filled = warm.filled(heads_first(q), k, v, options.sink, options.softmax_scale, found, (options.alibi_slopes,))
+    cached = cached_rows(arguments.cache_seqlens, sizes.batch, sizes.capacity, q.device)
+    tables = CacheTables(cached, arguments.cache_leftpad, arguments.cache_batch_idx, arguments.cu_seqlens_q, arguments.page_table)
+    k, v = arguments.k_cache.transpose(1, 2), arguments.v_cache.transpose(1, 2)
+    filled = warm.filled(heads_first(q), k, v, options.sink, options.softmax_scale, call_signature, (options.alibi_slopes,))
     filled["sequences"] = StoredCache(tables, sizes, q.device)
     step = CacheStep(
-        q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, given.rotary_cos, given.rotary_sin,
-        bool(given.rotary_interleaved), warm.follows,
+        q, arguments.k_cache, arguments.v_cache, arguments.k, arguments.v, tables, sizes, arguments.rotary_cos, arguments.rotary_sin,
+        bool(arguments.rotary_interleaved), warm.follows,
     )  # fmt: skip
-    return CacheCall(Problem.of_fields(filled), step, given, None, None)
+    return CacheCall(Problem.of_fields(filled), step, arguments, None, None)

@@ -52,24 +52,24 @@ class Recipe:
         fixed = mod if not scalars and not tensors and not places else None
         return cls(mod.kind, mod.expr, mod.name, reading, scalars, tensors, own_scalars, tuple(places), fixed)
 
-    def made(self, found: Signature, arguments: tuple[Any, ...]) -> TracedMod:
+    def mod(self, signature: Signature, arguments: tuple[Any, ...]) -> TracedMod:
         """The mod for a call with this signature and these ``arguments`` (as in ``of``)."""
         if self.fixed is not None:
             return self.fixed
-        scalars, tensors = self.captured(found, arguments)
+        scalars, tensors = self.captured(signature, arguments)
         return TracedMod.of_fields(
             {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
         )
 
-    def captured(self, found: Signature, arguments: tuple[Any, ...] = ()) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The run-time values of ``made``: its scalars and its tensors."""
+    def captured(self, signature: Signature, arguments: tuple[Any, ...] = ()) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+        """The run-time values of ``mod``: its scalars and its tensors."""
         scalars: tuple[int | float, ...] = self.own_scalars
         tensors: tuple[Tensor, ...] = tuple([arguments[i] for i in self.own_tensors]) if self.own_tensors else ()
         if self.scalars:
-            numbers = found.readings[self.reading].numbers
+            numbers = signature.readings[self.reading].numbers
             scalars += tuple([numbers[s] for s in self.scalars])
         if self.tensors:
-            captured = (*found.readings[self.reading].tensors, *found.aux)
+            captured = (*signature.readings[self.reading].tensors, *signature.aux)
             tensors += tuple([captured[t] for t in self.tensors])
         return scalars, tensors
 
@@ -79,15 +79,15 @@ def decisive_tensors(mods: list[TracedMod | None], problem: Problem) -> tuple[tu
     entry and of the tensor in it (aux_tensors last). Indices are computed from them, or they decide which pairs a mask hides."""
     if problem.sequences is not None:
         return ()
-    sizes, found, decide = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k), [], False
+    sizes, decisive, decide = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k), [], False
     for reading, mod in enumerate(m for m in mods if m is not None):
         slots, source = doubt(mod, *sizes).slots, mod.source
         decide = decide or bool(slots and reading_waits([mod]))
         if source is not None:
             own = len(mod.tensors) - len(source.tensors)
             places = source.tensors if mod.kind == "mask" else [source.tensors[slot - own] for slot in slots]
-            found += [(reading, place) for place in places]
-    return tuple(found) if decide else ()
+            decisive += [(reading, place) for place in places]
+    return tuple(decisive) if decide else ()
 
 
 def _place(tensor: Tensor, arguments: tuple[Any, ...]) -> int:
@@ -102,15 +102,15 @@ def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
     for mod in mods:
         if mod.source is None:
             return False
-        hangs_on_numbers = _hangs_on_numbers(mod, problem)
-        if hangs_on_numbers is None:
+        depends_on_numbers = _checks_depend_on_numbers(mod, problem)
+        if depends_on_numbers is None:
             return False
-        if hangs_on_numbers:
+        if depends_on_numbers:
             mod.source.pattern.fix(mod.source.scalars)
     return True
 
 
-def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
+def _checks_depend_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
     """Whether the checks of a mod depend on its numbers; None if they depend on the contents of tensors."""
     s, entries = problem.sequences, (problem.batch, problem.heads_q)
     if s is not None:
@@ -122,12 +122,12 @@ def _hangs_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
             return None
         return doubt(mod, *entries, max(end, -first), problem.bound_k).of_numbers
     sizes = (*entries, problem.bound_q, problem.bound_k)
-    hangs = doubt(mod, *sizes)
-    if hangs.of_score:
+    dependent = doubt(mod, *sizes)
+    if dependent.of_score:
         return None
-    if hangs.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
+    if dependent.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
         has_other_lists = problem.blocks is not None and not problem.blocks_follow
-        return hangs.of_numbers if reading_waits([mod]) and not has_other_lists else None
+        return dependent.of_numbers if reading_waits([mod]) and not has_other_lists else None
     if hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates)):
         return None
-    return hangs.of_numbers
+    return dependent.of_numbers

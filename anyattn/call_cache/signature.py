@@ -36,9 +36,9 @@ __all__ = [
     "Kind",
     "NotCacheable",
     "Signature",
+    "bypasses_cache",
     "fields",
     "identical",
-    "is_listened_to",
     "signature",
     "tensor_key",
 ]
@@ -93,7 +93,7 @@ class Kind:
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # the capacity planned for the rows instead of their number, and only the properties of strides that plans use
     GROWING = _tensor("_room({x})", ALIGNMENT, strides="_parts_of_strides({x})")
-    TENSORS = "(None if {x} is None else _tensors({x}, found))"
+    TENSORS = "(None if {x} is None else _tensors({x}, signature))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number whose value is read at every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
     INTS = "({x} if type({x}) is int else _ints({x}))"  # an int, or a tuple or list of ints
@@ -104,11 +104,11 @@ class Kind:
     DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
     FLAG = "(True if {x} else False)"  # the truth value of any object
     SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
-    SCORE_MOD = "(None if {x} is None else _mod({x}, False, found))"
-    LISTED_MASK = "_mod({x}, False, found)"  # a mask whose numbers are read at every call, to make its lists
-    MASK_MOD = "(None if {x} is None else _mod({x}, True, found))"
-    BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, found))"  # listed: another argument, see ``FlexCall``
-    DROPOUT = "(None if {x} is None else _dropout({x}, found))"
+    SCORE_MOD = "(None if {x} is None else _mod({x}, False, signature))"
+    LISTED_MASK = "_mod({x}, False, signature)"  # a mask whose numbers are read at every call, to make its lists
+    MASK_MOD = "(None if {x} is None else _mod({x}, True, signature))"
+    BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, signature))"  # listed: another argument, see ``FlexCall``
+    DROPOUT = "(None if {x} is None else _dropout({x}, signature))"
     ABSENT = "(None if {x} is None else _refuse())"
     ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 
@@ -149,23 +149,23 @@ def signature(entry_point: str, **arguments: str | dict[str, str]) -> Callable[.
     parts = [kind.format(x=name) for name, kind in kinds.items() if kind]
     source = f"""
 def signature_of_call({", ".join(arguments)}):
-    if is_listened_to():
+    if bypasses_cache():
         return None
-    found = Signature()
+    signature = Signature()
     try:
         {"; ".join(unpacked) or "pass"}
-        found.key = ({entry_point!r}, _is_grad_enabled(), _default_dtype(), {", ".join(parts)})
+        signature.key = ({entry_point!r}, _is_grad_enabled(), _default_dtype(), {", ".join(parts)})
     except CANNOT_READ:
         return None
-    return found
+    return signature
 """
     scope: dict[str, Any] = {}
     exec(compile(source, f"<signature of {entry_point}>", "exec"), globals(), scope)
     return scope["signature_of_call"]  # type: ignore[no-any-return]
 
 
-def is_listened_to() -> bool:
-    """Whether torch's operations are intercepted; then every call runs all of them, as a first call does."""
+def bypasses_cache() -> bool:
+    """Whether torch's operations are intercepted, by modes, transforms or a trace: such calls bypass the cache."""
     return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
 
@@ -181,8 +181,8 @@ def _refuse() -> NoReturn:
     raise NotCacheable
 
 
-def _dropout(given: Seeded, found: Signature) -> bool:
-    found.dropout = given
+def _dropout(dropout: Seeded, signature: Signature) -> bool:
+    signature.dropout = dropout
     return True
 
 
@@ -198,13 +198,13 @@ def _parts_of_strides(cache: Tensor) -> tuple:
     return last, *[s * size & 15 for s in strides]
 
 
-def _ints(given: Any) -> tuple[int, ...]:
-    if type(given) not in (tuple, list):
+def _ints(numbers: Any) -> tuple[int, ...]:
+    if type(numbers) not in (tuple, list):
         raise NotCacheable
-    for n in given:
+    for n in numbers:
         if type(n) is not int:
             raise NotCacheable
-    return tuple(given)
+    return tuple(numbers)
 
 
 def _usable_number(x: Any) -> bool:
@@ -213,11 +213,11 @@ def _usable_number(x: Any) -> bool:
     return True
 
 
-def _tensors(given: Any, found: Signature) -> tuple:
-    if type(given) not in (list, tuple):
+def _tensors(tensors: Any, signature: Signature) -> tuple:
+    if type(tensors) not in (list, tuple):
         raise NotCacheable
-    found.aux = tuple(given)
-    return (*map(tensor_key, given), identical(given))
+    signature.aux = tuple(tensors)
+    return (*map(tensor_key, tensors), identical(tensors))
 
 
 tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
@@ -256,14 +256,14 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
         if places == alignment and are_alike(q, k, v):
             return latest
     properties = (tensor_key(q), tensor_key(k), tensor_key(v))
-    found = _operands_by_properties.get(properties)
-    if found is None:  # the first call with these properties; a comparison is made at the second one
+    operands = _operands_by_properties.get(properties)
+    if operands is None:  # the first call with these properties; a comparison is made at the second one
         return _operands_by_properties.setdefault(properties, _Operands(places))
     if q is not k and k is not v and v is not q:
         of_thread = (_included_keys().raw_repr(), _excluded_keys().raw_repr())
-        are_alike = found.comparisons.get(of_thread) or found.comparisons.setdefault(of_thread, comparison((q, k, v)))
-        _latest_operands = ((are_alike, found.alignment, found), *_latest_operands[:1])
-    return found
+        are_alike = operands.comparisons.get(of_thread) or operands.comparisons.setdefault(of_thread, comparison((q, k, v)))
+        _latest_operands = ((are_alike, operands.alignment, operands), *_latest_operands[:1])
+    return operands
 
 
 def identical(tensors: Any) -> tuple[int, ...]:
@@ -271,9 +271,9 @@ def identical(tensors: Any) -> tuple[int, ...]:
     return tuple([next(j for j, u in enumerate(tensors) if u is t) for t in tensors]) if len(tensors) > 1 else ()
 
 
-def _mod(mod: Any, is_mask: bool, found: Signature) -> tuple:
+def _mod(mod: Any, is_mask: bool, signature: Signature) -> tuple:
     reading = _reading(mod)
-    found.readings += (reading,)
+    signature.readings += (reading,)
     return _mod_key(reading, is_mask)
 
 
@@ -316,14 +316,14 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
     return pattern, settled, tuple([tensor_key(t) for t in tensors]), identical(tensors)
 
 
-def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> tuple:
+def _block_mask(block_mask: Any, listed: TracedMod | None, signature: Signature) -> tuple:
     """The key of a block mask. listed: the mask of a block mask that is passed as lists only."""
     kept = kept_lists(block_mask)
     if kept is None:
         key = lists_facts(block_mask)
     else:
-        key, found.blocks = kept.facts, kept.blocks
-    mask = _mod(listed or block_mask.mask_mod, True, found)
-    made = getattr(block_mask, "_made_of", None)
+        key, signature.blocks = kept.facts, kept.blocks
+    mask = _mod(listed or block_mask.mask_mod, True, signature)
+    provenance = getattr(block_mask, "_made_of", None)
     # whether the lists still follow from what the mask captures; operators have found out before
-    return key, mask, listed is not None or (made is not None and made.holds(found.readings[-1]))
+    return key, mask, listed is not None or (provenance is not None and provenance.holds(signature.readings[-1]))

@@ -32,26 +32,26 @@ class Places(NamedTuple):
 
 
 _signature = signature(
-    "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, given=OPTIONS,
+    "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, options=OPTIONS,
     backend=Kind.VALUE,
 )  # fmt: skip
 
 
-def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> Signature | None:
+def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> Signature | None:
     """The call's signature; None also for a call whose tables are read."""
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
         return None
     try:
-        of_places = key_of_places(q, k, v, places, given)
+        of_places = key_of_places(q, k, v, places, options)
     except CANNOT_READ:
         return None
-    found = None if of_places is None else _signature(q, k, v, of_places[0], given, backend)
-    if of_places is not None and found is not None:
-        found.sizes = of_places[1]
-    return found
+    call_signature = None if of_places is None else _signature(q, k, v, of_places[0], options, backend)
+    if of_places is not None and call_signature is not None:
+        call_signature.sizes = of_places[1]
+    return call_signature
 
 
-def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Options) -> tuple[tuple, StoredSizes] | None:
+def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options) -> tuple[tuple, StoredSizes] | None:
     """(part of the key, this call's sizes); None if the tables are read, or an argument is wrong."""
     (cu_q, cu_k, used_q, used_k, pages), (most_q, most_k) = places.tables, places.most
     if not sequences.skips_device_reads(q.device, places.validate):
@@ -85,11 +85,11 @@ def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Option
     if min(sizes[:5]) <= 0:
         return None
     identical = (cu_q is cu_k, used_q is used_k, len({id(t) for t in present}))
-    in_sight = sides_in_sight(given.causal, given.window_size, bound_q, bound_k)
-    slopes = given.alibi_slopes
+    in_sight = sides_in_sight(options.causal, options.window_size, bound_q, bound_k)
+    slopes = options.alibi_slopes
     # where mods read tensors, the checks depend on the greatest positions
-    reads = given.score_mod is not None or given.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
+    reads = options.score_mod is not None or options.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
     # the tile height depends on the number of queries if they are few, packing on the queries per entry, and split-KV on all sizes
     stored = rows_q if cu_q is not None else rows_q * counts[0]
     planned = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
-    return (tuple(kinds), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes
+    return (tuple(kinds), identical, in_sight, planned, sizes if reads or options.num_splits == 0 else None), sizes

@@ -59,8 +59,8 @@ class Arguments:
     >>> arguments.names
     ('q', 'score_program', 'score_numbers', 'score_tensors', 'backend')
     >>> q = torch.zeros(2)
-    >>> given = Rows(q, Score("", [0], []), "torch")
-    >>> arguments.records(arguments.flat(given)) == [given]
+    >>> rows = Rows(q, Score("", [0], []), "torch")
+    >>> arguments.records(arguments.flat(rows)) == [rows]
     True
     """
 
@@ -72,9 +72,9 @@ class Arguments:
         self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
         self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
         self.are_plain: Callable[..., bool] = self._check_of_tensors()
-        scope: dict[str, Any] = {"made": tuple.__new__, "left_out": self._left_out}
-        made = ", ".join([_constructed(record, self._left_out, scope) for record in records])
-        self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
+        scope: dict[str, Any] = {"construct": tuple.__new__, "left_out": self._left_out}
+        records_source = ", ".join([_constructed(record, self._left_out, scope) for record in records])
+        self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{records_source}]", scope)
 
     def _check_of_tensors(self) -> Callable[..., bool]:
         """Generates the check that all tensors of a call are plain CPU or GPU memory: of no subclass and without the negative bit."""
@@ -103,44 +103,44 @@ class Arguments:
         prototype.__signature__ = inspect.Signature(listed, return_annotation=get_type_hints(implementation)["return"])  # type: ignore[attr-defined]
         return torch.library.infer_schema(prototype, mutates_args=changed)
 
-    def records(self, given: tuple) -> list[Any]:
+    def records(self, values: tuple) -> list[Any]:
         """The records of a call's flat arguments."""
-        return self._records(*given)
+        return self._records(*values)
 
     def flat(self, *records: tuple) -> tuple:
         """The flat arguments of a call, from records."""
-        found: list[Any] = []
+        values: list[Any] = []
         for record in records:
-            _flatten(record, self._left_out, found)
-        return tuple(found)
+            _flatten(record, self._left_out, values)
+        return tuple(values)
 
-    def of(self, names: Sequence[str], given: tuple) -> list[Tensor | None]:
+    def of(self, names: Sequence[str], values: tuple) -> list[Tensor | None]:
         """The tensors of the named arguments, with lists of tensors flattened."""
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for name in names:
-            value = given[self.names.index(name)]
-            found += value if isinstance(value, (list, tuple)) else [value]
-        return found
+            value = values[self.names.index(name)]
+            tensors += value if isinstance(value, (list, tuple)) else [value]
+        return tensors
 
-    def split(self, given: tuple) -> tuple[tuple, list[Tensor | None]]:
+    def split(self, values: tuple) -> tuple[tuple, list[Tensor | None]]:
         """(arguments without tensors, the tensors): in the first, None replaces a tensor and its length replaces a list of tensors."""
-        others = list(given)
-        tensors: list[Tensor | None] = [given[i] for i in self._tensors]
+        others = list(values)
+        tensors: list[Tensor | None] = [values[i] for i in self._tensors]
         for i in self._tensors:
             others[i] = None
         for i in self._lists:
-            tensors += given[i]
-            others[i] = len(given[i])
+            tensors += values[i]
+            others[i] = len(values[i])
         return tuple(others), tensors
 
     def joined(self, others: tuple, tensors: Iterable[Any]) -> tuple:
         """The inverse of ``split``. tensors: one item for each tensor."""
-        given, rest = list(others), iter(tensors)
+        values, rest = list(others), iter(tensors)
         for i in self._tensors:
-            given[i] = next(rest)
+            values[i] = next(rest)
         for i in self._lists:
-            given[i] = [next(rest) for _ in range(others[i])]
-        return tuple(given)
+            values[i] = [next(rest) for _ in range(others[i])]
+        return tuple(values)
 
 
 def _fields_of(record: type) -> Iterator[tuple[str, Any]]:
@@ -164,14 +164,14 @@ def _constructed(record: type, left_out: dict[str, Any], scope: dict[str, Any]) 
         f"left_out[{name!r}]" if name in left_out else _constructed(hints[name], left_out, scope) if _is_record(hints[name]) else name
         for name in record._fields  # type: ignore[attr-defined]
     ]
-    return f"made({record.__name__}, ({', '.join(values)},))"
+    return f"construct({record.__name__}, ({', '.join(values)},))"
 
 
-def _flatten(record: tuple, left_out: dict[str, Any], found: list[Any]) -> None:
+def _flatten(record: tuple, left_out: dict[str, Any], values: list[Any]) -> None:
     for name, value in zip(record._fields, record, strict=True):  # type: ignore[attr-defined]
         if name in left_out:
             continue
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            _flatten(value, left_out, found)
+            _flatten(value, left_out, values)
         else:
-            found.append(value)
+            values.append(value)

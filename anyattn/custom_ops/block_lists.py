@@ -44,24 +44,24 @@ class BlockLists(NamedTuple):
     separate_full: bool
 
 
-def _fake(given: BlockLists, wants_columns: bool) -> list[Tensor]:
-    grid = (ceil_div(given.q_len, given.block_m), ceil_div(given.kv_len, given.block_n))
-    shapes = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, wants_columns)
-    return [given.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
+def _fake(operands: BlockLists, wants_columns: bool) -> list[Tensor]:
+    grid = (ceil_div(operands.q_len, operands.block_m), ceil_div(operands.kv_len, operands.block_n))
+    shapes = stack_shapes((operands.batch, operands.heads), grid, 1 + operands.separate_full, wants_columns)
+    return [operands.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
 
 
-def _problem(given: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.device, bool]:
+def _problem(operands: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.device, bool]:
     """The common first arguments of both functions called ``lists_of_mask``."""
-    like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = given
+    like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = operands
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
     return mask, (q_len, kv_len), (block_m, block_n), (batch, heads), like.device, separate_full
 
 
 @operator(BlockLists, fake=partial(_fake, wants_columns=True))
-def block_lists(given: BlockLists) -> list[Tensor]:
+def block_lists(operands: BlockLists) -> list[Tensor]:
     """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
     # .data resets the version counter: a list is exact only while it counts no write
-    return [t.data for t in lists_of_mask(*_problem(given), stacks=True)]
+    return [t.data for t in lists_of_mask(*_problem(operands), stacks=True)]
 
 
 def lists_with_mods(
@@ -78,8 +78,8 @@ def lists_with_mods(
     lengths, sizes = _lengths(Q_LEN=q_len, KV_LEN=kv_len), _counts(B=batch, H=heads)
     like = torch.empty(0, device=device_of(device, mask))
     (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
-    given = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
-    stacks = called(block_lists, given)
+    operands = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
+    stacks = called(block_lists, operands)
     lists = [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
     note_lists(lists[0], captures_in_graph(mask))
     return lists
@@ -97,9 +97,9 @@ def _counts(**counts: Any) -> list[Any]:
 
 
 @operator(BlockLists, fake=partial(_fake, wants_columns=False))
-def tile_lists(given: BlockLists) -> list[Tensor]:
+def tile_lists(operands: BlockLists) -> list[Tensor]:
     """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.list_stacks``)."""
-    return compute.lists_of_mask(*_problem(given), stacks=True)
+    return compute.lists_of_mask(*_problem(operands), stacks=True)
 
 
 def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: bool, mask: TracedMod) -> list[Tensor]:
@@ -139,29 +139,30 @@ class VarlenTileLists(NamedTuple):
     layout: str
 
 
-def _fake_varlen_tile_lists(given: VarlenTileLists) -> list[Tensor]:
-    like, heads = given.like, 1 if given.heads is None else given.heads
-    used, ends = given.seqused_q, given.cu_seqlens_q
+def _fake_varlen_tile_lists(operands: VarlenTileLists) -> list[Tensor]:
+    like, heads = operands.like, 1 if operands.heads is None else operands.heads
+    used, ends = operands.seqused_q, operands.cu_seqlens_q
     batch = len(used) if used is not None else len(ends) - 1  # type: ignore[arg-type]
     # not ctx.new_dynamic_size, see document_ids
     shapes = torch.library.get_ctx()._shape_env
     sizes = [shapes.create_unbacked_symint() for _ in range(2)]
     for n in sizes:
         torch._check(n >= 0)
-    rows, width = (heads, sizes[0]), (heads, sizes[1]) if given.layout == "flat" else (heads, sizes[0], sizes[1])
-    lists = [like.new_empty(shape, dtype=torch.int32) for shape in (rows, width) * (1 + given.separate_full)]
+    rows, width = (heads, sizes[0]), (heads, sizes[1]) if operands.layout == "flat" else (heads, sizes[0], sizes[1])
+    lists = [like.new_empty(shape, dtype=torch.int32) for shape in (rows, width) * (1 + operands.separate_full)]
     dtypes = (torch.int32, torch.int64)
     return [*lists, *(like.new_empty(batch + 1, dtype=d) for d in dtypes), *(like.new_empty(batch, dtype=torch.int64) for _ in dtypes)]
 
 
 @operator(VarlenTileLists, fake=_fake_varlen_tile_lists)
-def varlen_tile_lists(given: VarlenTileLists) -> list[Tensor]:
+def varlen_tile_lists(operands: VarlenTileLists) -> list[Tensor]:
     """The lists of ``compute_varlen_block_sparsity``, then its tables cu_block_cnt, cu_block_idx, seqlens_q and seqlens_k."""
-    (mask,) = mods_of_operands("mask", given.program, given.numbers, given.tensors)
-    tables, options = given[4:8], (given.like.device, given.separate_full, given.layout)
-    made = varlen_lists_of_mask(mask, (given.tile_m, given.tile_n), given.heads, tables, *options)
-    lists = (made.mask_block_cnt, made.mask_block_idx, made.full_block_cnt, made.full_block_idx, made.cu_block_cnt, made.cu_block_idx)
-    return [t for t in lists if t is not None] + [made.seqlens_q.clone(), made.seqlens_k.clone()]  # may be arguments
+    (mask,) = mods_of_operands("mask", operands.program, operands.numbers, operands.tensors)
+    tables, options = operands[4:8], (operands.like.device, operands.separate_full, operands.layout)
+    block_sparse = varlen_lists_of_mask(mask, (operands.tile_m, operands.tile_n), operands.heads, tables, *options)
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx")
+    lists = [getattr(block_sparse, name) for name in names]
+    return [t for t in lists if t is not None] + [block_sparse.seqlens_q.clone(), block_sparse.seqlens_k.clone()]  # may be arguments
 
 
 def varlen_lists_with_mods(
@@ -177,5 +178,5 @@ def varlen_lists_with_mods(
     like = torch.empty(0, device=device_of(first.device if device is None and not mask.tensors else device, mask))
     counts = None if heads is None else _counts(num_heads=heads)[0]
     of_sequences = named["cu_seqlens_q"], named["cu_seqlens_k"], named["seqused_q"], named["seqused_k"]
-    given = VarlenTileLists(like, *operands_of(like, mask), *of_sequences, counts, tile_m, tile_n, separate_full, layout)
-    return called(varlen_tile_lists, given)  # type: ignore[no-any-return]
+    operands = VarlenTileLists(like, *operands_of(like, mask), *of_sequences, counts, tile_m, tile_n, separate_full, layout)
+    return called(varlen_tile_lists, operands)  # type: ignore[no-any-return]

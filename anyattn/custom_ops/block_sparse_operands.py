@@ -38,10 +38,10 @@ def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | 
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
     if tables:
-        made = unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*lists, *tables, tile))
+        block_sparse = unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*lists, *tables, tile))
     else:
-        made = unchecked(BlockSparseTensors, (*_LISTS, "tile", "lengths"), (*lists, tile, lengths))
-    return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), made
+        block_sparse = unchecked(BlockSparseTensors, (*_LISTS, "tile", "lengths"), (*lists, tile, lengths))
+    return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), block_sparse
 
 
 # ---- inside an operator
@@ -60,17 +60,17 @@ def blocks_of_operands(operands: BlockSparse) -> BlockSparseTensors | VarlenBloc
     tensors, tile, lengths = operands
     places = places_of(tensors)
     if places is None:
-        return _made(operands)
+        return _block_sparse_of(operands)
     key = (*tile, *lengths, *places)
-    found = _by_place.get(key)
-    if found is None:
+    known_lists = _by_place.get(key)
+    if known_lists is None:
         # views, so that the entry does not keep alive the tensor whose lifetime it has
-        found = _by_place[key] = _made(operands._replace(block_lists=[t.detach() for t in tensors]))
-    _by_counts[tensors[0]] = found
-    return found
+        known_lists = _by_place[key] = _block_sparse_of(operands._replace(block_lists=[t.detach() for t in tensors]))
+    _by_counts[tensors[0]] = known_lists
+    return known_lists
 
 
-def _made(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
+def _block_sparse_of(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockSparseTensors:
     tensors, (tile_m, tile_n), lengths = operands
     tile, count = (tile_m, tile_n), len(tensors)
     if count in (2, 4):

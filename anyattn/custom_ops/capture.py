@@ -86,10 +86,10 @@ def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.
             f"{name} is a CuTe function, which torch.compile, torch.func and dispatch modes (FlopCounterMode) cannot take; wanted a "
             "function of plain Python"
         )
-    found = trace(mod, kind, score_dtype=score_dtype, device=device)
-    for t in found.tensors:
-        tensor_kinds.refuse(f"a tensor that {name} {found.name!r} captures", t)
-    return found
+    traced = trace(mod, kind, score_dtype=score_dtype, device=device)
+    for t in traced.tensors:
+        tensor_kinds.refuse(f"a tensor that {name} {traced.name!r} captures", t)
+    return traced
 
 
 call_with_mods = CallWithMods()

@@ -42,28 +42,28 @@ def operator(
         written = [arguments.names.index(c) for c in changed]
 
         @without_default_device
-        def run(*given: Any) -> Any:
-            return fn(*arguments.records(given))
+        def run(*values: Any) -> Any:
+            return fn(*arguments.records(values))
 
-        def counted(call: Callable[..., Any], given: tuple) -> Any:
+        def counted(call: Callable[..., Any], values: tuple) -> Any:
             for i in written:
-                _count_write(given[i])
+                _count_write(values[i])
             with _BelowCounting():
-                return call(*given)
+                return call(*values)
 
-        def counting(keyset: Any, *given: Any) -> Any:
-            return counted(partial(made.redispatch, keyset & _BELOW_COUNTING), given)
+        def counting(keyset: Any, *values: Any) -> Any:
+            return counted(partial(overload.redispatch, keyset & _BELOW_COUNTING), values)
 
         _library.define(name + arguments.schema(fn, changed), tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, opaque(run), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"anyattn::{name}", lambda *given: fake(*arguments.records(given)), lib=_library)
-        made = getattr(torch.ops.anyattn, name).default
+        torch.library.register_fake(f"anyattn::{name}", lambda *values: fake(*arguments.records(values)), lib=_library)
+        overload = getattr(torch.ops.anyattn, name).default
         if written:
             _library.impl(name, opaque(counting), "ADInplaceOrView", with_keyset=True)
-        below_autograd = (lambda *given: counted(run, given)) if written else run
-        _library.impl(name, opaque(without_gradients(made, arguments, below_autograd)), "Autograd", with_keyset=True)
-        made.direct = opaque(without_default_device(direct(made, arguments, below_autograd)))
-        install(made, fn.__module__)
-        return made
+        below_autograd = (lambda *values: counted(run, values)) if written else run
+        _library.impl(name, opaque(without_gradients(overload, arguments, below_autograd)), "Autograd", with_keyset=True)
+        overload.direct = opaque(without_default_device(direct(overload, arguments, below_autograd)))
+        install(overload, fn.__module__)
+        return overload
 
     return define

@@ -35,14 +35,14 @@ def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Call
     """
     are_plain = arguments.are_plain
 
-    def may_pass(*given: Any) -> bool:
-        return are_plain(*given) and not (_is_grad_enabled() and _any_requires_grad(*given))
+    def may_pass(*values: Any) -> bool:
+        return are_plain(*values) and not (_is_grad_enabled() and _any_requires_grad(*values))
 
-    def call(*given: Any) -> Any:
-        if needs_dispatcher() or not may_pass(*given):
-            return operator(*given)
+    def call(*values: Any) -> Any:
+        if needs_dispatcher() or not may_pass(*values):
+            return operator(*values)
         with _Below():
-            return run(*given)
+            return run(*values)
 
     call.may_pass = may_pass  # type: ignore[attr-defined]
     return call

@@ -19,14 +19,14 @@ class DocumentIds(NamedTuple):
     cu_seqlens: Tensor
 
 
-def _fake(given: DocumentIds) -> Tensor:
+def _fake(operands: DocumentIds) -> Tensor:
     # not ctx.new_dynamic_size, which requires torch._dynamo.config.capture_dynamic_output_shape_ops
     length = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     torch._check(length >= 0)
-    return given.cu_seqlens.new_empty(length, dtype=torch.int32)
+    return operands.cu_seqlens.new_empty(length, dtype=torch.int32)
 
 
 @operator(DocumentIds, fake=_fake)
-def document_ids(given: DocumentIds) -> Tensor:
+def document_ids(operands: DocumentIds) -> Tensor:
     """The document of every position, int32 (cu_seqlens[-1],). Raises as ``masks.document_from_cu_seqlens`` does."""
-    return ids_of_documents(given.cu_seqlens)
+    return ids_of_documents(operands.cu_seqlens)

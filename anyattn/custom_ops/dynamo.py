@@ -92,12 +92,12 @@ def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
 def _refuse_scripted(tx: Any, fn: Any, name: str) -> None:
     """Refuses a function of torch.jit, for which Dynamo would trace the Python function that it was made of."""
     try:
-        refuse_scripted(_given(tx, fn), name)
+        refuse_scripted(_object_of_program(tx, fn), name)
     except ModError as error:
         _refuse(tx, error, _is_replaced(tx))
 
 
-def _given(tx: Any, fn: Any) -> Any:
+def _object_of_program(tx: Any, fn: Any) -> Any:
     """The object that the program passes for ``fn``; None if it is made inside the compiled function."""
     return tx.output.resolve_source_value(fn.source) if fn.source and hasattr(tx.output, "resolve_source_value") else None
 
@@ -141,8 +141,8 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
             arguments.insert(0, scalar(dtype, like.requires_grad))
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    given = _given(tx, fn)
-    if isinstance(given, functools.partial) and type(given) is not functools.partial:
+    fn_object = _object_of_program(tx, fn)
+    if isinstance(fn_object, functools.partial) and type(fn_object) is not functools.partial:
         unimplemented(
             gb_type="subclass of functools.partial as a mod",
             context=name,

@@ -52,17 +52,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
 
 
 @opaque
-def decode(given: Given, options: Options, backend: str | None) -> Results:
+def decode(arguments: Given, options: Options, backend: str | None) -> Results:
     """(out, lse) of a ``flash_attn_with_kvcache`` call."""
     if active := kinds.transforms():
         raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
-    rows = (given.q, given.k_cache, given.v_cache)
-    kvcache.check_storage(*rows, given.k, given.v, given.cu_seqlens_q, given.page_table)
-    others = {n: t for n, t in given._asdict().items() if isinstance(t, Tensor)}
-    batch = given.q.shape[0] if given.cu_seqlens_q is None else sequences.batch_of_ends("cu_seqlens_q", given.cu_seqlens_q)
-    _check_options(given.q, batch, options, others)
+    rows = (arguments.q, arguments.k_cache, arguments.v_cache)
+    kvcache.check_storage(*rows, arguments.k, arguments.v, arguments.cu_seqlens_q, arguments.page_table)
+    others = {n: t for n, t in arguments._asdict().items() if isinstance(t, Tensor)}
+    batch = arguments.q.shape[0] if arguments.cu_seqlens_q is None else sequences.batch_of_ends("cu_seqlens_q", arguments.cu_seqlens_q)
+    _check_options(arguments.q, batch, options, others)
     with _among(rows):
-        return entry_points.decode(given, options, backend)
+        return entry_points.decode(arguments, options, backend)
 
 
 def _check_blocks(q: Tensor, k: Tensor, blocks: Any, is_varlen: bool) -> None:

@@ -57,9 +57,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backen
     return call_with_mods("flash", q, operands, (("score", "score_mod"), ("mask", "mask_mod")), mods)
 
 
-def decode(given: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_attn_with_kvcache``. given, options: ``Given``, ``Options``."""
-    q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends, *others = given
+def decode(arguments: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache``. arguments, options: ``Given``, ``Options``."""
+    q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends, *others = arguments
     if isinstance(lengths, int):
         lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
     tensors = (q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends)
@@ -81,8 +81,8 @@ def block_lists(
     """The eight lists of ``create_block_mask``, None for full blocks that are not listed separately, and the block size as a pair."""
     like = torch.empty(0, device=device)
     operands = (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, bool(separate_full))
-    found = call_with_mods("block_mask", like, operands, (("mask", "mask_mod"),), (mask_mod,))
-    lists = list(found) if separate_full else [*found[:2], None, None, *found[2:], None, None]
+    tensors = call_with_mods("block_mask", like, operands, (("mask", "mask_mod"),), (mask_mod,))
+    lists = list(tensors) if separate_full else [*tensors[:2], None, None, *tensors[2:], None, None]
     return lists, tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
 
 
@@ -90,8 +90,8 @@ def tile_lists(mask_mod: Any, aux_tensors: Any, sizes: tuple, tile: tuple, devic
     """The four lists of ``compute_block_sparsity``. sizes: batch_size, num_heads, seqlen_q, seqlen_k."""
     like = torch.empty(0, device=device)
     operands = (sizes, tile, device, bool(separate_full))
-    found = call_with_mods("tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
-    return list(found) if separate_full else [*found, None, None]
+    tensors = call_with_mods("tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(tensors) if separate_full else [*tensors, None, None]
 
 
 def varlen_tile_lists(
@@ -100,8 +100,8 @@ def varlen_tile_lists(
     """The four lists and the four tables of ``compute_varlen_block_sparsity``. tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
     like = torch.empty(0, device=device)
     operands = (tables, num_heads, tile, device, bool(separate_full), layout)
-    found = call_with_mods("varlen_tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
-    return list(found) if separate_full else [*found[:2], None, None, *found[2:]]
+    tensors = call_with_mods("varlen_tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
+    return list(tensors) if separate_full else [*tensors[:2], None, None, *tensors[2:]]
 
 
 captured.entry_points = sys.modules[__name__]

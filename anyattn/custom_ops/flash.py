@@ -107,14 +107,14 @@ def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = N
     )  # fmt: skip
 
 
-def _call(given: Flash, lists: BlockSparse | None = None) -> tuple[Problem, Plan]:
+def _call(operands: Flash, lists: BlockSparse | None = None) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache if the call is warm."""
-    q, k, v, tables = given[:4]
+    q, k, v, tables = operands[:4]
     blocks = None if lists is None else blocks_of_operands(lists)
-    options, backend = _options(given.shared, given.deterministic, q.is_cuda, blocks), given.backend or None
+    options, backend = _options(operands.shared, operands.deterministic, q.is_cuda, blocks), operands.backend or None
     if all(t is None for t in tables):
         return attention.flash_call(q, k, v, options, backend, is_operator=True)  # type: ignore[return-value]
-    places = attention.Places(tuple(tables), (given.max_seqlen_q, given.max_seqlen_k), given.validate)  # type: ignore[arg-type]
+    places = attention.Places(tuple(tables), (operands.max_seqlen_q, operands.max_seqlen_k), operands.validate)  # type: ignore[arg-type]
     return attention.varlen_call(q, k, v, places, options, backend, is_operator=True)  # type: ignore[return-value]
 
 
@@ -136,61 +136,61 @@ def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse.select(0, 0) if is_packed else lse
 
 
-@operator(Flash, fake=lambda given: _fake(given.q, given.v))
-def flash(given: Flash) -> tuple[Tensor, Tensor]:
+@operator(Flash, fake=lambda operands: _fake(operands.q, operands.v))
+def flash(operands: Flash) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``."""
     kinds.refuse_forward_mode()
-    return _results(*_call(given), given.q.ndim == 3)
+    return _results(*_call(operands), operands.q.ndim == 3)
 
 
-@operator(Flash, BlockSparse, fake=lambda given, _: _fake(given.q, given.v))
-def flash_block_sparse(given: Flash, lists: BlockSparse) -> tuple[Tensor, Tensor]:
+@operator(Flash, BlockSparse, fake=lambda operands, _: _fake(operands.q, operands.v))
+def flash_block_sparse(operands: Flash, lists: BlockSparse) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call with block lists; a separate operator, so that exported programs without lists keep their format."""
     kinds.refuse_forward_mode()
-    return _results(*_call(given, lists), given.q.ndim == 3)
+    return _results(*_call(operands, lists), operands.q.ndim == 3)
 
 
-def _sources(given: Flash) -> list[Tensor | None]:
+def _sources(operands: Flash) -> list[Tensor | None]:
     """The tensors that may have gradients, in the order in which ``flash_backward`` returns those."""
-    return [*given[:3], given.shared.alibi_slopes, given.shared.sink, *given.shared.score.score_tensors]
+    return [*operands[:3], operands.shared.alibi_slopes, operands.shared.sink, *operands.shared.score.score_tensors]
 
 
-def _fake_backward(given: Flash, results: Results) -> list[Tensor]:
-    rows, others = _sources(given)[:3], _sources(given)[3:]
-    found = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in rows if t is not None]
-    found += [None if t is None else t.new_empty(t.shape) for t in others]  # type: ignore[misc]
-    return [g if g is not None and w else given.q.new_empty(0) for g, w in zip(found, results.wants, strict=True)]
+def _fake_backward(operands: Flash, results: Results) -> list[Tensor]:
+    rows, others = _sources(operands)[:3], _sources(operands)[3:]
+    gradients = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in rows if t is not None]
+    gradients += [None if t is None else t.new_empty(t.shape) for t in others]  # type: ignore[misc]
+    return [g if g is not None and w else operands.q.new_empty(0) for g, w in zip(gradients, results.wants, strict=True)]
 
 
 @operator(Flash, Results, fake=_fake_backward)
-def flash_backward(given: Flash, results: Results) -> list[Tensor]:
+def flash_backward(operands: Flash, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, alibi_slopes, sink and each score tensor; empty where ``wants`` is False."""
-    return _gradients(given, None, results)
+    return _gradients(operands, None, results)
 
 
-@operator(Flash, BlockSparse, Results, fake=lambda given, _, results: _fake_backward(given, results))
-def flash_block_sparse_backward(given: Flash, lists: BlockSparse, results: Results) -> list[Tensor]:
+@operator(Flash, BlockSparse, Results, fake=lambda operands, _, results: _fake_backward(operands, results))
+def flash_block_sparse_backward(operands: Flash, lists: BlockSparse, results: Results) -> list[Tensor]:
     """``flash_backward`` of a call with block lists."""
-    return _gradients(given, lists, results)
+    return _gradients(operands, lists, results)
 
 
-def _gradients(given: Flash, lists: BlockSparse | None, results: Results) -> list[Tensor]:
-    (out, lse, dout, dlse, wants), shared = results, given.shared
+def _gradients(operands: Flash, lists: BlockSparse | None, results: Results) -> list[Tensor]:
+    (out, lse, dout, dlse, wants), shared = results, operands.shared
     captured = [t.detach().requires_grad_(w) for t, w in zip(shared.score.score_tensors, wants[5:], strict=True)]
     slopes = None if shared.alibi_slopes is None else shared.alibi_slopes.detach().requires_grad_(wants[3])
     shared = shared._replace(alibi_slopes=slopes, score=shared.score._replace(score_tensors=captured))
-    problem, chosen = _call(given._replace(shared=shared), lists)
-    asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # the graph's tensors themselves do not require grad
-    problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
+    problem, chosen = _call(operands._replace(shared=shared), lists)
+    needed = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # the graph's tensors themselves do not require grad
+    problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in needed})
     if chosen.whole_spans:  # such a plan saves no log-sum-exp; this operator did
         chosen = replace(chosen, whole_spans=False)
     rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
     douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *others = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), others, strict=True)}
-    by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), given[:3], strict=True)]
-    found = [*by_rows, by_tensor.get(id(slopes)), dsink, *(by_tensor.get(id(t)) for t in captured)]
-    return returned(found, wants, _sources(given), given.q)
+    by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), operands[:3], strict=True)]
+    gradients = [*by_rows, by_tensor.get(id(slopes)), dsink, *(by_tensor.get(id(t)) for t in captured)]
+    return returned(gradients, wants, _sources(operands), operands.q)
 
 
 for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_block_sparse_backward)):
@@ -198,15 +198,15 @@ for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_
     count_operator(_forward, flash_pairs, _backward)
 
 
-@operator(Decode, fake=lambda given: _fake(given.q, given.v_cache), changed=("k_cache", "v_cache"))
-def decode(given: Decode) -> tuple[Tensor, Tensor]:
+@operator(Decode, fake=lambda operands: _fake(operands.q, operands.v_cache), changed=("k_cache", "v_cache"))
+def decode(operands: Decode) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
     from anyattn.call_cache.kvcache import decode_call
 
-    options = _options(given.shared, False, given.q.is_cuda)
-    arguments = Given(*given[:12], given.max_seqlen_q, given.rotary_interleaved, given.validate)
-    call, chosen = decode_call(arguments, options, given.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
-    return _results(call.prepared(chosen), chosen, given.q.ndim == 3)
+    options = _options(operands.shared, False, operands.q.is_cuda)
+    arguments = Given(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
+    call, chosen = decode_call(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
+    return _results(call.prepared(chosen), chosen, operands.q.ndim == 3)
 
 
 count_operator(decode, decode_pairs)
@@ -229,11 +229,11 @@ def flash_with_mods(
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator call with traced mods. places, options: ``Places``
     and ``Options`` without mods and lists. blocks: ``parts_of_blocks``."""
     check_backend(backend)
-    (tables, longest, validate), given = places, Options(*options)
+    (tables, longest, validate), flash_options = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
-    shared = shared_options(q, given, score, mask)
+    shared = shared_options(q, flash_options, score, mask)
     most_q, most_k = map(_number, longest)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), most_q, most_k, validate, backend or "")
+    call = Flash(q, k, v, Tables(*tables), shared, bool(flash_options.deterministic), most_q, most_k, validate, backend or "")
     if blocks is None:
         return called(flash, call)  # type: ignore[no-any-return]
     operands, lists = operands_of_blocks(blocks)
@@ -252,19 +252,19 @@ def _number(longest: Any) -> Any:
 
 
 def decode_with_mods(
-    given: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
+    arguments: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator call with traced mods. given, options: ``Given`` and ``Options`` without mods."""
+    """``flash_attn_with_kvcache`` as one operator call with traced mods. arguments, options: ``Given`` and ``Options`` without mods."""
     check_backend(backend)
-    asked = Given(*given)
-    q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
-    asked = asked._replace(q=q, k=k, v=v)
+    cache_args = Given(*arguments)
+    q, k, v = autocast.beside(cache_args.k_cache, cache_args.q, cache_args.k, cache_args.v)
+    cache_args = cache_args._replace(q=q, k=k, v=v)
     shared = shared_options(q, Options(*options), score, mask)
     if torch.is_grad_enabled():
-        check_no_gradients(asked[:12], Options(*options))
+        check_no_gradients(cache_args[:12], Options(*options))
         check_no_captured_gradients(() if score is None else score.tensors)
-    longest = _number(asked.max_seqlen_q)
-    call = Decode(q.detach(), *asked[1:12], shared, asked.rotary_interleaved, longest, asked.validate, backend or "")
+    longest = _number(cache_args.max_seqlen_q)
+    call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, backend or "")
     return called(decode, call)  # type: ignore[no-any-return]
 
 

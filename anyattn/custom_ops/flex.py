@@ -33,7 +33,7 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits,
 from anyattn.plan import Plan
 from anyattn.planner import check_backend
 from anyattn.problem import Problem
-from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.sparsity.block_mask import are_unwritten, lists_are_complete
 from anyattn.sparsity.made_of import follow
 from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
@@ -60,10 +60,10 @@ def operands_of(like: Tensor, *mods: TracedMod | None, dropout: Seeded | None = 
     dropout: its mask follows the mods, and its probability the numbers, so that graphs without dropout keep their format.
     """
     dropped = dropout_of(dropout)
-    given = [m for m in (*mods, dropped and dropped.keep) if m is not None]
-    numbers = [*bits_of_numbers([*(x for m in given for x in m.scalars), *(() if dropped is None else (dropped.p,))])]
-    tensors = [t for m in given for t in m.tensors]
-    return codec.joined([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
+    present = [m for m in (*mods, dropped and dropped.keep) if m is not None]
+    numbers = [*bits_of_numbers([*(x for m in present for x in m.scalars), *(() if dropped is None else (dropped.p,))])]
+    tensors = [t for m in present for t in m.tensors]
+    return codec.joined([codec.encode(m.expr) for m in present]), numbers or [0], never_empty(tensors, like)
 
 
 def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -105,7 +105,7 @@ def mods_and_places(kind: str, programs: str, numbers: list[int]) -> list[tuple[
 @lru_cache(maxsize=1024)
 def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[tuple[TracedMod, int, int]]:
     """Each program as a mod without tensors, and the range of its tensors in the list of all."""
-    found, first = [], 0
+    mods_and_slots, first = [], 0
     for program in codec.separated(programs):
         expr, kinds, pattern, count = _read_program(program)
         scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
@@ -114,9 +114,9 @@ def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[t
         if strayed(expr, scalars):
             raise ValueError(_FAR.format(scalars))
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))
-        found.append((TracedMod(kind, expr, scalars, (), "compiled mod", source), first, first + count))
+        mods_and_slots.append((TracedMod(kind, expr, scalars, (), "compiled mod", source), first, first + count))
         numbers, first = numbers[len(kinds) :], first + count
-    return found
+    return mods_and_slots
 
 
 @lru_cache(maxsize=1024)
@@ -164,18 +164,18 @@ class Attend(NamedTuple):
     backend: str
 
 
-def _call(given: Attend) -> tuple[Problem, Plan]:
+def _call(operands: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm."""
-    q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = given
+    q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = operands
     blocks = lists = None
     if any(block_size):
         is_exact = list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
-        asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
-        lists = list_operands.known_by_now(*asked)
-        blocks = list_operands.stand_in(*asked) if lists is None else lists.stands_for
+        list_arguments = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
+        lists = list_operands.known_by_now(*list_arguments)
+        blocks = list_operands.stand_in(*list_arguments) if lists is None else lists.stands_for
     is_looked_up = (blocks is None or lists is not None) and not has_dropout(of_masks.mask_programs)
-    key = warm_attend.key_of(given, lists) if is_looked_up else None
-    if key is not None and (warm := warm_attend.found(key, given, lists)) is not None:
+    key = warm_attend.key_of(operands, lists) if is_looked_up else None
+    if key is not None and (warm := warm_attend.warm_call(key, operands, lists)) is not None:
         return warm
     score = next(iter(mods_of_operands("score", *of_score)), None)
     masks, dropout = masks_of_operands(*of_masks)
@@ -184,50 +184,50 @@ def _call(given: Attend) -> tuple[Problem, Plan]:
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed)
-    found = attention.flex_call(call, backend or None, _options(options), is_operator=True)
+    problem_and_plan = attention.flex_call(call, backend or None, _options(options), is_operator=True)
     if key is not None and (remembered := attention.known_flex(call, backend or None, _options(options))) is not None:
         read = (*mods_and_places("score", *of_score[:2]), *mods_and_places("mask", *of_masks[:2]))
         readers = [warm_attend.Reader(mod.kind == "score", list(mod.scalars), start, stop) for mod, start, stop in read]
         warm_attend.remember(key, remembered, tuple(readers))
-    return found  # type: ignore[return-value]
+    return problem_and_plan  # type: ignore[return-value]
 
 
-def _fake(given: Attend) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
     tensor_kinds.refuse_forward_mode()
-    q, rows = given.q, given.q.shape[:3]
+    q, rows = operands.q, operands.q.shape[:3]
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out, lse = empty_in_order(q, last=given.v.shape[3]), q.new_empty(rows, dtype=stat)
-    return out, lse, q.new_empty(rows if given.wants_max else (0,), dtype=stat)
+    out, lse = empty_in_order(q, last=operands.v.shape[3]), q.new_empty(rows, dtype=stat)
+    return out, lse, q.new_empty(rows if operands.wants_max else (0,), dtype=stat)
 
 
 @operator(Attend, fake=_fake)
-def attend(given: Attend) -> tuple[Tensor, Tensor, Tensor]:
+def attend(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
     tensor_kinds.refuse_forward_mode()
-    problem, chosen = _call(given)
+    problem, chosen = _call(operands)
     result = autograd.forward(problem, chosen)
-    return result.out, result.lse, result.max_scores if given.wants_max else result.lse.new_empty(0)
+    return result.out, result.lse, result.max_scores if operands.wants_max else result.lse.new_empty(0)
 
 
 attend.direct = opaque(warm_attend.direct(attend))
 
 
-def _fake_backward(given: Attend, results: Results) -> list[Tensor]:
-    q, k, v = given[:3]
-    of_others = (given.sink, *given.score.score_tensors)
-    found = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
-    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, results.wants, strict=True)]
+def _fake_backward(operands: Attend, results: Results) -> list[Tensor]:
+    q, k, v = operands[:3]
+    of_others = (operands.sink, *operands.score.score_tensors)
+    gradients = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(gradients, results.wants, strict=True)]
 
 
 @operator(Attend, Results, fake=_fake_backward, left_out={"wants_max": False})
-def attend_backward(given: Attend, results: Results) -> list[Tensor]:
+def attend_backward(operands: Attend, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False."""
     wants = results.wants
-    sources = (*given[:4], *given.score.score_tensors)
+    sources = (*operands[:4], *operands.score.score_tensors)
     # the graph's tensors themselves do not require grad
-    asked: list[Any] = [autograd.wanting(t, w) for t, w in zip(sources, wants, strict=True)]
-    q, k, v, sink, *captured = asked
-    problem, chosen = _call(given._replace(q=q, k=k, v=v, sink=sink, score=given.score._replace(score_tensors=captured)))
+    sources_needed: list[Any] = [autograd.wanting(t, w) for t, w in zip(sources, wants, strict=True)]
+    q, k, v, sink, *captured = sources_needed
+    problem, chosen = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
     grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # for the placeholders in empty lists
     return returned(grads, wants, sources, q)
@@ -253,10 +253,10 @@ def flex_with_mods(
     Raises as the eager call for wrong shapes, dtypes and devices; contents of tensors are checked when the operator runs.
     """
     check_backend(backend)
-    asked = attention.FlexCall(*call)
-    query, key, value = autocast.arguments(asked.query, asked.key, asked.value)
-    key, value = flex.tensors(query, key, value, bool(asked.enable_gqa))
-    sink = flex.sink_logits(asked.sink, query)
+    flex_call = attention.FlexCall(*call)
+    query, key, value = autocast.arguments(flex_call.query, flex_call.key, flex_call.value)
+    key, value = flex.tensors(query, key, value, bool(flex_call.enable_gqa))
+    sink = flex.sink_logits(flex_call.sink, query)
     for mod in (score, listed, mask):
         if mod is not None:
             flex.captured_devices(mod, query.device)
@@ -269,18 +269,18 @@ def flex_with_mods(
         flex.check_lists(lengths, counts, query, key)
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
-    given = Attend(
-        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=asked.dropout)),
-        never_empty(block_lists, nothing), block_size, exactness, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
-        asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
+    operands = Attend(
+        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=flex_call.dropout)),
+        never_empty(block_lists, nothing), block_size, exactness, flex.scale_of("scale", flex_call.scale, query.shape[3], query.dtype),
+        flex_call.wants_max, bool(flex_call.deterministic), options_text(options), backend or "",
     )  # fmt: skip
-    return called(attend, given)  # type: ignore[no-any-return]
+    return called(attend, operands)  # type: ignore[no-any-return]
 
 
 def _exactness(is_exact: bool | None, counts: Any, listed: TracedMod) -> int:
     """The operator's argument for lists that nothing has written to. is_exact: of the block mask; None if a compiled graph made it."""
     if is_exact is None:
-        is_known = tells_no_more(listed, counts.shape[:2]) and follow(counts, captures_in_graph(listed))
+        is_known = lists_are_complete(listed, counts.shape[:2]) and follow(counts, captures_in_graph(listed))
         return list_operands.EXACT_IN_GRAPH if is_known else list_operands.INEXACT
     # an exported program holds copies of lists from outside
     return list_operands.EXACT_BY_BLOCK_MASK if is_exact and not torch.compiler.is_exporting() else list_operands.INEXACT

@@ -36,8 +36,8 @@ def count_operator(operator: Any, pairs: Callable[[dict[str, Any]], Any], backwa
 def _formula(operator: Any, pairs: Callable[[dict[str, Any]], Any], is_backward: bool) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
-    def formula(*given: Any, out_val: Any = None, **named: Any) -> Any:
-        by_name = dict(zip(names, given, strict=False)) | named
+    def formula(*values: Any, out_val: Any = None, **named: Any) -> Any:
+        by_name = dict(zip(names, values, strict=False)) | named
         of_keys, of_values = by_name["q"].shape[-1], by_name["v_cache" if "v_cache" in by_name else "v"].shape[-1]
         return 2 * pairs(by_name) * (3 * of_keys + 2 * of_values if is_backward else of_keys + of_values)
 
@@ -52,29 +52,29 @@ def complete_counters() -> None:
             counter.flop_registry = _formulas | counter.flop_registry
 
 
-def flex_pairs(given: dict[str, Any]) -> Any:
+def flex_pairs(by_name: dict[str, Any]) -> Any:
     """Of ``anyattn::attend``."""
-    batch, heads, queries, _ = given["q"].shape
-    return batch * heads * queries * given["k"].shape[2]
+    batch, heads, queries, _ = by_name["q"].shape
+    return batch * heads * queries * by_name["k"].shape[2]
 
 
-def flash_pairs(given: dict[str, Any]) -> Any:
+def flash_pairs(by_name: dict[str, Any]) -> Any:
     """Of ``anyattn::flash``."""
-    q, k, ends_q, ends_k, pages = (given[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k", "page_table"))
+    q, k, ends_q, ends_k, pages = (by_name[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k", "page_table"))
     batch = batch_of(q, ends_q, ends_k, k, pages)
-    queries = _lengths(given["seqused_q"], ends_q, given["max_seqlen_q"], q.shape[-3], batch)
-    keys = _lengths(given["seqused_k"], ends_k, given["max_seqlen_k"], _capacity(k, pages), batch)
+    queries = _lengths(by_name["seqused_q"], ends_q, by_name["max_seqlen_q"], q.shape[-3], batch)
+    keys = _lengths(by_name["seqused_k"], ends_k, by_name["max_seqlen_k"], _capacity(k, pages), batch)
     return q.shape[-2] * sum(map(mul, queries, keys))
 
 
-def decode_pairs(given: dict[str, Any]) -> Any:
+def decode_pairs(by_name: dict[str, Any]) -> Any:
     """Of ``anyattn::decode``, whose keys are those in the cache and the appended ones, without padding."""
-    q, k, ends, capacity = given["q"], given["k"], given["cu_seqlens_q"], _capacity(given["k_cache"], given["page_table"])
+    q, k, ends, capacity = by_name["q"], by_name["k"], by_name["cu_seqlens_q"], _capacity(by_name["k_cache"], by_name["page_table"])
     batch = q.shape[0] if ends is None else len(ends) - 1
-    queries = _lengths(None, ends, given["max_seqlen_q"], q.shape[-3], batch)
+    queries = _lengths(None, ends, by_name["max_seqlen_q"], q.shape[-3], batch)
     new = queries if k is not None and k.ndim == 3 else [0 if k is None else k.shape[1]] * batch
-    cached = _lengths(given["cache_seqlens"], None, None, capacity, batch)
-    padding = _lengths(given["cache_leftpad"], None, None, 0, batch)
+    cached = _lengths(by_name["cache_seqlens"], None, None, capacity, batch)
+    padding = _lengths(by_name["cache_leftpad"], None, None, 0, batch)
     return q.shape[-2] * sum(a * (min(b + c, capacity) - d) for a, b, c, d in zip(queries, cached, new, padding, strict=True))
 
 

@@ -51,24 +51,24 @@ def called(operator: Any, *records: Any) -> Any:
     """The operator's results for arguments in records, also inside function transforms;
     raises for tensors that a transform hides from it."""
     rule = _rules[operator]
-    given = rule.arguments.flat(*records)
+    values = rule.arguments.flat(*records)
     complete_counters()
     active = kinds.transforms()
     if not active:
-        return operator(*given)
-    _, tensors = rule.arguments.split(given)
+        return operator(*values)
+    _, tensors = rule.arguments.split(values)
     for t in tensors:
         if t is not None:
             kinds.refuse("an argument of attention", t)
-    return _differentiated(rule, operator, given) if "grad" in active else operator(*given)
+    return _differentiated(rule, operator, values) if "grad" in active else operator(*values)
 
 
-def returned(found: Sequence[Tensor | None], wants: Sequence[bool], sources: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+def returned(gradients: Sequence[Tensor | None], wants: Sequence[bool], sources: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
     """The results of a backward operator: a gradient for each of ``sources`` that wants one, zeros if a mod lets no gradient through
     (``detach``, ``floor``); otherwise an empty tensor, which does not share ``like``'s memory."""
     return [
         like.new_empty(0) if t is None or not w else t.new_zeros(t.shape) if g is None else g
-        for g, w, t in zip(found, wants, sources, strict=True)
+        for g, w, t in zip(gradients, wants, sources, strict=True)
     ]
 
 
@@ -77,29 +77,29 @@ def without_gradients(operator: Any, arguments: Arguments, run: Callable[..., An
     _rules[operator] = _Rule(operator, arguments)
     plain: dict[int, bool] = {}  # by dispatch key set: whether all tensors are plain memory and no mode intercepts
 
-    def kernel(keyset: Any, *given: Any) -> Any:
-        if _is_grad_enabled() and _any_requires_grad(*given):
+    def kernel(keyset: Any, *values: Any) -> Any:
+        if _is_grad_enabled() and _any_requires_grad(*values):
 
-            def below(*given: Any) -> Any:
+            def below(*values: Any) -> Any:
                 with _Below():
-                    return operator.redispatch(keyset & _BELOW, *given)
+                    return operator.redispatch(keyset & _BELOW, *values)
 
-            return _differentiated(_rules[operator], below, given)
+            return _differentiated(_rules[operator], below, values)
         keys = keyset.raw_repr()
         is_plain = plain.get(keys)
         if is_plain is None:
             rest = (keyset & _BELOW).remove(torch._C.DispatchKey.ADInplaceOrView)
             is_plain = plain[keys] = rest.highestPriorityTypeId() in _MEMORY
         with _Below():
-            return run(*given) if is_plain else operator.redispatch(keyset & _BELOW, *given)
+            return run(*values) if is_plain else operator.redispatch(keyset & _BELOW, *values)
 
     return kernel
 
 
-def _differentiated(rule: _Rule, call: Callable[..., Any], given: tuple) -> Any:
-    others, tensors = rule.arguments.split(given)
-    found = _Differentiated.apply(call, rule, others, *tensors)  # type: ignore[no-untyped-call]
-    return found if len(rule.operator._schema.returns) > 1 else list(found)
+def _differentiated(rule: _Rule, call: Callable[..., Any], values: tuple) -> Any:
+    others, tensors = rule.arguments.split(values)
+    results = _Differentiated.apply(call, rule, others, *tensors)  # type: ignore[no-untyped-call]
+    return results if len(rule.operator._schema.returns) > 1 else list(results)
 
 
 def _refuse(operator: Any) -> NoReturn:
@@ -138,9 +138,9 @@ class _Differentiated(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: saved-tensor hooks unpack at every access, and checkpoints refuse a second one
         (out, lse, *_), tensors = saved[: ctx.count], saved[ctx.count :]
         dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
-        given = rule.arguments.joined(ctx.others, tensors)
-        found = called(rule.backward, *rule.arguments.records(given), Results(out, lse, dout, dlse, ctx.wants))
-        wanted = iter([g if w else None for g, w in zip(found, ctx.wants, strict=True)])
+        values = rule.arguments.joined(ctx.others, tensors)
+        gradients = called(rule.backward, *rule.arguments.records(values), Results(out, lse, dout, dlse, ctx.wants))
+        wanted = iter([g if w else None for g, w in zip(gradients, ctx.wants, strict=True)])
         by_argument = list(rule.arguments.joined(ctx.others, repeat(None)))
         for name in rule.of:
             i = rule.arguments.names.index(name)

@@ -22,8 +22,8 @@ def node_of(one: Tensor, tracer: Any) -> Any:
     if isinstance(one, FunctionalTensor):
         torch._sync(one)  # adds pending writes to the graph
         inner = torch._from_functional_tensor(one.elem)
-    found: Any = get_proxy_slot(inner, tracer, None)
-    return None if found is None else found.proxy.node
+    slot: Any = get_proxy_slot(inner, tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def captures_in_graph(mask: TracedMod) -> tuple[Any, Sequence[Any], Sequence[Tensor]]:

@@ -75,11 +75,11 @@ def stand_in(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> ListOpe
     if places is None:
         return ListOperands(tensors, (*sizes, False))
     key = (*sizes, is_exact, *places)
-    found = _by_place.get(key)
-    if found is None:
-        found = _by_place[key] = ListOperands(tensors, (*sizes, is_exact and are_unwritten(*tensors)))
-    _remember(tensors, sizes, is_exact, found)
-    return found
+    operands = _by_place.get(key)
+    if operands is None:
+        operands = _by_place[key] = ListOperands(tensors, (*sizes, is_exact and are_unwritten(*tensors)))
+    _remember(tensors, sizes, is_exact, operands)
+    return operands
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple | None:
@@ -98,8 +98,8 @@ def places_of(tensors: Sequence[Tensor]) -> tuple | None:
 class Known:
     """Lists that were passed before as the same tensor objects, and have not been written to since.
 
-    sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: identifies the result of
-    ``lists_facts``.
+    sizes, is_exact: as passed to ``stand_in``. states: version, address and layout of each tensor. facts: stands for
+    ``lists_facts``: equal facts have one object, which is compared by identity.
     """
 
     __slots__ = ("_blocks", "facts", "is_exact", "sizes", "stands_for", "states", "tensors")
@@ -121,22 +121,22 @@ _by_object: dict[int, Known] = {}  # by the id of the counts tensor; removed whe
 
 def known(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | None:
     """The ``Known`` of these tensor objects, unchanged; None unless ``stand_in`` was called with them."""
-    found = _by_object.get(id(tensors[0]))
-    if found is None or found.is_exact is not is_exact or found.sizes != sizes or len(found.tensors) != len(tensors):
+    entry = _by_object.get(id(tensors[0]))
+    if entry is None or entry.is_exact is not is_exact or entry.sizes != sizes or len(entry.tensors) != len(tensors):
         return None
-    for t, same in zip(tensors, found.tensors):
+    for t, same in zip(tensors, entry.tensors):
         if same() is not t:
             return None
-    return found if _states(tensors) == found.states else None
+    return entry if _states(tensors) == entry.states else None
 
 
 def known_by_now(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | None:
     """``known``, after calling ``stand_in`` if needed; None for inference tensors only."""
-    found = known(tensors, sizes, is_exact)
-    if found is None:
+    entry = known(tensors, sizes, is_exact)
+    if entry is None:
         stand_in(tensors, sizes, is_exact)
-        found = known(tensors, sizes, is_exact)
-    return found
+        entry = known(tensors, sizes, is_exact)
+    return entry
 
 
 def are_counted_unwritten(tensors: Sequence[Tensor]) -> bool:
@@ -164,13 +164,13 @@ def _standing_for(facts: tuple) -> object:
     return object()
 
 
-def _remember(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool, found: ListOperands) -> None:
+def _remember(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool, operands: ListOperands) -> None:
     place = id(tensors[0])
     first = ref(tensors[0], partial(_forget, place))
-    _by_object[place] = Known((first, *map(ref, tensors[1:])), sizes, is_exact, _states(tensors), found)
+    _by_object[place] = Known((first, *map(ref, tensors[1:])), sizes, is_exact, _states(tensors), operands)
 
 
 def _forget(place: int, gone: Any) -> None:
-    found = _by_object.get(place)
-    if found is not None and found.tensors[0] is gone:
+    entry = _by_object.get(place)
+    if entry is not None and entry.tensors[0] is gone:
         del _by_object[place]

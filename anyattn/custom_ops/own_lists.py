@@ -29,10 +29,10 @@ class OwnList(NamedTuple):
     one: Tensor
 
 
-@operator(OwnList, fake=lambda given: torch.empty(given.one.shape, dtype=given.one.dtype, device=given.one.device))
-def own_list(given: OwnList) -> Tensor:
+@operator(OwnList, fake=lambda operands: torch.empty(operands.one.shape, dtype=operands.one.dtype, device=operands.one.device))
+def own_list(operands: OwnList) -> Tensor:
     """A contiguous copy of the list."""
-    return given.one.clone(memory_format=torch.contiguous_format)
+    return operands.one.clone(memory_format=torch.contiguous_format)
 
 
 def own_lists(lists: list[Tensor]) -> list[Tensor]:

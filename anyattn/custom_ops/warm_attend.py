@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache import attention, calls
-from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, identical, is_listened_to, tensor_key
+from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, bypasses_cache, identical, tensor_key
 from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.direct import needs_dispatcher
 from anyattn.custom_ops.list_operands import Known
@@ -31,7 +31,7 @@ from anyattn.problem import Problem
 from anyattn.tensors import autocast
 from anyattn.tensors.comparison import comparison
 
-__all__ = ["Reader", "direct", "found", "key_of", "remember"]
+__all__ = ["Reader", "direct", "key_of", "remember", "warm_call"]
 
 
 class Reader(NamedTuple):
@@ -117,12 +117,12 @@ _scope = {
 _key: Callable[..., tuple] = eval(f"lambda {_NAMES}, lists: {_KEY}", _scope)
 
 
-def key_of(given: Any, lists: Known | None) -> tuple | None:
-    """The key of an operator's call, given as ``Attend``; None if it is not remembered. lists: its block lists, if it has any."""
-    if not _is_usable(given.scale) or is_listened_to():
+def key_of(operands: Any, lists: Known | None) -> tuple | None:
+    """The key of an operator's call, whose operands are an ``Attend``; None if it is not remembered. lists: its block lists."""
+    if not _is_usable(operands.scale) or bypasses_cache():
         return None
     try:
-        return _key(*given[:4], *given.score, *given.masks, *given[6:], lists)
+        return _key(*operands[:4], *operands.score, *operands.masks, *operands[6:], lists)
     except NotCacheable:
         return None
 
@@ -131,13 +131,13 @@ def _is_usable(scale: Any) -> bool:
     return type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE
 
 
-def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] | None:
+def warm_call(key: tuple, operands: Any, lists: Known | None) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a warm call; None if the call is not warm."""
     warm = _warm.get(key)
     if warm is None:
         return None
-    q, k, v, sink = given[:4]
-    return _filled(warm, q, k, v, sink, given.score.score_tensors, given.masks.mask_tensors, given.scale, lists)  # type: ignore[no-any-return]
+    q, k, v, sink = operands[:4]
+    return _filled(warm, q, k, v, sink, operands.score.score_tensors, operands.masks.mask_tensors, operands.scale, lists)  # type: ignore[no-any-return]
 
 
 def _filled(warm: WarmCall, q: Tensor, k: Tensor, v: Tensor, sink: Any, score: Any, mask: Any, scale: float, lists: Any) -> Any:
@@ -178,44 +178,44 @@ def call({_NAMES}):
         return first({_NAMES})
     is_exact = block_size[0] != 0 and still_follow(exactness, block_lists, mask_programs, mask_tensors)
     constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
-    again = latest(constants)
+    repeated = latest(constants)
     if (
-        again is None or len(tensors) != again.tensor_count or not again.are_alike(*tensors)
+        repeated is None or len(tensors) != repeated.tensor_count or not repeated.are_alike(*tensors)
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-        or (again.captured is not None and again.captured != captured(sink, score_tensors, mask_tensors))
-        or (block_lists and not again.reads_lists and not are_counted_unwritten(block_lists))
+        or (repeated.captured is not None and repeated.captured != captured(sink, score_tensors, mask_tensors))
+        or (block_lists and not repeated.reads_lists and not are_counted_unwritten(block_lists))
     ):
-        again = None
-    if block_size[0] and (again is None or again.reads_lists):
-        sizes = (tuple(block_size), (q.shape[2], k.shape[2])) if again is None else again.sizes
+        repeated = None
+    if block_size[0] and (repeated is None or repeated.reads_lists):
+        sizes = (tuple(block_size), (q.shape[2], k.shape[2])) if repeated is None else repeated.sizes
         lists = known_lists(block_lists, sizes, is_exact)
         if lists is None:
             return first({_NAMES})
-        if again is not None and lists.facts is not again.facts:
-            again = None
-    if again is None:
+        if repeated is not None and lists.facts is not repeated.facts:
+            repeated = None
+    if repeated is None:
         try:
             key = {_KEY}
         except NotCacheable:
             return first({_NAMES})
-        again = get(key)
-        if again is None:
+        repeated = get(key)
+        if repeated is None:
             return first_call(first, ({_NAMES}), key, lists, constants, tensors)
-        put_latest(constants, again)
-    if again.launch is not None and not is_autocast():
-        results = again.launch(q, k, v, sink)
+        put_latest(constants, repeated)
+    if repeated.launch is not None and not is_autocast():
+        results = repeated.launch(q, k, v, sink)
         if results is not None:
-            return results if wants_max else (results[0], results[1], again.nothing)
-    if again.fields is None:
-        problem, plan = filled(again.warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
+            return results if wants_max else (results[0], results[1], repeated.nothing)
+    if repeated.fields is None:
+        problem, plan = filled(repeated.warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
     else:
-        plan = again.plan
+        plan = repeated.plan
         problem = problem_of({{
-            **again.fields, "q": q, "k": k, "v": v, "sink": sink, "scale": scale,
-            "blocks": lists.read_blocks() if again.reads_lists else None,
+            **repeated.fields, "q": q, "k": k, "v": v, "sink": sink, "scale": scale,
+            "blocks": lists.read_blocks() if repeated.reads_lists else None,
         }})
-    result = forward(problem, plan) if is_autocast() else again.backend.forward(problem, plan)
-    return result.out, result.lse, result.max_scores if wants_max else again.nothing
+    result = forward(problem, plan) if is_autocast() else repeated.backend.forward(problem, plan)
+    return result.out, result.lse, result.max_scores if wants_max else repeated.nothing
 """
     scope = {
         **_scope, "LARGEST_SCALE": LARGEST_SCALE, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
@@ -234,19 +234,19 @@ def _captured(sink: Tensor | None, *of_mods: list[Tensor]) -> tuple:
     return sink is not None and sink.data_ptr() & 15, *aligned, *map(identical, of_mods)
 
 
-def _first_call(first: Callable[..., Any], given: tuple, key: tuple, lists: Known | None, constants: tuple, tensors: tuple) -> Any:
+def _first_call(first: Callable[..., Any], values: tuple, key: tuple, lists: Known | None, constants: tuple, tensors: tuple) -> Any:
     """Runs a call, and remembers it if the next one may skip the dispatcher and the call cache has its entry."""
-    results = first(*given)
+    results = first(*values)
     # the key contains the negative bits, and requires_grad as far as it matters
-    if (warm := _warm.get(key)) is not None and first.may_pass(*given):  # type: ignore[attr-defined]
-        again = _repeated(warm, given, lists, tensors, results[1].new_empty(0))
-        _direct.put(key, again)
-        _latest.put(constants, again)
+    if (warm := _warm.get(key)) is not None and first.may_pass(*values):  # type: ignore[attr-defined]
+        repeated = _repeated(warm, values, lists, tensors, results[1].new_empty(0))
+        _direct.put(key, repeated)
+        _latest.put(constants, repeated)
     return results
 
 
-def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple, nothing: Tensor) -> Repeated:
-    q, k, v, sink, score_tensors, mask_tensors, scale = *given[:4], given[6], given[9], given[13]
+def _repeated(warm: WarmCall, values: tuple, lists: Known | None, tensors: tuple, nothing: Tensor) -> Repeated:
+    q, k, v, sink, score_tensors, mask_tensors, scale = *values[:4], values[6], values[9], values[13]
     remembered, readers = warm
     backend = autograd.backend_of(remembered.plan)
     problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)

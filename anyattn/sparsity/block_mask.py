@@ -39,8 +39,8 @@ __all__ = [
     "block_mask_of_classes",
     "block_mask_of_lists",
     "build_block_mask",
+    "lists_are_complete",
     "lists_of_mask",
-    "tells_no_more",
 ]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
@@ -228,8 +228,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             "seq_lengths": (q_length, self.seq_lengths[1]),
             "compute_q_blocks": self.q_indices is not None,
         }
-        made = type(self).from_kv_blocks(**taken, **options)
-        return _with_write_order(_marked(made, self.is_exact), self)
+        adjusted = type(self).from_kv_blocks(**taken, **options)
+        return _with_write_order(_marked(adjusted, self.is_exact), self)
 
     def _lists_4d(self) -> dict[str, Any]:
         """The four lists of the forward direction, with batch and head dimensions even where torch's older slices dropped them."""
@@ -248,8 +248,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         rows, columns = (ceil_div(n, t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
         classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
-        made = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
-        return _with_write_order(_marked(made, self.is_exact), self)
+        retiled = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
+        return _with_write_order(_marked(retiled, self.is_exact), self)
 
     def sparsity(self) -> float:
         """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
@@ -284,9 +284,9 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         return _like(self, {})
 
     def __deepcopy__(self, memo: dict) -> BlockMask:
-        made = object.__new__(type(self))
-        made.__setstate__(copy.deepcopy(self._state(), memo))
-        return made
+        copied = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self._state(), memo))
+        return copied
 
     def _repr_html_(self) -> str | None:
         """For notebooks: the blocks of the first batch entry and head, as ``anyattn show`` draws them; None for lists without values."""
@@ -304,10 +304,10 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
 def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMask] | None = None) -> BlockMask:
     """A copy of ``mask`` with some fields changed; fields are taken by name, because torch versions differ in them."""
-    made = object.__new__(cls or type(mask))
-    made.__dict__.update(vars(mask))
-    made.__dict__.update(changed)
-    return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
+    changed_mask = object.__new__(cls or type(mask))
+    changed_mask.__dict__.update(vars(mask))
+    changed_mask.__dict__.update(changed)
+    return _marked(changed_mask, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
 
 
 def are_unwritten(*lists: Tensor | None) -> bool:
@@ -337,13 +337,13 @@ def _counted_anew(t: Tensor) -> Tensor:
         return (t.clone() if t.is_inference() else t).data
 
 
-def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
+def _with_write_order(block_mask: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
     """Copies the fields that torch's deterministic backward needs, recomputed for the new lists."""
     if getattr(origin, "dq_kv_order", None) is not None:
         raise NotImplementedError("a BlockMask with an explicit dq_kv_order cannot be sliced or cropped; build it anew for its new shape")
     if getattr(origin, "dq_write_order", None) is not None:
-        _add_write_order(made, origin.dq_kv_order_spt)
-    return made
+        _add_write_order(block_mask, origin.dq_kv_order_spt)
+    return block_mask
 
 
 def _add_write_order(mask: BlockMask, dq_kv_order: bool | None) -> None:
@@ -405,9 +405,9 @@ def lists_of_mask(
 
     stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
     """
-    found = device_lists(mask, lengths, tile, batch, device, **OF_KERNELS, separate_full=separate_full, stacks=stacks)
-    if found is not None:
-        return found
+    lists = device_lists(mask, lengths, tile, batch, device, **OF_KERNELS, separate_full=separate_full, stacks=stacks)
+    if lists is not None:
+        return lists
     classes = classes_of_mask(mask, lengths, tile, batch, device)
     lists = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
     if not stacks:
@@ -429,8 +429,8 @@ def _sees(mask: Expr) -> tuple[bool, bool]:
     return any(d.b for d in deps), any(d.h for d in deps)
 
 
-def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
-    """Whether lists of (B, H) describe the mask completely: False if B or H is 1 although the mask depends on that index."""
+def lists_are_complete(mask: TracedMod, batch: tuple[int, int]) -> bool:
+    """Whether lists of (B, H) describe the mask completely: no dimension is broadcast that the mask depends on."""
     return not told_apart(mask, batch)
 
 

@@ -91,13 +91,13 @@ class BlockSparseTensors:
 
     def widened(self, lengths: tuple[int, int]) -> BlockSparseTensors:
         """The same lists for sequences of these lengths, with room for every tile: the form that kernels read."""
-        made = replace(self, lengths=lengths)
+        cropped = replace(self, lengths=lengths)
 
         def wide(idx: Tensor | None) -> Tensor | None:
-            missing = 0 if idx is None else made.grid[1] - idx.shape[-1]
+            missing = 0 if idx is None else cropped.grid[1] - idx.shape[-1]
             return torch.nn.functional.pad(idx, (0, missing)) if idx is not None and missing else idx
 
-        return replace(made, mask_block_idx=wide(self.mask_block_idx), full_block_idx=wide(self.full_block_idx))  # type: ignore[arg-type]
+        return replace(cropped, mask_block_idx=wide(self.mask_block_idx), full_block_idx=wide(self.full_block_idx))  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:

@@ -69,8 +69,8 @@ def compute_block_sparsity(
     """
     if torch.compiler.is_compiling():
         sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
-        made = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
-        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*made, (tile_m, tile_n), (seqlen_q, seqlen_k)))
+        tensors = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
+        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*tensors, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     return _computed((tile_m, tile_n), (batch_size, num_heads), (seqlen_q, seqlen_k), mask_mod, aux_tensors, device, compute_full_blocks)
 
 
@@ -112,13 +112,13 @@ def lists_of_mask(
     """
     refuse_torchscript()
     options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
-    found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
-    if found is None:
-        made = lists_of_grid(classes_of_mask(mask, lengths, tile, batch, device), separate_full)
-        found = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in made]
+    lists = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
+    if lists is None:
+        one_entry = lists_of_grid(classes_of_mask(mask, lengths, tile, batch, device), separate_full)
+        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in one_entry]
         if stacks:
-            return [torch.stack([t for t in found[at::2] if t is not None]) for at in (0, 1)]
-    return found
+            return [torch.stack([t for t in lists[at::2] if t is not None]) for at in (0, 1)]
+    return lists
 
 
 class TileLists(NamedTuple):
@@ -149,11 +149,11 @@ def tile_lists(
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
     if (
-        found := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
+        lists := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
     ) is None:
         with torch.no_grad():
-            found = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
-    return TileLists(*found)  # type: ignore[arg-type]
+            lists = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
+    return TileLists(*lists)  # type: ignore[arg-type]
 
 
 def device_lists(

@@ -25,18 +25,18 @@ def stack_shapes(
 
 def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
     """Views of stacks, counts and indices alternating, in the order of a block mask's fields; None for full tiles if classes is 1."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
         for at in range(0, len(counts), classes):
             one = [stack.select(0, at + of_class) for of_class in range(classes) for stack in (counts, indices)]
-            found += one if classes > 1 else [*one, None, None]
-    return found
+            tensors += one if classes > 1 else [*one, None, None]
+    return tensors
 
 
 def lists_of_memory(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
     """``lists_of_stacks`` outside of compiled graphs: one ``unbind`` makes all views of a stack in a third of the time."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
         for count, index in zip(counts.unbind(), indices.unbind(), strict=True):
-            found += (count, index) if classes > 1 else (count, index, None, None)
-    return found
+            tensors += (count, index) if classes > 1 else (count, index, None, None)
+    return tensors

@@ -51,9 +51,9 @@ class MadeOf(NamedTuple):
 
 def captures(mask: Any) -> _Captures:
     """The structure, numbers and tensors of a mask as they are now."""
-    found = None if type(mask) is TracedMod else recognise(mask)
-    if found is not None:
-        return found
+    reading = None if type(mask) is TracedMod else recognise(mask)
+    if reading is not None:
+        return reading
     traced = mask if type(mask) is TracedMod else trace(mask, "mask")
     return traced.expr, traced.scalars, traced.tensors
 
@@ -88,26 +88,26 @@ def note_lists(counts: Tensor, now: _Captures) -> None:
     _note(counts, None, made_of(now))
 
 
-def _note(counts: Tensor, block_mask: weakref.ref[Any] | None, made: MadeOf | None) -> None:
+def _note(counts: Tensor, block_mask: weakref.ref[Any] | None, captured: MadeOf | None) -> None:
     place = id(counts)
 
     def forget(gone: Any) -> None:
-        if (found := _noted.get(place)) is not None and found.counts is gone:
+        if (entry := _noted.get(place)) is not None and entry.counts is gone:
             del _noted[place]
 
-    if made is not None:
-        _noted[place] = _Noted(weakref.ref(counts, forget), block_mask, made)
+    if captured is not None:
+        _noted[place] = _Noted(weakref.ref(counts, forget), block_mask, captured)
 
 
 def _noted_of(counts: Tensor) -> _Noted | None:
-    found = _noted.get(id(counts))
-    return found if found is not None and found.counts() is counts else None
+    entry = _noted.get(id(counts))
+    return entry if entry is not None and entry.counts() is counts else None
 
 
 def follow(counts: Tensor, now: _Captures) -> bool:
     """Whether ``note_lists`` recorded the lists for these captures, and they have not changed since."""
-    found = _noted_of(counts)
-    return found is not None and found.made.holds(now)
+    entry = _noted_of(counts)
+    return entry is not None and entry.made.holds(now)
 
 
 def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool | None:
@@ -115,10 +115,10 @@ def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool | None:
 
     The numbers in an operator's program are those that the mask captures now: the compiler guards them.
     """
-    found = _noted_of(counts)
-    if found is None:
+    entry = _noted_of(counts)
+    if entry is None:
         return None
-    if not found.made.holds_for(tensors):
+    if not entry.made.holds_for(tensors):
         return False
-    block_mask = found.block_mask() if found.block_mask is not None and found.made.numbers else None
+    block_mask = entry.block_mask() if entry.block_mask is not None and entry.made.numbers else None
     return block_mask is None or bool(block_mask.is_exact)

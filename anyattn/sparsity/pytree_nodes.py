@@ -12,10 +12,10 @@ __all__ = ["register", "unchecked"]
 
 def unchecked(cls: Any, names: tuple[str, ...], values: tuple) -> Any:
     """An object of a frozen dataclass with these fields, made without the checks of ``__post_init__``; Dynamo can trace it."""
-    made = object.__new__(cls)
+    instance = object.__new__(cls)
     for name, value in zip(names, values):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def register(cls: type, tensors: tuple[str, ...], constants: tuple[str, ...]) -> None:

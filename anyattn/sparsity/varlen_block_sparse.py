@@ -129,21 +129,21 @@ class VarlenBlockSparseTensors:
     def _of_classes(cls, classes: Tensor, tiles: RaggedTiles, separate_full: bool, layout: str) -> VarlenBlockSparseTensors:
         cnt, idx = ordered_ragged(classes, tiles, (PARTIAL,) if separate_full else (PARTIAL, FULL))
         full_cnt, full_idx = ordered_ragged(classes, tiles, (FULL,)) if separate_full else (None, None)
-        made = cls._of_lists((cnt, idx, full_cnt, full_idx), tiles)
-        return made if layout == "flat" else made.to_padded()
+        lists = cls._of_lists((cnt, idx, full_cnt, full_idx), tiles)
+        return lists if layout == "flat" else lists.to_padded()
 
     @classmethod
     def _of_lists(cls, lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None], tiles: RaggedTiles) -> VarlenBlockSparseTensors:
         """An object of lists that were made for these tiles; unchecked, since a check would wait for a GPU."""
-        made = object.__new__(cls)
+        instance = object.__new__(cls)
         of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
-        vars(made).update(zip(_LISTS, lists, strict=True))
-        vars(made).update(zip(_TABLES, of_tiles, strict=True))
-        vars(made).update(tile=tiles.tile, tiles=tiles)
-        return made
+        vars(instance).update(zip(_LISTS, lists, strict=True))
+        vars(instance).update(zip(_TABLES, of_tiles, strict=True))
+        vars(instance).update(tile=tiles.tile, tiles=tiles)
+        return instance
 
-    def _with_indices(self, made: dict[str, Tensor]) -> VarlenBlockSparseTensors:
-        return self._of_lists(tuple(made.get(name, getattr(self, name)) for name in _LISTS), self.tiles)  # type: ignore[arg-type]
+    def _with_indices(self, index_lists: dict[str, Tensor]) -> VarlenBlockSparseTensors:
+        return self._of_lists(tuple(index_lists.get(name, getattr(self, name)) for name in _LISTS), self.tiles)  # type: ignore[arg-type]
 
     @classmethod
     def from_block_sparse(cls, lists: BlockSparseTensors, batch: int | None = None, layout: str = "flat") -> VarlenBlockSparseTensors:
@@ -214,23 +214,23 @@ class VarlenBlockSparseTensors:
         """The same lists in the flat layout."""
         if self.layout == "flat":
             return self
-        made = {name: t.new_empty(len(t), self.tiles.total_n) for name, t in self._index_lists().items()}
+        index_lists = {name: t.new_empty(len(t), self.tiles.total_n) for name, t in self._index_lists().items()}
         for piece, (b, m, n) in self.tiles.pieces():
             row = self.tiles.first_row[b] + m
             for name, t in self._index_lists().items():
-                made[name][:, piece] = t[:, row, n]
-        return self._with_indices(made)
+                index_lists[name][:, piece] = t[:, row, n]
+        return self._with_indices(index_lists)
 
     def to_padded(self) -> VarlenBlockSparseTensors:
         """The same lists in the padded layout, which takes total_m * max_n entries: many more than flat if lengths differ much."""
         if self.layout == "padded":
             return self
-        made = {name: t.new_zeros(len(t), self.tiles.total_m, self.tiles.max_n) for name, t in self._index_lists().items()}
+        index_lists = {name: t.new_zeros(len(t), self.tiles.total_m, self.tiles.max_n) for name, t in self._index_lists().items()}
         for piece, (b, m, n) in self.tiles.pieces():
             row = self.tiles.first_row[b] + m
             for name, t in self._index_lists().items():
-                made[name][:, row, n] = t[:, piece]
-        return self._with_indices(made)
+                index_lists[name][:, row, n] = t[:, piece]
+        return self._with_indices(index_lists)
 
     def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
         """The lists with ``heads`` heads: those of a single head are copied for each."""
@@ -333,8 +333,8 @@ def compute_varlen_block_sparsity(
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if torch.compiler.is_compiling():
         options = (num_heads, (tile_m, tile_n), device, compute_full_blocks, layout)
-        made = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
-        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*made, (tile_m, tile_n)))
+        tensors = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
+        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*tensors, (tile_m, tile_n)))
     return _computed((tile_m, tile_n), num_heads, mask_mod, aux_tensors, tables, device, compute_full_blocks, layout)
 
 

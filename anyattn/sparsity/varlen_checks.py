@@ -50,16 +50,16 @@ def check_lengths(seqlens_q: Any, seqlens_k: Any) -> None:
     _check_device("seqlens_k", seqlens_k, "seqlens_q", seqlens_q)
 
 
-def check_table(name: str, given: Any, wanted: Tensor) -> None:
+def check_table(name: str, table: Any, wanted: Tensor) -> None:
     """Raises unless cu_block_cnt or cu_block_idx equals ``wanted``, the table that follows from the lengths and the tile."""
-    _check_tensor(name, given, wanted.dtype, (1,), "(B + 1,)")
-    _check_device(name, given, "seqlens_q", wanted)
-    if given.shape != wanted.shape:
-        raise ValueError(f"{name} has {len(given)} entries; wanted {len(wanted)}, one more than there are sequences")
-    if not torch.equal(given, wanted):
-        bad = int((given != wanted).nonzero()[0])
+    _check_tensor(name, table, wanted.dtype, (1,), "(B + 1,)")
+    _check_device(name, table, "seqlens_q", wanted)
+    if table.shape != wanted.shape:
+        raise ValueError(f"{name} has {len(table)} entries; wanted {len(wanted)}, one more than there are sequences")
+    if not torch.equal(table, wanted):
+        bad = int((table != wanted).nonzero()[0])
         raise ValueError(
-            f"{name}[{bad}] is {int(given[bad])}, but seqlens_q and seqlens_k in this tile make it {int(wanted[bad])}; leave {name} out, "
+            f"{name}[{bad}] is {int(table[bad])}, but seqlens_q and seqlens_k in this tile make it {int(wanted[bad])}; leave {name} out, "
             "or pass the tile and the lengths that the lists were built for"
         )
 
@@ -80,15 +80,15 @@ def check_shapes(name: str, cnt: Any, idx: Any, tiles: RaggedTiles) -> None:
         _check_device(what, tensor, "seqlens_q", tiles.seqlens_q)
     if len(cnt) != len(idx):
         raise ValueError(f"{counts} has {len(cnt)} heads and {indices} {len(idx)}; wanted the same")
-    made = f"the lengths in tiles of {tiles.tile} make"
+    tables_make = f"the lengths in tiles of {tiles.tile} make"
     cure = "pass the tile and the lengths that the lists were built for"
     if cnt.shape[1] != tiles.total_m:
-        raise ValueError(f"{counts} has {cnt.shape[1]} row tiles, but {made} {tiles.total_m}; {cure}")
+        raise ValueError(f"{counts} has {cnt.shape[1]} row tiles, but {tables_make} {tiles.total_m}; {cure}")
     if idx.ndim == 2 and idx.shape[1] != tiles.total_n:
-        raise ValueError(f"{indices} has {idx.shape[1]} entries (flat layout), but {made} {tiles.total_n}; {cure}")
+        raise ValueError(f"{indices} has {idx.shape[1]} entries (flat layout), but {tables_make} {tiles.total_n}; {cure}")
     if idx.ndim == 3 and tuple(idx.shape[1:]) != (tiles.total_m, tiles.max_n):
         raise ValueError(
-            f"{indices} has {idx.shape[1]} row tiles of {idx.shape[2]} entries (padded layout), but {made} {tiles.total_m} of "
+            f"{indices} has {idx.shape[1]} row tiles of {idx.shape[2]} entries (padded layout), but {tables_make} {tiles.total_m} of "
             f"{tiles.max_n}; {cure}"
         )
     if cnt.device.type == "cpu":

@@ -67,13 +67,13 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
     >>> from anyattn.mods.tracing.trace import trace
     >>> ends = torch.tensor([0, 200, 300])
     >>> batch = StoredSequences(LengthTables(ends, ends, None, None), StoredSizes(2, 300, 300, 300, 300))
-    >>> found = ragged_lists(trace(lambda b, h, q, k: q >= k, "mask"), batch, (128, 128), 1)
-    >>> found.mask_block_cnt.tolist(), found.full_block_cnt.tolist(), found.first_row.tolist()
+    >>> lists = ragged_lists(trace(lambda b, h, q, k: q >= k, "mask"), batch, (128, 128), 1)
+    >>> lists.mask_block_cnt.tolist(), lists.full_block_cnt.tolist(), lists.first_row.tolist()
     ([[1, 1, 1]], [[0, 1, 0]], [0, 2])
     """
     device = sequences.seqlens_q.device
-    if runs_kernels(device) and (found := _on_device(mask, sequences, tile, heads)) is not None:
-        return found
+    if runs_kernels(device) and (lists := _on_device(mask, sequences, tile, heads)) is not None:
+        return lists
     lengths = (sequences.seqlens_q, sequences.seqlens_k)
     with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
         classes = classify_ragged(mask, *lengths, *tile, heads, sequences.q_first)
@@ -102,10 +102,10 @@ def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(s, StoredSequences):
         pairs = ((s.on_host.seqlens_q, tile[0]), (s.on_host.seqlens_k, tile[1]))
         return tuple(sum(ceil_div(n, size) for n in lengths) for lengths, size in pairs)  # type: ignore[return-value]
-    found, sizes = [], s.sizes
+    tile_counts, sizes = [], s.sizes
     sides = ((s.tables.cu_seqlens_q, sizes.rows_q, s.bound_q, tile[0]), (s.tables.cu_seqlens_k, sizes.rows_k, s.bound_k, tile[1]))
     for ends, room, bound, size in sides:
         each = sizes.batch * ceil_div(bound, size)
         # packed sequences share ``room`` rows, and each may add one partly filled tile
-        found.append(each if ends is None else min(each, room // size + sizes.batch))
-    return found[0], found[1]
+        tile_counts.append(each if ends is None else min(each, room // size + sizes.batch))
+    return tile_counts[0], tile_counts[1]

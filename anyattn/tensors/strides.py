@@ -127,7 +127,7 @@ def _may_be_symbolic(x: Any) -> bool:
 
 
 def _strides(shape: Sequence[Any], strides: Sequence[Any], last: Any, holds: Any) -> tuple[Any, ...]:
-    """holds: a function that decides a comparison of sizes."""
+    """holds: how a comparison is evaluated; for symbolic sizes it must not add a guard."""
     order: list[int] = []  # of all dimensions except the last, outermost first
     for dim in range(len(shape) - 1):
         place = len(order)

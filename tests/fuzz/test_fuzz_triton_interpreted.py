@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from anyattn import hardware
 from anyattn.backends.triton import tile_config
+from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
 from anyattn.testing import cases
 from tests.fuzz import test_fuzz_flash as flash
@@ -41,20 +42,22 @@ KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
 STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
 GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
-WAYS = st.builds(tile_config.Ways, *(st.integers(0, 4) if f.type in (int, "int") else st.booleans() for f in fields(tile_config.Ways)))
+PIPELINES = st.builds(
+    PipelineOptions, *(st.sampled_from(TmaUse) if f.type in (TmaUse, "TmaUse") else st.booleans() for f in fields(PipelineOptions))
+)
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
 
 
 @contextmanager
-def taken_for(capability: tuple[int, int] | None, ways: tile_config.Ways) -> Iterator[None]:
-    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. Kernels run as they are said to wherever
-    they can, and not only where that is fast: the forward kernel's loops in these ways. Half of all calls have more queries than few."""
-    real, usual = hardware.of, tile_config.Ways(*(False for _ in fields(tile_config.Ways)))
+def taken_for(capability: tuple[int, int] | None, pipeline: PipelineOptions) -> Iterator[None]:
+    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. The forward kernel's loop has these
+    options wherever they are possible, not only where they are fast. Half of all calls have more queries than few."""
+    real, plain = hardware.of, PipelineOptions(False, TmaUse.NONE)
     attention.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
         patch.setattr(tile_config, "most_short", lambda *about: 16)
-        patch.setattr(tile_config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
+        patch.setattr(tile_config, "pipeline_of", lambda shape, gpu, is_short: plain if is_short else pipeline)
         patch.setattr(tile_config, "capability_of", lambda device: capability)
         yield
     attention.clear()
@@ -127,8 +130,8 @@ def test_random_calls(name: str) -> None:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
     )
-    @hypothesis.given(drawn, st.tuples(GPUS, WAYS))
-    def many(call: Any, how: tuple[tuple[int, int] | None, tile_config.Ways]) -> None:
+    @hypothesis.given(drawn, st.tuples(GPUS, PIPELINES))
+    def many(call: Any, how: tuple[tuple[int, int] | None, PipelineOptions]) -> None:
         with taken_for(*how):
             run(call)
 

@@ -62,7 +62,7 @@ MUTANTS = by_name(
     ),
     Mutant(
         "a_warm_call_drops_what_the_first_did", "call_cache.calls:RememberedCall.filled",
-        "dropout_of(found.dropout)", "None", "dropout_again",
+        "dropout_of(signature.dropout)", "None", "dropout_again",
     ),
     Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "_exp2(logit - new_max, __)", "2 * _exp2(logit - new_max, __)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
@@ -117,7 +117,7 @@ MUTANTS = by_name(
         "traced_numbers_in_another_order", "call_cache.signature:_traced_reading",
         "scalars != tuple(range(len(mod.scalars)))", "False", "traced_mods",
     ),
-    Mutant("known_mask_of_another_number", "call_cache.block_mask:RememberedMask.made", "mask_mod", "None", "known_mask"),
+    Mutant("known_mask_of_another_number", "call_cache.block_mask:RememberedMask.block_mask", "mask_mod", "None", "known_mask"),
     Mutant("known_mask_reads_outside", "call_cache.block_mask:_remember", "held is not user", "False", "hidden_index"),
     Mutant("known_mask_of_a_far_number", "call_cache.block_mask:_remember", "user.source is None or has_far", "False", "far_numbers"),
     Mutant("narrowing_cast_taken_for_none", "mods.analysis.solver:Solver._linear", "not self.exact[node]", "False", "narrowed"),

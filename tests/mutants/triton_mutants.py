@@ -138,7 +138,7 @@ MUTANTS = by_name(
         "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
         "first + tl.arange(0, TILE_N) + key.start", "first + tl.arange(0, TILE_N)", "packed",
     ),
-    Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + asked", "pages + (tl.maximum(asked, 1) - 1)", "pages"),
+    Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + indices", "pages + (tl.maximum(indices, 1) - 1)", "pages"),
     Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),
     Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % PAGE_SIZE", "(lane + 1) % PAGE_SIZE", "pages"),
     Mutant(
@@ -152,7 +152,7 @@ MUTANTS = by_name(
     Mutant("last_tile_of_every_split_lost", f"{_FORWARD}:forward_tile", "begin + share", "begin + share - 1", "splits"),
     Mutant(
         "splits_weighed_alike", f"{_COMBINE}:combine_row",
-        "tl.exp(found - near)", "tl.where(found > float('-inf'), 1.0, 0.0)", "splits",
+        "tl.exp(lse_of_parts - near)", "tl.where(lse_of_parts > float('-inf'), 1.0, 0.0)", "splits",
     ),
     Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "total += share", "total += 2 * share", "splits"),
     # the backward pass

@@ -16,7 +16,7 @@ from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.compile.launch import indexable, is_compiling, kinds_of, launch, loaded
 from anyattn.backends.hopper.config import Config
-from anyattn.backends.hopper.make_config import ByDocument, Special, by_document, specialised
+from anyattn.backends.hopper.make_config import ByDocument, ForwardSpec, by_document, forward_spec
 from anyattn.backends.hopper.pack_gqa import groups_of
 from anyattn.backends.result import Result
 from anyattn.documents.dispatch import dispatched
@@ -36,17 +36,17 @@ CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache for K and V of heads 
 class _Shared(NamedTuple):
     """State that the calls of one plan share.
 
-    ready: prepared launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
-    documents, None if they are not. ready_of: the prepared launches of calls with block lists or document tables, by these.
+    prepared: launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
+    documents, None if they are not. prepared_for: the launches of calls with block lists or document tables, by these.
     """
 
-    special: Special
-    ready: dict[Config, _Ready]
+    spec: ForwardSpec
+    prepared: dict[Config, _PreparedLaunch]
     documents: ByDocument | None
-    ready_of: WeakKeyDictionary[Any, dict[Config, _Ready]]
+    prepared_for: WeakKeyDictionary[Any, dict[Config, _PreparedLaunch]]
 
 
-class _Ready(NamedTuple):
+class _PreparedLaunch(NamedTuple):
     """A prepared launch. Calls of the same signature without tables, or with the same ones, differ only in
     tensors, scale and captured values.
 
@@ -71,55 +71,55 @@ def forward(problem: Problem, plan: Plan) -> Result:
     shared = _shared(problem, plan)
     if shared.documents is not None:
         return _by_documents(problem, shared, shared.documents)
-    special = shared.special
-    config = special.config_for(problem)
-    known: Mapping[Config, _Ready] = shared.ready
-    if special.listed is not None:
-        known = _NOTHING if problem.blocks is None else shared.ready_of.get(problem.blocks, _NOTHING)
-    ready = known.get(config)
-    if ready is not None and ready.known:
-        return _again(problem, special, ready)
+    spec = shared.spec
+    config = spec.config_for(problem)
+    known: Mapping[Config, _PreparedLaunch] = shared.prepared
+    if spec.listed is not None:
+        known = _NOTHING if problem.blocks is None else shared.prepared_for.get(problem.blocks, _NOTHING)
+    prepared = known.get(config)
+    if prepared is not None and prepared.known:
+        return _launch_prepared(problem, spec, prepared)
     return _first(problem, shared, config)
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:
     """Whether the forward pass of a problem with block lists reads them; all calls of a plan agree."""
     shared = _shared(problem, plan)
-    return shared.documents is not None or shared.special.listed is not None
+    return shared.documents is not None or shared.spec.listed is not None
 
 
-def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
+def _by_documents(problem: Problem, shared: _Shared, dispatch: ByDocument) -> Result:
     """Launches the two kernels of ``documents.dispatch``, which write to the same results."""
     # both kernels read the documents' tables, so these are made even where they cannot be cached
-    call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
+    call = dispatched(problem, dispatch.form, needs_cache=False, needs_both=is_compiling())
     assert call is not None
-    documents, config = call.tables, ways.within.config_for(problem)  # the config depends on the score mod alone
+    documents, config = call.tables, dispatch.sequences_spec.config_for(problem)  # the config depends on the score mod alone
     if call.answer:
-        ready = shared.ready_of.get(documents, _NOTHING).get(config)
-        if ready is not None and ready.known:
-            return _again(call.over_sequences() if ready.captures else problem, ways.within, ready)
+        prepared = shared.prepared_for.get(documents, _NOTHING).get(config)
+        if prepared is not None and prepared.known:
+            return _launch_prepared(call.over_sequences() if prepared.captures else problem, dispatch.sequences_spec, prepared)
     results = _results(problem)
     if call.by_sequences:
         visits = tables.visits_of_documents(documents, config)
-        arguments = _launched(call.over_sequences(), ways.within, config, visits, results)
+        arguments = _launched(call.over_sequences(), dispatch.sequences_spec, config, visits, results)
         if call.answer:
-            _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
+            _store(shared.prepared_for.setdefault(documents, {}), config, arguments, visits)
     if call.by_lists:
-        visits = tables.visits_beside_documents(problem, ways.listed, documents)
-        _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
+        visits = tables.visits_beside_documents(problem, dispatch.lists_spec, documents)
+        _launched(problem, dispatch.lists_spec, dispatch.lists_spec.config_for(problem), visits, results)
     return results
 
 
-def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
+def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLaunch) -> Result:
     """Repeats a prepared launch with other tensors and values."""
-    q, empty = problem.q, ready.empty
-    out = empty(*ready.of_out, q.dtype)
-    lse = empty(*ready.of_rows, torch.float32) if problem.wants_lse else None
-    highest = empty(*ready.of_rows, torch.float32) if problem.wants_max else None
-    numbers, captured = special.captured(problem) if ready.captures else ((), ())
-    ready.kernel(
-        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, counter_of(q.device),
-        problem.scale * LOG2E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
+    q, empty = problem.q, prepared.empty
+    out = empty(*prepared.of_out, q.dtype)
+    lse = empty(*prepared.of_rows, torch.float32) if problem.wants_lse else None
+    highest = empty(*prepared.of_rows, torch.float32) if problem.wants_max else None
+    numbers, captured = spec.captured(problem) if prepared.captures else ((), ())
+    prepared.kernel(
+        q, problem.k, problem.v, out, lse, highest, _sink(problem), *prepared.visits, counter_of(q.device),
+        problem.scale * LOG2E, *prepared.numbers, numbers, captured if prepared.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
 
@@ -131,14 +131,14 @@ def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, 
     lists or a varlen batch's tables, or passes captured values.
     """
     shared = _shared(problem, plan)
-    if problem.sequences is not None or shared.documents is not None or shared.special.listed is not None:
+    if problem.sequences is not None or shared.documents is not None or shared.spec.listed is not None:
         return None
-    ready = shared.ready.get(shared.special.config_for(problem))
-    numbers, captured = shared.special.captured(problem)
-    if ready is None or captured:
+    prepared = shared.prepared.get(shared.spec.config_for(problem))
+    numbers, captured = shared.spec.captured(problem)
+    if prepared is None or captured:
         return None
-    kernel, known, dtype, device = ready.kernel, ready.known, problem.q.dtype, problem.q.device
-    of_out, of_rows, empty = ready.of_out, ready.of_rows, ready.empty
+    kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
+    of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
     wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
 
     def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> _Results | None:
@@ -148,24 +148,24 @@ def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, 
         lse = empty(*of_rows, torch.float32) if wants_lse else None
         highest = empty(*of_rows, torch.float32) if wants_max else None
         sink = None if sink is None else _float_sink(sink)
-        kernel(q, k, v, out, lse, highest, sink, *ready.visits, counter_of(device), scale, *ready.numbers, numbers, ())
+        kernel(q, k, v, out, lse, highest, sink, *prepared.visits, counter_of(device), scale, *prepared.numbers, numbers, ())
         return out, lse, highest
 
     return again
 
 
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
-    special = shared.special
+    spec = shared.spec
     results = _results(problem)
     if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not visit them
         results.out.zero_()
-    visits = tables.visits_of(problem, special, results)
-    arguments = _launched(problem, special, config, visits, results)
+    visits = tables.visits_of(problem, spec, results)
+    arguments = _launched(problem, spec, config, visits, results)
     if problem.sequences is None:
-        if special.listed is None:
-            _keep(shared.ready, config, arguments, visits)
+        if spec.listed is None:
+            _store(shared.prepared, config, arguments, visits)
         elif problem.blocks is not None:  # frozen, as are their tables; a modified list is read again
-            _keep(shared.ready_of.setdefault(problem.blocks, {}), config, arguments, visits)
+            _store(shared.prepared_for.setdefault(problem.blocks, {}), config, arguments, visits)
     return results
 
 
@@ -174,7 +174,7 @@ def _results(problem: Problem) -> Result:
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
-def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+def _launched(problem: Problem, spec: ForwardSpec, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
     """Launches the kernel and returns its arguments."""
     q = problem.q
     rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
@@ -184,20 +184,20 @@ def _launched(problem: Problem, special: Special, config: Config, visits: tables
     numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, multiprocessors(q.device))))
     arguments = (
         q, problem.k, problem.v, *results, _sink(problem), *visits, counter_of(q.device), problem.scale * LOG2E, *numbers,
-        *special.captured(problem),
+        *spec.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
     return arguments
 
 
-def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
+def _store(prepared: dict[Config, _PreparedLaunch], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
     """Stores a prepared launch, unless no kernel was loaded for it."""
     kinds, _ = kinds_of(arguments)
     known = loaded(config)
     if kinds in known:
         captured, out = arguments[-2:], arguments[3]
         shape = tuple(out.shape)
-        ready[config] = _Ready(
+        prepared[config] = _PreparedLaunch(
             known[kinds],
             known,
             allocator(out.device),
@@ -220,7 +220,7 @@ def _float_sink(sink: Tensor) -> Tensor:
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:
     """The config of the kernel for ``problem``. packs: whether heads share row tiles if they can."""
-    return specialised(problem, packs).config
+    return forward_spec(problem, packs).config
 
 
 def runs_documents(problem: Problem) -> bool:
@@ -233,7 +233,7 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
         packs = plan.heads_per_tile > 1
-        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
+        made = _Shared(forward_spec(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
         found = plan.prepared[key] = made  # type: ignore[index]
     return found
 

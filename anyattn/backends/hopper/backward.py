@@ -19,7 +19,7 @@ from anyattn.backends.hopper.backward_tables import (
     ragged_lists_by_key,
 )
 from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways, tall_pays
+from anyattn.backends.hopper.make_backward_config import BackwardDispatch, BackwardSpec, backward_dispatch, tall_pays
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.documents.dispatch import dispatched
@@ -45,10 +45,10 @@ class _Shared:
     strides, and dout may have any strides.
     """
 
-    __slots__ = ("dense", "empty", "ways")
+    __slots__ = ("dense", "dispatch", "empty")
 
     def __init__(self, problem: Problem) -> None:
-        self.ways = backward_ways(problem)
+        self.dispatch = backward_dispatch(problem)
         self.empty = allocator(problem.q.device)
         self.dense: tuple[tuple, tuple[Layout, ...]] = ((), ())
 
@@ -63,7 +63,7 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     shared: _Shared | None = plan.prepared.get(key)
     if shared is None:
         shared = plan.prepared[key] = _Shared(problem)
-    ways, q, k, v, (strides, layouts) = shared.ways, problem.q, problem.k, problem.v, shared.dense
+    dispatch, q, k, v, (strides, layouts) = shared.dispatch, problem.q, problem.k, problem.v, shared.dense
     if strides != (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()) or (out.data_ptr() | dout.data_ptr()) & 15:
         out, dout = _readable(out), _readable(dout)
         strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
@@ -74,54 +74,54 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     dtype, (of_q, of_k, of_v) = q.dtype, layouts
     dq, dk, dv = gradients = empty(*of_q, dtype), empty(*of_k, dtype), empty(*of_v, dtype)
     results = out, lse, dout, dlse, None if problem.sink is None else _delta_of_rows(problem)
-    totals = _totals(problem, ways.special) if wanted else ()
-    if ways.form is None or ways.within is None:
-        launch_all(problem, ways.special, _tables(problem, ways.special, gradients), results, gradients, empty, totals)
+    totals = _totals(problem, dispatch.spec) if wanted else ()
+    if dispatch.form is None or dispatch.sequences_spec is None:
+        launch_all(problem, dispatch.spec, _tables(problem, dispatch.spec, gradients), results, gradients, empty, totals)
     else:
-        _by_documents(problem, ways, results, gradients, empty)
-    found = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
+        _by_documents(problem, dispatch, results, gradients, empty)
+    needed = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
     if problem.sink is None and problem.score is None:
-        return *found, None
-    return *found, _of_sink(problem, results), *_of_captured(problem, ways.special, totals)
+        return *needed, None
+    return *needed, _of_sink(problem, results), *_of_captured(problem, dispatch.spec, totals)
 
 
-def _by_documents(problem: Problem, ways: BackwardWays, results: Results, gradients: Gradients, empty: Allocator) -> None:
+def _by_documents(problem: Problem, dispatch: BackwardDispatch, results: Results, gradients: Gradients, empty: Allocator) -> None:
     """Makes the launches that ``documents.dispatch`` chooses, which write to the same gradients."""
-    assert ways.form is not None and ways.within is not None
-    call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
+    assert dispatch.form is not None and dispatch.sequences_spec is not None
+    call = dispatched(problem, dispatch.form, needs_cache=False, needs_both=is_compiling())
     assert call is not None
     if call.by_sequences:
-        order = key_order_of_documents(call.tables, ways.within.config)
+        order = key_order_of_documents(call.tables, dispatch.sequences_spec.config)
         tables = Tables(NO_LISTS, order, kinds_of(order)[0])
-        launch_all(call.over_sequences(), ways.within, tables, results, gradients, empty)
+        launch_all(call.over_sequences(), dispatch.sequences_spec, tables, results, gradients, empty)
     if call.by_lists:
-        tables = _tables_of_lists(problem, ways.special)
+        tables = _tables_of_lists(problem, dispatch.spec)
         if (guard := call.guard) is not None:
-            order = order_where(tables.order, ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n), guard)
+            order = order_where(tables.order, ceil_div(problem.k.shape[2], dispatch.spec.config.tiles.tile_n), guard)
             tables = Tables(tables.lists, order, kinds_of((tables.lists, order, guard))[0], guard)
-        launch_all(problem, ways.special, tables, results, gradients, empty)
+        launch_all(problem, dispatch.spec, tables, results, gradients, empty)
 
 
-def _tables(problem: Problem, special: BackwardSpecial, gradients: Gradients) -> Tables:
+def _tables(problem: Problem, spec: BackwardSpec, gradients: Gradients) -> Tables:
     """The tables of a call that does not run as document sequences. Also clears rows of the gradients that belong to no sequence."""
     if problem.sequences is None:
-        if special.listed is None:
+        if spec.listed is None:
             return _NO_TABLES
-        return _tables_of_lists(problem, special)
-    order = key_order(problem, special.config, *gradients)
-    if special.listed is None:
+        return _tables_of_lists(problem, spec)
+    order = key_order(problem, spec.config, *gradients)
+    if spec.listed is None:
         return Tables(NO_LISTS, order, kinds_of(order)[0])
-    by_key, entries = ragged_lists_by_key(problem, special.listed)
+    by_key, entries = ragged_lists_by_key(problem, spec.listed)
     lists, order = (*by_key, None), order._replace(entries=entries)
     return Tables(lists, order, kinds_of((lists, order))[0])
 
 
-def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
+def _totals(problem: Problem, spec: BackwardSpec) -> tuple[Tensor, ...]:
     """Zeros for the gradients of captured tensors: float32, or a tensor's own 16-bit dtype if its entries are stored, not summed."""
     found = []
-    for i, slot in enumerate(special.wanted):
+    for i, slot in enumerate(spec.wanted):
         assert problem.score is not None
-        own, sums = problem.score.tensors[slot], [s for s in special.config.sums if s.total == i]
+        own, sums = problem.score.tensors[slot], [s for s in spec.config.sums if s.total == i]
         shape, is_alone = own.shape or (1,), any(s.kind == "alone" for s in sums)
         if any(s.has_copies for s in sums):
             found.append(privatized_sum.zeros(shape, torch.float32, own.device))
@@ -131,12 +131,12 @@ def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _of_captured(problem: Problem, special: BackwardSpecial, totals: tuple[Tensor, ...]) -> list[Tensor | None]:
+def _of_captured(problem: Problem, spec: BackwardSpec, totals: tuple[Tensor, ...]) -> list[Tensor | None]:
     """The gradients of the score mod's tensors."""
     tensors = () if problem.score is None else problem.score.tensors
     found: list[Tensor | None] = [None] * len(tensors)
-    for i, (slot, total) in enumerate(zip(special.wanted, totals, strict=True)):
-        has_copies = any(s.has_copies for s in special.config.sums if s.total == i)
+    for i, (slot, total) in enumerate(zip(spec.wanted, totals, strict=True)):
+        has_copies = any(s.has_copies for s in spec.config.sums if s.total == i)
         own = tensors[slot]
         found[slot] = (privatized_sum.read(total) if has_copies else total).reshape(own.shape).to(own.dtype)
     return found
@@ -154,20 +154,20 @@ def _are_readable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -
     return strides[3] == 1 and not any(s * size % 16 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1)
 
 
-def _tables_of_lists(problem: Problem, special: BackwardSpecial) -> Tables:
+def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
     """The lists and ranks of ``backward.scheduler.KeyTables``; cached with block lists, and then with an order, if the call has some."""
-    blocks, config = problem.blocks, special.config
-    assert special.listed is not None
+    blocks, config = problem.blocks, spec.config
+    assert spec.listed is not None
     if blocks is None:
-        lists = _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
+        lists = _tensors(made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head), config.has_ranks)
         return Tables(lists, kinds=kinds_of(lists)[0])
-    assert special.list_tile is not None
+    assert spec.list_tile is not None
     known = derived(blocks)
-    key: tuple = ("hopper backward", special.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
+    key: tuple = ("hopper backward", spec.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
     tables: Tables | None = known.get(key)
     if tables is None:
-        fits = special.list_tile == tile_of(blocks)
-        lists, order = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks), KeyOrder()
+        fits = spec.list_tile == tile_of(blocks)
+        lists, order = _tensors(blocks if fits else blocks.retile(*spec.list_tile), config.has_ranks), KeyOrder()
         if not config.has_ranks:  # else key tiles wait for those before them
             order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))
         tables = known[key] = Tables(lists, order, kinds_of((lists, order))[0])

@@ -19,7 +19,7 @@ from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, row_tiles
 from anyattn.backends.hopper.compile.any_config import AnyConfig
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial
+from anyattn.backends.hopper.make_backward_config import BackwardSpec
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import fills_one_round, heads_side_by_side
 from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
@@ -71,7 +71,7 @@ class _Prepared(NamedTuple):
 
 def launch_all(
     problem: Problem,
-    special: BackwardSpecial,
+    spec: BackwardSpec,
     tables: Tables,
     results: Results,
     gradients: Gradients,
@@ -79,15 +79,15 @@ def launch_all(
     totals: tuple[Tensor, ...] = (),
 ) -> None:
     """Writes the gradients of a call. empty: allocates on its device. totals: zeros, for the gradients of captured tensors."""
-    q, config, (lists, order, of_tables, guard) = problem.q, special.config, tables
+    q, config, (lists, order, of_tables, guard) = problem.q, spec.config, tables
     scale = problem.scale * (1.0 if problem.dropout is None else problem.dropout.scale)  # of gradients: the kernel leaves the factor out
     out, lse, dout, dlse, delta = results
-    numbers, tensors = special.captured(problem) if special.captures else _NOTHING
+    numbers, tensors = spec.captured(problem) if spec.captures else _NOTHING
     wants_dq, device = q.requires_grad, q.device
     # the key has what the signature leaves open; the signature determines q, k, v, the numbers' types and the tensors allocated here
     of_dlse, strides = None if dlse is None else kinds_of((dlse,))[0], tuple([t.stride() for t in tensors]) if tensors else None
     key = (wants_dq, dout.dtype, lse.stride()[-1] == 1, of_dlse, delta is None, of_tables, strides)
-    prepared = special.prepared.get(key)
+    prepared = spec.prepared.get(key)
     if prepared is not None and not prepared.loaded:
         prepared = None
     if prepared is None or prepared.sizes is None:
@@ -112,7 +112,7 @@ def launch_all(
     )  # fmt: skip
     after = (sums, dq, order.entries, guard, scale) if wants_dq and not config.stores_dq else None
     if prepared is None:
-        _launch_first(special, key, sizes if problem.sequences is None else None, before, products, after)
+        _launch_first(spec, key, sizes if problem.sequences is None else None, before, products, after)
         return
     first, second, third = prepared.kernels
     first(*before)
@@ -121,9 +121,9 @@ def launch_all(
         third(*after)
 
 
-def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, before: tuple, products: tuple, after: tuple | None) -> None:
+def _launch_first(spec: BackwardSpec, key: tuple, sizes: _Sizes | None, before: tuple, products: tuple, after: tuple | None) -> None:
     """Runs the launches and, if their kernels are loaded, prepares them for later calls."""
-    config = special.config
+    config = spec.config
     made: list[tuple[AnyConfig, tuple]] = [(_rows_config(config, False, before[3] is not None), before), (config, products)]
     if after is not None:
         made.append((_rows_config(config, True, False), after))
@@ -132,7 +132,7 @@ def _launch_first(special: BackwardSpecial, key: tuple, sizes: _Sizes | None, be
     found = [loaded(of).get(kinds_of(arguments)[0]) for of, arguments in made]
     if None not in found:
         kernels: Any = (*found, None)[:3]
-        special.prepared[key] = _Prepared(kernels, loaded(config), kinds_of(products)[1], sizes)
+        spec.prepared[key] = _Prepared(kernels, loaded(config), kinds_of(products)[1], sizes)
 
 
 def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:

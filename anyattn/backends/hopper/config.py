@@ -28,7 +28,11 @@ PACKED = (4, 8)
 TILE_M = 128  # query rows per tile of every kernel that reads lists
 LEAST_PIECE = 2  # rows of a page piece; for smaller ones threads copy faster than TMA
 _SHARED_MEMORY = 227 * 1024
-_REGISTERS_FOR_PIECES = (232, 40)  # with one copy per page piece: the loader then spills with 24
+# per thread of the MMA and of the loading warps where K and V are gathered by pieces of pages; with 24 the loading warp spills
+_REGISTERS_FOR_PIECES = (
+    232,
+    40,
+)
 _NARROW = 96  # largest head dimension with a third stage
 _MUCH_WORK = 7  # operations per (row, key) pair
 _SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller tile

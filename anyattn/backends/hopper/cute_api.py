@@ -26,7 +26,7 @@ from anyattn.backends.hopper.codegen.score_analysis import factored
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of
 from anyattn.backends.hopper.config import MOST, Config, slots
-from anyattn.backends.hopper.make_config import is_bounded, specialised
+from anyattn.backends.hopper.make_config import forward_spec, is_bounded
 from anyattn.backends.hopper.pack_gqa import groups_of, why_apart
 from anyattn.backends.hopper.plan import reason_against
 from anyattn.errors import BackendError
@@ -80,14 +80,14 @@ def describe(
         reason = reason_against(problem)
     if reason is not None:
         raise ValueError(f"no Hopper kernel can run this: {reason}")
-    special = specialised(problem, pack_gqa)
-    if special.listed is not None:
-        name = predicates[special.listed].name
+    spec = forward_spec(problem, pack_gqa)
+    if spec.listed is not None:
+        name = predicates[spec.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")
-    against = why_apart(special.config, problem.qhead_per_kvhead) if pack_gqa else None
+    against = why_apart(spec.config, problem.qhead_per_kvhead) if pack_gqa else None
     if against:
         raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=False")
-    return Described(special.config_for(problem), *special.captured(problem))
+    return Described(spec.config_for(problem), *spec.captured(problem))
 
 
 def arguments(

@@ -35,11 +35,11 @@ from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.problem import Problem
 
 __all__ = [
-    "BackwardSpecial",
-    "BackwardWays",
-    "backward_ways",
+    "BackwardDispatch",
+    "BackwardSpec",
+    "backward_dispatch",
+    "backward_spec",
     "reason_against_backward",
-    "specialised_backward",
     "tall_pays",
 ]
 
@@ -54,8 +54,8 @@ _ROWS = 64  # a list's tiles are joined until their rows are a multiple of this
 
 
 @dataclass(frozen=True)
-class BackwardSpecial:
-    """State that calls of the same signature share.
+class BackwardSpec:
+    """The config of calls of the same signature, and where their captured values and lists come from.
 
     sources: for each of ``config.exprs`` the predicate that it comes from (-1: the score mod), and its counts of numbers and tensors.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
@@ -89,8 +89,8 @@ class BackwardSpecial:
         return tuple(numbers), tuple(tensors)
 
 
-def specialised_backward(problem: Problem) -> BackwardSpecial:
-    """The config and call state of the backward kernel for ``problem``; reads no tensor."""
+def backward_spec(problem: Problem) -> BackwardSpec:
+    """The ``BackwardSpec`` of ``problem``; reads no tensor."""
     plan = mask_plan(problem, _ABILITIES)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
@@ -98,10 +98,10 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources = [] if score is None else [(-1, *slots(score))]
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
-    asked = tuple(_ask(part) for part in (*partial, *plan.always))
+    asks = tuple(_ask(part) for part in (*partial, *plan.always))
     has_dropout = problem.dropout is not None
-    is_bare = score is None and not asked and listed is None and not has_dropout
-    is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asked))
+    is_bare = score is None and not asks and listed is None and not has_dropout
+    is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asks))
     is_packed = problem.sequences is not None
     tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
@@ -126,20 +126,20 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     config = BackwardConfig(
         d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout
     )
-    return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
+    return BackwardSpec(config, tuple(sources), listed, list_tile, problem.wanted_slots)
 
 
 def _has_one_key_tile(problem: Problem, tiles: BackwardTiles) -> bool:
     return problem.sequences is None and problem.k.shape[2] <= tiles.tile_n
 
 
-def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
+def _are_words(problem: Problem, asks: tuple[Ask, ...]) -> bool:
     """Whether all predicates are words of bits in tiles of 128 rows, and the lists' tiles consist of such tiles: then the predicates take
     no additional registers, and 128-row tiles visit no rows that 64-row tiles would skip."""
     blocks = problem.blocks
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
-    return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asked)
+    return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asks)
 
 
 def _is_plain_bias(score: Expr) -> bool:
@@ -157,27 +157,28 @@ def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
     return with_derivatives(score.expr, wanted, alone)
 
 
-class BackwardWays(NamedTuple):
-    """How calls of the same signature are launched. special: for the call as it is. form, within: the form of its mask, and the special for
-    its documents as sequences; None if they cannot run so. They are used if the ids turn out to be documents (``documents.dispatch``)."""
+class BackwardDispatch(NamedTuple):
+    """How calls of the same signature are launched. spec: for the call as it is. form, sequences_spec: the form of its mask, and the spec
+    for its documents as sequences; None if they cannot run so. They are used if the ids turn out to be documents
+    (``documents.dispatch``)."""
 
-    special: BackwardSpecial
+    spec: BackwardSpec
     form: DocumentForm | None = None
-    within: BackwardSpecial | None = None
+    sequences_spec: BackwardSpec | None = None
 
 
-def backward_ways(problem: Problem) -> BackwardWays:
+def backward_dispatch(problem: Problem) -> BackwardDispatch:
     """How ``problem`` is launched; reads no tensor."""
-    special = specialised_backward(problem)
-    if special.listed is None or special.wanted or (found := over_unknown_documents(problem)) is None:
-        return BackwardWays(special)
-    form, over_documents = found
+    spec = backward_spec(problem)
+    if spec.listed is None or spec.wanted or (form_and_problem := over_unknown_documents(problem)) is None:
+        return BackwardDispatch(spec)
+    form, over_documents = form_and_problem
     if reason_against_backward(over_documents):
-        return BackwardWays(special)
-    within = specialised_backward(over_documents)
-    if within.listed is not None or within.config.always:
-        return BackwardWays(special)
-    return BackwardWays(special, form, within)
+        return BackwardDispatch(spec)
+    sequences_spec = backward_spec(over_documents)
+    if sequences_spec.listed is not None or sequences_spec.config.always:
+        return BackwardDispatch(spec)
+    return BackwardDispatch(spec, form, sequences_spec)
 
 
 def _layout(blocks: Any) -> str:
@@ -207,9 +208,10 @@ def _pays(problem: Problem, bands: list[Expr]) -> bool:
 def tall_pays(problem: Problem) -> tuple[bool, bool]:
     """Whether tall tiles take less time, without a mask and under a causal one: fewer visits, but more rows past the last one, and more
     pairs at a causal edge that no row sees. The lengths decide, which the signature of a varlen call does not have."""
-    entries = None if problem.sequences is None else problem.sequences.batch / max(problem.q.shape[0], 1)
-    if entries == 0.0:  # of documents, which are unknown here
+    sequences = problem.sequences
+    if sequences is not None and sequences.batch == 0:  # no sequence, or documents whose lengths are known on the device only
         return problem.deterministic, problem.deterministic
+    entries = None if sequences is None else sequences.batch / max(problem.q.shape[0], 1)
     return _tall_pays(_padded(problem), entries, problem.q.shape[2], problem.k.shape[2])
 
 
@@ -272,8 +274,8 @@ def reason_against_backward(problem: Problem) -> str | None:
         tiles = backward_tiles_for(*_padded(problem))
         wanted = _joined(tile, tiles)
         if wanted != tile and not (sequences is None and problem.blocks_follow):
-            own, given = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
-            return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"
+            own, of_lists = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
+            return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {of_lists}"
     return None
 
 

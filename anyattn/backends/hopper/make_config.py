@@ -23,7 +23,7 @@ from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
+__all__ = ["ByDocument", "ForwardSpec", "by_document", "fitting", "forward_spec", "is_bounded", "list_tile_misfit", "tile_of"]
 
 # The kernel keeps two ranges per row in registers. Tiles follow from bands alone, of which there may be several.
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
@@ -33,8 +33,8 @@ _EMULATED = 3
 _SCORE = -1  # the score mod among sources, which are else numbers of predicates
 
 
-class Special(NamedTuple):
-    """State that calls of the same signature share.
+class ForwardSpec(NamedTuple):
+    """The config of calls of the same signature, and where their captured values and lists come from.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     positive: the score mod's numbers that must be above 0 if ``config.is_factored``.
@@ -75,8 +75,8 @@ class Special(NamedTuple):
         return tuple(numbers), tuple(tensors)
 
 
-def specialised(problem: Problem, packs: bool | None = None) -> Special:
-    """The config and call state of the kernel for ``problem``; reads no tensor.
+def forward_spec(problem: Problem, packs: bool | None = None) -> ForwardSpec:
+    """The ``ForwardSpec`` of ``problem``; reads no tensor.
 
     packs: whether heads share row tiles if they can, None for the preference of ``problem``.
     """
@@ -98,33 +98,33 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
-    return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
+    return ForwardSpec(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
 
 
 class ByDocument(NamedTuple):
-    """State that calls of the same signature share if their documents are run as sequences. form: that of their masks. within: the kernel
-    for the sequences; listed: the kernel for lists of tiles, if the ids are not documents. Both kernels read their number of row tiles,
-    which is 0 for one of them."""
+    """How calls of the same signature are launched if their ids may be documents (``documents.dispatch``). form: that of their masks.
+    sequences_spec: of the kernel that runs documents as sequences. lists_spec: of the kernel that reads lists of tiles, if the ids are not
+    documents. Both kernels read their number of row tiles, which is 0 for one of them."""
 
     form: DocumentForm
-    within: Special
-    listed: Special
+    sequences_spec: ForwardSpec
+    lists_spec: ForwardSpec
 
 
 def by_document(problem: Problem) -> ByDocument | None:
     """How a call is run by its documents, None without block lists that follow from the mask, or if the rest of the mask is not bands.
     Reads no tensor. Heads are not packed, since the documents' lengths are unknown."""
-    if (found := over_unknown_documents(problem)) is None:
+    if (form_and_problem := over_unknown_documents(problem)) is None:
         return None
-    form, over_documents = found
-    within, listed = specialised(over_documents, False), specialised(problem, False)
-    if within.listed is not None or within.config.always or listed.listed is None:
+    form, over_documents = form_and_problem
+    sequences_spec, lists_spec = forward_spec(over_documents, False), forward_spec(problem, False)
+    if sequences_spec.listed is not None or sequences_spec.config.always or lists_spec.listed is None:
         return None
-    return ByDocument(form, _counted(within), _counted(listed))
+    return ByDocument(form, _counted(sequences_spec), _counted(lists_spec))
 
 
-def _counted(special: Special) -> Special:
-    return special._replace(config=replace(special.config, has_count=True))
+def _counted(spec: ForwardSpec) -> ForwardSpec:
+    return spec._replace(config=replace(spec.config, has_count=True))
 
 
 def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
@@ -141,11 +141,11 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
 
 def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
     """The head dimensions, the tiles, and the config's fields for pages. wanted: the other arguments of ``tiles_for``."""
-    given, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
-    dims = padded(*given)
+    unpadded, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
+    dims = padded(*unpadded)
     tiles = tiles_for(*dims, **wanted)
     piece = math.gcd(page, tiles.tile_n) if page else 0
-    if 0 < piece < LEAST_PIECE and dims == given:
+    if 0 < piece < LEAST_PIECE and dims == unpadded:
         return dims, tiles_for(*dims, **{**wanted, "page": 1}), {"piece": 1, "gathers": True}
     if piece % 2 and dims[0] == 96:  # a copy starts at a multiple of 128 bytes, which hold two rows' parts of 64 bytes
         dims = (128, 128)
@@ -167,12 +167,12 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
-    asked: dict[str, Any] = {
+    results: dict[str, Any] = {
         "has_sink": problem.sink is not None,
         "has_lse": problem.wants_lse,
         "has_max": problem.wants_max,
     }
-    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **results)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
@@ -190,12 +190,12 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
         spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
         return {"has_entries": False, "page": 0, "lists": "dense", "has_order": True, **spreads}
     page = 0 if sequences.page_table is None else problem.k.shape[2]
-    found = {"has_entries": True, "page": page, "has_order": True, "spread": "heads"}
+    fields = {"has_entries": True, "page": page, "has_order": True, "spread": "heads"}
     if has_lists and blocks is None:
-        found |= {"lists": "flat", "per_head": any(d.h for d in depends)}
+        fields |= {"lists": "flat", "per_head": any(d.h for d in depends)}
     elif has_lists:
-        found |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
-    return found
+        fields |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
+    return fields
 
 
 def tile_of(blocks: Any) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.compile.launch import launch
 from anyattn.backends.hopper.config import TILE_M, Config
-from anyattn.backends.hopper.make_config import Special, tile_of
+from anyattn.backends.hopper.make_config import ForwardSpec, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import TracedMod
@@ -46,25 +46,25 @@ _of_sequences: WeakKeyDictionary[Sequences, dict[Any, Any]] = WeakKeyDictionary(
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def visits_of(problem: Problem, special: Special, results: Results | None = None) -> TablesOnHost:
+def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = None) -> TablesOnHost:
     """All tables of a call. For a mask without lists they are made in every call.
 
     For ``StoredSequences`` the same launch clears those rows of ``results`` that belong to no sequence to 0 and -inf; results are
     required then.
     """
-    sequences, blocks, config = problem.sequences, problem.blocks, special.config
-    if special.listed is None:
-        return TablesOnHost() if sequences is None else _ragged(problem, special, None, results)
+    sequences, blocks, config = problem.sequences, problem.blocks, spec.config
+    if spec.listed is None:
+        return TablesOnHost() if sequences is None else _ragged(problem, spec, None, results)
     if sequences is not None:
-        return _ragged(problem, special, _ragged_lists(problem, problem.predicates[special.listed], config.per_head), results)
+        return _ragged(problem, spec, _ragged_lists(problem, problem.predicates[spec.listed], config.per_head), results)
     if blocks is None:
-        return _dense(problem, special, made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
+        return _dense(problem, spec, made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head))
     known = derived(blocks)
-    assert special.list_tile is not None
-    key = ("hopper", special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
+    assert spec.list_tile is not None
+    key = ("hopper", spec.list_tile, spec.config.spread, spec.config.tile_q, problem.q.shape[:3])
     if key not in known:
-        fits = special.list_tile == tile_of(blocks)
-        known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
+        fits = spec.list_tile == tile_of(blocks)
+        known[key] = _dense(problem, spec, blocks if fits else blocks.retile(*spec.list_tile))
     return known[key]
 
 
@@ -74,10 +74,10 @@ def visits_of_documents(documents: DocumentTables, config: Config) -> TablesOnHo
     return TablesOnHost(order=order, entries=entries)
 
 
-def visits_beside_documents(problem: Problem, special: Special, documents: DocumentTables) -> TablesOnHost:
+def visits_beside_documents(problem: Problem, spec: ForwardSpec, documents: DocumentTables) -> TablesOnHost:
     """Tables of the call's lists, cached with the documents; without row tiles if the documents are run as sequences."""
-    visits = visits_of(problem, special)
-    key = ("hopper", special.list_tile, special.config.spread, problem.q.shape[:3])
+    visits = visits_of(problem, spec)
+    key = ("hopper", spec.list_tile, spec.config.spread, problem.q.shape[:3])
     known = documents.prepared.get(key)
     if known is None or known[0] is not visits:
         assert visits.order is not None
@@ -87,12 +87,12 @@ def visits_beside_documents(problem: Problem, special: Special, documents: Docum
     return found
 
 
-def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
+def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
     tensors = _tensors(lists)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
-    if special.config.spread == "none":  # every head of every entry has its own row tiles
+    if spec.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
-    order = most_visits_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], special.config.tile_q))
+    order = most_visits_first(visited, spec.config.list_cut[0], ceil_div(problem.q.shape[2], spec.config.tile_q))
     return TablesOnHost(*tensors, order)
 
 
@@ -126,8 +126,8 @@ def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
     return found
 
 
-def _ragged(problem: Problem, special: Special, lists: Any, results: Results | None) -> TablesOnHost:
-    sequences, config = problem.sequences, special.config
+def _ragged(problem: Problem, spec: ForwardSpec, lists: Any, results: Results | None) -> TablesOnHost:
+    sequences, config = problem.sequences, spec.config
     assert sequences is not None
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
     tile_m = config.tile_q

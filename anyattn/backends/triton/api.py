@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.result import Result
-from anyattn.backends.triton import autotune, tables, tile_config
+from anyattn.backends.triton import autotune, tile_config
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
-from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
+from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form, forms_of
 from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
@@ -20,11 +20,11 @@ from anyattn.backends.triton.kernels.arguments import (
     ForwardSpans,
     ForwardStrides,
     ForwardTensors,
-    HeadsDealt,
+    HeadGroups,
     Lists,
     Sizes,
 )
-from anyattn.backends.triton.launch_cache import First, Kept, facts_of, kept_of, prepare
+from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key, launches_of
 from anyattn.backends.triton.launch_shape import (
     MOST_BLOCKS,
     forward_shape,
@@ -35,7 +35,8 @@ from anyattn.backends.triton.launch_shape import (
     rows_of,
     tiles_per_group,
 )
-from anyattn.backends.triton.tile_config import Tiles
+from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
+from anyattn.backends.triton.tile_config import Tiles, TmaUse
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
@@ -52,7 +53,7 @@ _FORWARD = Signature(
     "forward.forward_tile",
     (
         Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
-        Group("int", CacheSizes, "cache_"), Group("int", HeadsDealt), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadGroups), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
     FUNCTIONS,
     (
@@ -97,24 +98,24 @@ def _planned(form: Form, problem: Problem, plan: Plan) -> Plan:
     if form.problem is problem:
         return plan
     key = "documents", form.problem.batch
-    found = plan.prepared.get(key)  # type: ignore[call-overload]
-    if found is None:
+    form_plan: Plan | None = plan.prepared.get(key)  # type: ignore[call-overload]
+    if form_plan is None:
         shape, capability, packed = forward_shape(form.problem), tile_config.capability_of(problem.q.device), plan.heads_per_tile
         tiles = tile_config.forward_tiles(shape, capability, rows_of(form.problem, packed), has_few_rows(form.problem, capability))
         if plan.has_asked_tiles:
             tiles = tile_config.fitting("forward", replace(tiles, tile_m=plan.tile_m, tile_n=plan.tile_n), shape, capability)
-        found = plan.prepared[key] = _with(plan, tiles)  # type: ignore[index]
-    return found
+        form_plan = plan.prepared[key] = _with(plan, tiles)  # type: ignore[index]
+    return form_plan
 
 
 def _with(plan: Plan, tiles: Tiles) -> Plan:
     return replace(plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
-def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
+def _tuned(problem: Problem, plan: Plan, call_program: CallProgram) -> Plan:
     """The plan with the fastest measured tiles."""
     plan = replace(plan, is_tuned=False)
-    question = autotune.forward_question(problem, chosen.program, plan.heads_per_tile, plan.num_splits)
+    question = autotune.forward_question(problem, call_program.program, plan.heads_per_tile, plan.num_splits)
 
     def measure(tiles: Tiles) -> float:
         return autotune.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
@@ -147,47 +148,52 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
 def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
     # the key of an autotuned launch is looked up at every call
-    kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
-    chosen = None if kept.knows_lists else program_of(problem)
-    if chosen is not None and plan.is_tuned:
-        plan = _tuned(problem, plan, chosen)
-    listed = kept.lists if chosen is None else chosen.lists
-    found = tables.tables_of(problem, listed, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
+    launches = LaunchCache() if plan.is_tuned else launches_of(plan, "forward" if form.documents is None else "forward by documents")
+    call_program = None if launches.knows_lists else program_of(problem)
+    if call_program is not None and plan.is_tuned:
+        plan = _tuned(problem, plan, call_program)
+    lists = launches.lists if call_program is None else call_program.lists
+    tables = tables_of(problem, lists, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
     if form.guard is not None:
-        found = found._replace(guard=form.guard)
-    cache = found.cache
+        tables = tables._replace(guard=form.guard)
+    cache = tables.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (  # ``ForwardTensors``
-        problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard,
+        problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), tables.entries, tables.order, tables.pages, *cache_tables,
+        tables.guard,
     )  # fmt: skip
-    key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
-    prepare(kept, key, problem, tensors, found.lists, _first, (form, plan, target, chosen, found, is_raw))
+    key = (*launch_key(problem, tables, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
+    launch_cached(launches, key, problem, tensors, tables.lists, _launch_spec, (form, plan, target, call_program, tables, is_raw))
 
 
 class _Call(NamedTuple):
     form: Form
     plan: Plan
     target: _Target
-    chosen: Chosen
-    found: tables.Tables
+    call_program: CallProgram
+    tables: Tables
     is_raw: bool
 
 
-def _first(form: Form, plan: Plan, target: _Target, chosen: Chosen | None, found: tables.Tables, is_raw: bool) -> First:
+def _launch_spec(form: Form, plan: Plan, target: _Target, call_program: CallProgram | None, tables: Tables, is_raw: bool) -> LaunchSpec:
     problem, packed = form.problem, plan.heads_per_tile
-    chosen = program_of(problem) if chosen is None else chosen
-    call = _Call(form, plan, target, chosen, found, is_raw)
+    call_program = program_of(problem) if call_program is None else call_program
+    call = _Call(form, plan, target, call_program, tables, is_raw)
     q, k, v = problem.q, problem.k, problem.v
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     constants = _constants(call, is_aligned)
-    ways = (("q", 4, plan.tile_m), ("k", 2, plan.tile_n), ("v", 2, plan.tile_n), ("out", 3, plan.tile_m))
-    described = tuple((ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since)
+    uses = (
+        ("q", TmaUse.ALL, plan.tile_m),
+        ("k", TmaUse.KV, plan.tile_n),
+        ("v", TmaUse.KV, plan.tile_n),
+        ("out", TmaUse.KV_OUT, plan.tile_m),
+    )
+    described = tuple((ForwardTensors._fields.index(name), rows) for name, least, rows in uses if constants["IS_DESCRIBED"] >= least)
     grid = (
-        found.row_tiles,
+        tables.row_tiles,
         problem.heads_kv * (tiles_each := tiles_per_group(problem, packed)),
-        programs_along_batch(problem, found) * splits,
+        programs_along_batch(problem, tables) * splits,
     )
     together, groups = _groups(grid, call)
     usual, grid = grid, grid_of(*grid)
@@ -196,32 +202,32 @@ def _first(form: Form, plan: Plan, target: _Target, chosen: Chosen | None, found
     elif grid != usual:
         together = -1
     numbers = (
-        *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
-        together, groups, tiles_each, *sizes_of(problem, found, splits),
+        *strides, part_statistics, *tables.strides, *_cache_sizes(problem, tables.cache), packed, padded_group(packed),
+        together, groups, tiles_each, *sizes_of(problem, tables, splits),
     )  # fmt: skip
     options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    return First(_FORWARD, chosen, chosen.program, captured_of(chosen), is_aligned, grid, numbers, options, described)
+    captured = captured_of(call_program)
+    return LaunchSpec(_FORWARD, call_program, call_program.program, captured, is_aligned, grid, numbers, options, described)
 
 
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
-    form, plan, target, chosen, found, is_raw = call
-    problem, cache = form.problem, found.cache
+    form, plan, target, call_program, tables, is_raw = call
+    problem, cache, program = form.problem, tables.cache, call_program.program
     splits = target.parts[0]
     capability = tile_config.capability_of(problem.q.device)
     has_few = has_few_rows(problem, capability)
-    ways = tile_config.ways_of(forward_shape(problem), capability, has_few)
+    pipeline = tile_config.pipeline_of(forward_shape(problem), capability, has_few)
     is_packed = plan.heads_per_tile > 1 or has_few
-    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
-    described = min(described, 2) if is_packed else described
+    tma = _tma_use(min(pipeline.tma, TmaUse.KV) if is_packed else pipeline.tma, form, plan, tables, target) if is_aligned else TmaUse.NONE
     return {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
-        "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
+        **constants_of(problem, call_program, tables), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        "PAGE_SIZE": 0 if tables.pages is None else problem.k.shape[2],
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": may_be_padded(problem.sequences, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
-        "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_RISING": chosen.program.is_rising, "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
+        "IS_LATE": pipeline.is_late and tables.pages is None,
+        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0,
+        "IS_RISING": program.is_rising, "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
     }  # fmt: skip
 
 
@@ -234,9 +240,9 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
     grid: row tiles; heads, or groups that share tiles; entries times splits."""
     problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
     has_few = has_few_rows(problem, capability)
-    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
+    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.tables.entries is not None:
         return 0, 1
-    if not tile_config.ways_of(forward_shape(problem), capability, has_few).is_grouped:
+    if not tile_config.pipeline_of(forward_shape(problem), capability, has_few).is_grouped:
         return 0, 1
     k = problem.k
     head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
@@ -245,25 +251,22 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
     return (together, groups) if max(grid[0], groups * grid[2]) <= MOST_BLOCKS else (0, 1)
 
 
-def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
-    """The greatest ``Ways.is_described`` up to ``wanted`` that the call allows. 1 (descriptors of keys, made in the kernel) needs rows at
-    one stride and tiles without gaps: no pages, and list tiles that are multiples of tile_n. 2 (made with the launch) also needs dense
-    storage, or documents that share it, whose tiles may contain keys of the next document. 3 (output too) needs a dense call without
-    splits, and list tiles that are multiples of tile_m. 4 describes queries too."""
-    problem, is_dense = form.problem, found.entries is None
+def _tma_use(most: TmaUse, form: Form, plan: Plan, tables: Tables, target: _Target) -> TmaUse:
+    """The greatest value up to ``most`` whose conditions a call meets; its addresses and strides are multiples of 16 bytes."""
+    problem, is_dense = form.problem, tables.entries is None
     k, v = problem.k, problem.v
-    if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
-        return 0
+    if most == TmaUse.NONE or tables.pages is not None or tables.cache is not None or tables.list_tile[1] % plan.tile_n:
+        return TmaUse.NONE
     if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row may have any stride
-        return 0
-    if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
-        return 1
-    if wanted == 2 or not is_dense or target.parts[0] > 1 or found.list_tile[0] % plan.tile_m or not _has_places(target.out):
-        return 2
-    return wanted if _has_places(problem.q) else 3
+        return TmaUse.NONE
+    if not (is_dense or form.documents is not None) or not (_has_distinct_rows(k) and _has_distinct_rows(v)):
+        return TmaUse.KV_IN_KERNEL
+    if not is_dense or target.parts[0] > 1 or tables.list_tile[0] % plan.tile_m or not _has_distinct_rows(target.out):
+        return min(most, TmaUse.KV)
+    return min(most, TmaUse.ALL if _has_distinct_rows(problem.q) else TmaUse.KV_OUT)
 
 
-def _has_places(x: Tensor) -> bool:
+def _has_distinct_rows(x: Tensor) -> bool:
     """Whether all rows of x are distinct in memory and at multiples of 16 bytes."""
     return x.numel() > 0 and all(
         s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1

@@ -59,8 +59,8 @@ def _tensors(step: CacheStep, turned: Tensor) -> tuple[Tensor, ...]:
     rows, ends, pages = (cached if t is None else t for t in (tables.rows, tables.cu_seqlens_q, tables.page_table))
     cos, sin = (step.q, step.q) if step.cos is None or step.sin is None else (step.cos, step.sin)
     pages = pages if pages.ndim == 1 or pages.stride(1) == 1 else pages.contiguous()
-    found = (k, v, step.q, step.k_cache, step.v_cache, turned, cos, sin, cached, _side_by_side(rows), _side_by_side(ends), pages)
-    return tuple(t.detach() if t.requires_grad else t for t in found)
+    tensors = (k, v, step.q, step.k_cache, step.v_cache, turned, cos, sin, cached, _side_by_side(rows), _side_by_side(ends), pages)
+    return tuple(t.detach() if t.requires_grad else t for t in tensors)
 
 
 def _side_by_side(table: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _last_strides(step: CacheStep) -> tuple[int, ...]:
-    given = (step.k, step.v, step.q, step.k_cache, step.v_cache, step.cos, step.sin)
-    return tuple(1 if t is None else t.stride(-1) for t in given)
+    tensors = (step.k, step.v, step.q, step.k_cache, step.v_cache, step.cos, step.sin)
+    return tuple(1 if t is None else t.stride(-1) for t in tensors)
 
 
 def _options(step: CacheStep, numbers: tuple[int, ...], width: tuple[int, int]) -> dict[str, Any]:

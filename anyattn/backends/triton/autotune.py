@@ -109,23 +109,23 @@ def best(question: Question, device: torch.device, measure: Callable[[Tiles], fl
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return possible[0]
         cache = disk_cache.open_cache()
-        made = partial(_measured, question, possible, measure)
-        _known[question] = _tiles_in(made() if cache is None else cache.get_or_make(question.key, made, _has_tiles), possible)
+        measure_all = partial(_measured, question, possible, measure)
+        _known[question] = _tiles_in(measure_all() if cache is None else cache.get_or_make(question.key, measure_all, _has_tiles), possible)
     return _known[question]
 
 
 def _measured(question: Question, possible: list[Tiles], measure: Callable[[Tiles], float]) -> Payload:
-    found: dict[Tiles, float] = {}
+    times: dict[Tiles, float] = {}
     for tiles in possible:
         try:
-            found[tiles] = measure(tiles)
+            times[tiles] = measure(tiles)
         except (RuntimeError, ValueError, _triton_error()):
             continue  # too many registers, or more shared memory than estimated
-    fastest = min(found, key=lambda t: found[t]) if found else possible[0]
+    fastest = min(times, key=lambda t: times[t]) if times else possible[0]
     facts: dict[str, Any] = {
         "name": f"tiles of {question.pass_name}: {question.kind}", "head_dim": question.shape.d,
         "dtype": str(question.shape.dtype).removeprefix("torch."), "device": question.device, "tiles": _numbers(fastest),
-        "microseconds": {"x".join(map(str, _numbers(t))): round(s * 1e6, 1) for t, s in found.items()},
+        "microseconds": {"x".join(map(str, _numbers(t))): round(s * 1e6, 1) for t, s in times.items()},
     }  # fmt: skip
     return Payload(b"", facts)
 
@@ -148,8 +148,8 @@ def _tiles_in(payload: Payload, possible: list[Tiles]) -> Tiles:
 def _triton_error() -> type[Exception]:
     from triton.runtime.errors import TritonError
 
-    found: type[Exception] = TritonError
-    return found
+    error_class: type[Exception] = TritonError
+    return error_class
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:

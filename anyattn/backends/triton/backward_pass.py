@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.triton import autotune, deterministic_sum, tables, tile_config
+from anyattn.backends.triton import autotune, deterministic_sum, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.entry import Group, Signature
 from anyattn.backends.triton.codegen.programs import (
-    Chosen,
+    CallProgram,
+    CapturedValues,
     Program,
-    Read,
     captured_of,
     gradient_part,
     program_of,
@@ -36,9 +36,10 @@ from anyattn.backends.triton.kernels.arguments import (
     PrepareStrides,
     PrepareTensors,
 )
-from anyattn.backends.triton.launch_cache import First, Kept, facts_of, prepare
+from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
+from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -91,37 +92,37 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
 
 
 class _Passes(NamedTuple):
-    """Properties that the calls of a plan share. tiles: of "dq" and "dkdv". range_count:
-    ``Program.range_count``. kept: launches by kernel."""
+    """Properties that the calls of a plan share. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the prepared
+    launches of each kernel."""
 
     tiles: dict[str, Tiles]
     range_count: int
-    kept: dict[str, Kept]
+    launches: dict[str, LaunchCache]
 
     @classmethod
     def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> _Passes:
-        return cls(tiles, program_of(problem).program.range_count, {name: Kept() for name in ("prepare", "dq", "dkdv")})
+        return cls(tiles, program_of(problem).program.range_count, {name: LaunchCache() for name in ("prepare", "dq", "dkdv")})
 
 
 def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
     if plan.is_tuned:  # autotuned launches are looked up at every call
         return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
     key = "backward" if form.documents is None else "backward by documents"
-    found = plan.prepared.get(key)
-    if found is None:
-        found = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
-    return found  # type: ignore[no-any-return]
+    passes = plan.prepared.get(key)
+    if passes is None:
+        passes = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
+    return passes  # type: ignore[no-any-return]
 
 
 def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
     """``backward`` for keys in pages; results: its other arguments."""
     assert problem.sequences is not None
     dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
-    found = [
+    of_pools = [
         add_to_pages(d, pool, problem.sequences) if d is not None and pool.requires_grad else None
         for d, pool in ((dk, problem.k), (dv, problem.v))
     ]
-    return dq, *found, *others
+    return dq, *of_pools, *others
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
@@ -144,8 +145,12 @@ def _words_of(name: str, problem: Problem) -> list[str]:
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
     wanted = problem.wanted_slots
-    sent = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
-    return sent + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
+    captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
+    return (
+        captured
+        + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted))
+        + ["without dq"] * (not problem.q.requires_grad)
+    )
 
 
 class _Shared(NamedTuple):
@@ -162,11 +167,11 @@ class _Shared(NamedTuple):
     @property
     def filled(self) -> tuple[Tensor, ...]:
         """The gradients; those that are not needed, which no kernel writes, are replaced by any tensor of the right shape."""
-        q, k, v, dout, *found = self
-        return (q, k, v, dout, *[own if d is None else d for d, own in zip(found, (q, k, v), strict=True)])
+        q, k, v, dout, *gradients = self
+        return (q, k, v, dout, *[own if d is None else d for d, own in zip(gradients, (q, k, v), strict=True)])
 
 
-class _Prepared(NamedTuple):
+class _RowStatistics(NamedTuple):
     """The outputs of ``kernels.backward.prepare_tile``. lse, delta, spans: by row tiles of ``tile_m`` positions."""
 
     lse: Tensor
@@ -178,22 +183,22 @@ class _Prepared(NamedTuple):
 def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: the forms in which the call is launched, each with its passes."""
     wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
-    found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
+    gradients = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
     if problem.sequences is not None:  # no program visits rows of no sequence
-        for gradient in found:
+        for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
-    shared = _Shared(*operands, results.dout, *found)
+    shared = _Shared(*operands, results.dout, *gradients)
     delta = _delta_of_rows(problem)
     for form, passes in forms:
-        prepared = _prepared(form, passes, results, delta)
+        statistics = _row_statistics(form, passes, results, delta)
         for name in _kernels_of(problem):
-            _launch(name, form, passes, shared, prepared, totals if name == "dq" else ())
+            _launch(name, form, passes, shared, statistics, totals if name == "dq" else ())
     captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
-        captured[slot] = _read(total, own)
-    return *found, _of_sink(problem, results.lse, delta), *captured
+        captured[slot] = _gradient_of_captured(total, own)
+    return *gradients, _of_sink(problem, results.lse, delta), *captured
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
@@ -202,8 +207,8 @@ def _kernels_of(problem: Problem) -> tuple[str, ...]:
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
-def _read(total: Tensor, own: Tensor) -> Tensor:
-    """The gradient of a captured tensor."""
+def _gradient_of_captured(total: Tensor, own: Tensor) -> Tensor:
+    """The gradient of a captured tensor ``own`` from its sum."""
     if deterministic_sum.is_exact(total):
         return deterministic_sum.read(total, own.dtype)
     return (privatized_sum.read(total) if total.ndim > own.ndim else total).to(own.dtype)
@@ -235,11 +240,11 @@ def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
         replace(shape_of(problem), is_band=program_of(problem).program.has_band),
         tile_config.capability_of(problem.q.device),
     )
-    found = backward_tiles(shape, capability)
+    tiles = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
-        wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
+        wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in tiles.items()}
         return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
-    return found
+    return tiles
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:
@@ -257,43 +262,44 @@ def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | No
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
+def _row_statistics(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _RowStatistics:
     """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
-    kept, tile_m, count = passes.kept["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
-    places, device = _places(problem, tile_m), out.device
-    slots = problem.heads_q * places
+    launches, tile_m, count = passes.launches["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
+    slots_per_head, device = _slots_per_head(problem, tile_m), out.device
+    slots = problem.heads_q * slots_per_head
     # one more tile: a row tile that begins inside a slot, because of the lists' tiles, is read past the slot's end
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
-    found = tables.tables_of(problem, None, tile_m, form.documents)
-    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
-    key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
-    prepare(kept, key, problem, tensors, _NO_LISTS, _prepared_first, (form, found, tensors, places, tile_m))
-    return _Prepared(of_lse, of_delta, spans, tile_m)
+    tables = tables_of(problem, None, tile_m, form.documents)
+    tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
+    key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
+    launch_cached(launches, key, problem, tensors, _NO_LISTS, _prepare_spec, (form, tables, tensors, slots_per_head, tile_m))
+    return _RowStatistics(of_lse, of_delta, spans, tile_m)
 
 
 _NO_LISTS = Lists(None, None, None, None)
 
 
-def _prepared_first(form: Form, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int) -> First:
+def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...], slots_per_head: int, tile_m: int) -> LaunchSpec:
     named = PrepareTensors(*tensors)
     problem, (out, dout, dlse) = form.problem, (named.out, named.dout, named.dlse)
     assert out is not None and dout is not None
-    chosen = replace(program_of(problem), lists=None)
-    ranges, count = chosen.program.ranges, chosen.program.range_count
+    call_program = replace(program_of(problem), lists=None)
+    ranges, count = call_program.program.ranges, call_program.program.range_count
     aligned, strides = strides_of(out, dout)
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
-    captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
+    captured = [values for values, part in zip(captured_of(call_program), call_program.program.parts, strict=True) if part is ranges]
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
         "HAS_SINK": named.natural_delta is not None,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, *found.strides, *sizes_of(problem, found), places, 1)
-    grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
-    return First(_PREPARE, chosen, program, captured, aligned, grid, numbers, {**constants, "num_warps": 4, "num_stages": 1})
+    numbers = (*strides, *of_dlse, *tables.strides, *sizes_of(problem, tables), slots_per_head, 1)
+    grid = grid_of(tables.row_tiles, problem.heads_q, programs_along_batch(problem, tables))
+    options = {**constants, "num_warps": 4, "num_stages": 1}
+    return LaunchSpec(_PREPARE, call_program, program, captured, aligned, grid, numbers, options)
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
@@ -306,7 +312,7 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
     return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
 
 
-def _places(problem: Problem, tile_m: int) -> int:
+def _slots_per_head(problem: Problem, tile_m: int) -> int:
     """The number of slots for row tiles of one head; see ``kernels.backward._slot``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
@@ -316,39 +322,39 @@ def _launch(
     form: Form,
     passes: _Passes,
     shared: _Shared,
-    prepared: _Prepared,
+    statistics: _RowStatistics,
     totals: tuple[Tensor, ...],
 ) -> None:
     """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"."""
-    problem, by_key, used, kept = form.problem, name != "dq", passes.tiles[name], passes.kept[name]
+    problem, by_key, tiles, launches = form.problem, name != "dq", passes.tiles[name], passes.launches[name]
     q, k, v, dout, dq, dk, dv = shared
-    make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
-    chosen = None if kept.knows_lists else program_of(problem)
-    found = make(problem, kept.lists if chosen is None else chosen.lists, tile, form.documents)
+    make_tables, tile = (key_tables_of, tiles.tile_n) if by_key else (tables_of, tiles.tile_m)
+    call_program = None if launches.knows_lists else program_of(problem)
+    tables = make_tables(problem, launches.lists if call_program is None else call_program.lists, tile, form.documents)
     if form.guard is not None:
-        found = found._replace(guard=form.guard)
+        tables = tables._replace(guard=form.guard)
     # ``BackwardTensors``
-    tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
-    which = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
-    key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
-    about = (problem, chosen, found, used, prepared.tile_m), by_key, shared, totals
-    prepare(kept, key, problem, tensors, found.lists, _first, about, totals)
+    tensors = (q, k, v, dout, statistics.lse, dq, dk, dv, tables.entries, tables.order, statistics.spans, tables.guard, statistics.delta)
+    gradients = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
+    key = (*launch_key(problem, tables, *shared.filled[3:]), tiles, statistics.tile_m, *[t.dtype for t in totals], gradients)
+    spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals
+    launch_cached(launches, key, problem, tensors, tables.lists, _gradient_spec, spec_arguments, totals)
 
 
-_Call = tuple[Problem, "Chosen | None", tables.Tables, Tiles, int]
+_Call = tuple[Problem, "CallProgram | None", Tables, Tiles, int]
 
 
-def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...]) -> First:
-    (problem, chosen, found, used, slot_m), (q, k, v, dout, dq, dk, dv) = call, shared
-    chosen = program_of(problem) if chosen is None else chosen
+def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...]) -> LaunchSpec:
+    (problem, call_program, tables, tiles, slot_m), (q, k, v, dout, dq, dk, dv) = call, shared
+    call_program = program_of(problem) if call_program is None else call_program
     aligned, strides = strides_of(*shared.filled)
-    program, captured = chosen.program, list(captured_of(chosen))
+    program, captured = call_program.program, list(captured_of(call_program))
     if problem.score is not None:
         wanted = () if by_key else problem.wanted_slots
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
         program = replace(program, score=gradient_part(problem, wanted, are_exact))
-        captured[0] = Read(*captured[0][:2], totals)
-    constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
+        captured[0] = CapturedValues(*captured[0][:2], totals)
+    constants: dict[str, Any] = {**constants_of(problem, call_program, tables), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
@@ -357,9 +363,9 @@ def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
         constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}
-    options = constants | {"num_warps": used.num_warps, "num_stages": used.num_stages}
+    options = constants | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     heads = problem.heads_kv if by_key else problem.heads_q
-    grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
-    sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
-    numbers = (*strides, *found.strides, *sizes)
-    return First(_DKDV if by_key else _DQ, chosen, program, captured, aligned, grid, numbers, options)
+    grid = grid_of(tables.row_tiles, heads, programs_along_batch(problem, tables))
+    sizes = (*sizes_of(problem, tables), _slots_per_head(problem, slot_m), _together(problem, program, by_key))
+    numbers = (*strides, *tables.strides, *sizes)
+    return LaunchSpec(_DKDV if by_key else _DQ, call_program, program, captured, aligned, grid, numbers, options)

@@ -57,12 +57,12 @@ def read(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the terms, rounded once; with non-finite terms the result of float additions."""
     from anyattn.backends.triton.kernels.deterministic_sum import read_sums
 
-    found = torch.empty(sums.shape[:-1], dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=sums.device)
-    count = found.numel()
+    totals = torch.empty(sums.shape[:-1], dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=sums.device)
+    count = totals.numel()
     if count:
-        given = (sums.movedim(-1, 0), found, count, sums.shape[-1])
-        run_plain(read_sums, math.ceil(count / _BLOCK), given, (), sums.device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
-    return found.to(dtype)
+        arguments = (sums.movedim(-1, 0), totals, count, sums.shape[-1])
+        run_plain(read_sums, math.ceil(count / _BLOCK), arguments, (), sums.device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
+    return totals.to(dtype)
 
 
 def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
@@ -72,8 +72,8 @@ def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
     if not problem.deterministic or score is None or not wanted:
         return {}
     alone = slots_alone(problem, tuple(wanted))
-    found = {slot: _additions(problem, slot) for slot in wanted if slot not in alone}
-    return {slot: n for slot, n in found.items() if n > 1}
+    additions = {slot: _additions(problem, slot) for slot in wanted if slot not in alone}
+    return {slot: n for slot, n in additions.items() if n > 1}
 
 
 def _additions(problem: Problem, slot: int) -> int:

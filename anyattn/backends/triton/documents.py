@@ -28,10 +28,10 @@ class Form(NamedTuple):
 def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
     """The document form with which a call is run; None if it is not: with splits, and if a document's own mask has more ranges than a
     kernel keeps. The result is the same for all calls of one signature."""
-    if num_splits > 1 or (found := over_unknown_documents(problem)) is None:
+    if num_splits > 1 or (form_and_problem := over_unknown_documents(problem)) is None:
         return None
-    form, within = found
-    return None if masks_of(within).has_lists else form
+    form, over_documents = form_and_problem
+    return None if masks_of(over_documents).has_lists else form
 
 
 def reads_lists(problem: Problem, plan: Plan) -> bool:
@@ -50,8 +50,8 @@ def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
     if problem.blocks is None:
         return (Form(problem),)
     form = _document_form(problem, plan)
-    found = None if form is None else dispatched(problem, form, needs_cache=True)
-    if found is None:
+    dispatch = None if form is None else dispatched(problem, form, needs_cache=True)
+    if dispatch is None:
         return (Form(problem),)
-    by_sequences = (Form(found.over_sequences(), None, found.tables),) if found.by_sequences else ()
-    return (*by_sequences, Form(problem, found.guard)) if found.by_lists else by_sequences
+    by_sequences = (Form(dispatch.over_sequences(), None, dispatch.tables),) if dispatch.by_sequences else ()
+    return (*by_sequences, Form(problem, dispatch.guard)) if dispatch.by_lists else by_sequences

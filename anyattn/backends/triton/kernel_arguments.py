@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anyattn.backends.triton.codegen.programs import Chosen
+from anyattn.backends.triton.codegen.programs import CallProgram
 from anyattn.backends.triton.kernels.arguments import Sizes
 from anyattn.backends.triton.tables import Tables
 from anyattn.backends.triton.tile_config import padded
@@ -17,25 +17,26 @@ __all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
 FUNCTIONS = (("score",), ("ranges", "listed"), ("always",), ("dropout",))  # program parts whose functions a kernel calls
 
 
-def programs_along_batch(problem: Problem, found: Tables) -> int:
+def programs_along_batch(problem: Problem, tables: Tables) -> int:
     """Programs along the batch axis: 1 with a table of entries, whose row tiles share one axis."""
-    return 1 if found.entries is not None else problem.batch
+    return 1 if tables.entries is not None else problem.batch
 
 
-def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> Sizes:
-    pages_each = 0 if found.pages is None else found.pages.stride(0)
+def sizes_of(problem: Problem, tables: Tables, splits: int = 1) -> Sizes:
+    pages_each = 0 if tables.pages is None else tables.pages.stride(0)
     return Sizes(
-        problem.bound_q, problem.bound_k, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead
+        problem.bound_q, problem.bound_k, problem.heads_q, problem.q.shape[2], tables.row_tiles, splits, pages_each,
+        problem.qhead_per_kvhead,
     )  # fmt: skip
 
 
-def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:
+def constants_of(problem: Problem, call_program: CallProgram, tables: Tables) -> dict[str, Any]:
     """The constants of every kernel that reads the problem's storage."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
     return {
-        "RANGES": chosen.program.range_count, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
-        "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
-        "HAS_ENTRIES": found.entries is not None, "HAS_GUARD": found.guard is not None,
+        "RANGES": call_program.program.range_count, "LIST_M": tables.list_tile[0], "LIST_N": tables.list_tile[1],
+        "HAS_FULL": tables.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
+        "HAS_ENTRIES": tables.entries is not None, "HAS_GUARD": tables.guard is not None,
         # irrelevant for 16 bits, and naming a precision that a GPU lacks (TF32 on most of AMD's) is an error
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,
     }  # fmt: skip

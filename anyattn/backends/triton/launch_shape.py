@@ -65,20 +65,20 @@ class Layout(NamedTuple):
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are requirements and pack_gqa is a preference."""
-    asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
+    requested = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
-    for packed in _asked_choices(problem, hardware.capability, options):
+    for packed in _allowed_choices(problem, hardware.capability, options):
         is_short = has_few_rows(problem, hardware.capability)
         tiles = tile_config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
-        if asked:
-            tiles = tile_config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
+        if requested:
+            tiles = tile_config.requested_tiles("forward", replace(tiles, **requested), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
             break
     if packed > 1:
         why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries")
     elif options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         why.append("pack_gqa=True is not followed: few queries only are packed, and heads that share lists of tiles")
-    if asked:
+    if requested:
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     splits = options.get("num_splits", problem.num_splits)
     if splits == 0:
@@ -144,7 +144,7 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
     return [n for n in evenly if n <= _MOST_PACKED]
 
 
-def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
+def _allowed_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
     """``_choices``, restricted by the call's pack_gqa."""
     packs = options.get("pack_gqa", problem.packs)
     return [1] if packs is not None and not packs else _choices(problem, capability)
@@ -182,17 +182,17 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
 
 def _most_seen(problem: Problem) -> int:
     """The greatest number of keys that a row sees, if the mask's limits show it without reading tensors: a window's width."""
-    chosen = program_of(problem)
-    ranges = chosen.program.ranges
+    call_program = program_of(problem)
+    ranges = call_program.program.ranges
     if ranges is None:
         return problem.bound_k
-    captured = chosen.mods[chosen.program.parts.index(ranges)].scalars
+    captured = call_program.mods[call_program.program.parts.index(ranges)].scalars
     numbers = tuple([Extent(n, n) for n in captured if type(n) is int])
     last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # sees most keys, all before it
     one = Extent(max(0, last), max(0, last))
     most = Extent(0, max(0, problem.batch - 1)), Extent(0, max(0, problem.heads_q - 1))
-    found = extents(ranges.expr, Box(*most, one, one, numbers if len(numbers) == len(captured) else None))
-    limits = [found[at] for at in ranges.expr.outputs]
+    bounds = extents(ranges.expr, Box(*most, one, one, numbers if len(numbers) == len(captured) else None))
+    limits = [bounds[at] for at in ranges.expr.outputs]
     total = 0
     for lo, hi in zip(limits[::2], limits[1::2], strict=True):
         if lo is None or hi is None:
@@ -245,8 +245,8 @@ def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
 
     def progress(running: int) -> float:
         """The share of the bandwidth that ``running`` programs reach together."""
-        asked = alone * running / sm_count
-        return asked / (1 + asked**bend) ** (1 / bend)  # type: ignore[no-any-return]
+        demand = alone * running / sm_count
+        return demand / (1 + demand**bend) ** (1 / bend)  # type: ignore[no-any-return]
 
     share = ceil_div(reading.key_tiles, splits)
     last = reading.key_tiles - share * (splits - 1)  # the last split is smaller

@@ -67,14 +67,14 @@ def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     from anyattn.backends.triton.kernels.paged_gradients import sum_pages
 
     assert sequences.page_table is not None
-    found = torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format)  # (pages, page_size, heads, D)
+    sums = torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format)  # (pages, page_size, heads, D)
     pages, size, device = pool.shape[0], math.prod(pool.shape[1:]), pool.device
     held, starts = _holders(sequences, rows.shape[2] // sequences.page_size, pages)
     chunks = ceil_div(size, _BLOCK)
-    given = (rows.transpose(1, 2).contiguous(), found, held, starts, size, chunks)
-    run_plain(sum_pages, pages * chunks, given, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
+    arguments = (rows.transpose(1, 2).contiguous(), sums, held, starts, size, chunks)
+    run_plain(sum_pages, pages * chunks, arguments, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
     # the kernel writes the tokens of a page next to one another, as in a contiguous pool; for other strides the result is copied
-    return in_order(found.transpose(1, 2), pool)
+    return in_order(sums.transpose(1, 2), pool)
 
 
 def _holders(sequences: Sequences, pages: int, of_pool: int) -> tuple[Tensor, Tensor]:

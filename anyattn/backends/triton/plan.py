@@ -51,8 +51,8 @@ def reason_against_backward(problem: Problem) -> str | None:
         return reason
     shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
     tiles = tile_config.backward_tiles(shape, capability)
-    found = (tile_config.reason_against(name, t, shape, capability) for name, t in tiles.items())
-    return reason_against(problem) or next((r for r in found if r is not None), None)
+    reasons = (tile_config.reason_against(name, t, shape, capability) for name, t in tiles.items())
+    return reason_against(problem) or next((r for r in reasons if r is not None), None)
 
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
@@ -75,5 +75,5 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
 
 def why_deterministic(problem: Problem) -> tuple[str, ...]:
     """How gradients are made deterministic, for people; empty if nothing is needed."""
-    found = deterministic_sum.describe(problem) if problem.deterministic else None
-    return () if found is None else (found,)
+    line = deterministic_sum.describe(problem) if problem.deterministic else None
+    return () if line is None else (line,)

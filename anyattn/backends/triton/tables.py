@@ -22,7 +22,7 @@ from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
 
-_MADE_TILE = (128, 128)  # tile of lists made for a mask without lists
+_LIST_TILE = (128, 128)  # tile of lists made for a mask without lists
 
 
 class Tables(NamedTuple):
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``Chosen.lists``. documents: see ``documents.Form``."""
+    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)
@@ -95,14 +95,14 @@ def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> 
     most likely shows more keys to later rows.
     """
     key = "triton", tile, ends_with_row, documents.count
-    found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
-    if found is None:
+    tables: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
+    if tables is None:
         order, entries = documents.in_order(tile, ends_with_row)
         most, sizes = len(order) - 1, documents.sequences.sizes
         if documents.count:
             most = min(most, (sizes.rows * sizes.length + documents.count * (tile - 1)) // tile)
-        found = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
-    return found
+        tables = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
+    return tables
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
@@ -120,23 +120,23 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
     return tensors, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
 
 
-def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
+def _lists_for_mask(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
     """Lists made for a mask without lists; by_key: the row tiles that visit each tile of keys."""
     if problem.sequences is not None:
         from anyattn.sparsity.varlen_lists import ragged_lists
 
         sequences = problem.sequences.turned() if by_key else problem.sequences
-        return ragged_lists(turned(mask) if by_key else mask, sequences, _MADE_TILE, problem.heads_q)
+        return ragged_lists(turned(mask) if by_key else mask, sequences, _LIST_TILE, problem.heads_q)
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists
 
     lengths = (problem.q.shape[2], problem.k.shape[2])
-    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _MADE_TILE, problem.q.device)
-    made = BlockSparseTensors(*found, tile=_MADE_TILE, lengths=lengths)
-    return made.transposed() if by_key else made
+    tensors = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _LIST_TILE, problem.q.device)
+    lists = BlockSparseTensors(*tensors, tile=_LIST_TILE, lengths=lengths)
+    return lists.transposed() if by_key else lists
 
 
-def _given(problem: Problem, by_key: bool) -> Any:
+def _lists_of_call(problem: Problem, by_key: bool) -> Any:
     """The call's own lists, for a varlen batch with the begin of each sequence's lists."""
     lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
     if problem.sequences is None:
@@ -151,9 +151,9 @@ def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[i
     if listed is None:
         return None, (0, 0)
     if listed != "given":
-        return _made(problem, listed, by_key), _MADE_TILE
+        return _lists_for_mask(problem, listed, by_key), _LIST_TILE
     assert problem.blocks is not None
-    return _given(problem, by_key), problem.blocks.tile
+    return _lists_of_call(problem, by_key), problem.blocks.tile
 
 
 def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:

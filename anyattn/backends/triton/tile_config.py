@@ -9,6 +9,7 @@ beginning of the next; only with three or more does a load have a whole step to 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -17,9 +18,9 @@ from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
-    "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident",
-    "row_sums", "shared_memory", "ways_of",
+    "FEW", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates", "capability_of",
+    "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "pipeline_of",
+    "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -70,20 +71,36 @@ class Tiles:
             )
 
 
+class TmaUse(IntEnum):
+    """The tensors that the forward kernel accesses by tensor descriptors (TMA, from Hopper on). Each value includes the tensors and the
+    conditions of those before it; the number is the kernel's constant IS_DESCRIBED.
+
+    NONE: no tensor.
+    KV_IN_KERNEL: keys and values of the program's sequence; the program makes the descriptors. All base addresses and strides are multiples
+    of 16 bytes, keys are neither in pages nor in a decoder's cache, and the lists' tiles are multiples of tile_n.
+    KV: keys and values; the descriptors are made with the launch. The call is dense, or its sequences are documents that fill the storage,
+    whose tiles may contain keys of the next document; no two rows of k, or of v, share memory.
+    KV_OUT: the output too. The call is dense and without splits, heads do not share a row tile, the lists' tiles are multiples of tile_m,
+    and no two rows of out share memory.
+    ALL: queries too. No two rows of q share memory.
+    """
+
+    NONE = 0
+    KV_IN_KERNEL = 1
+    KV = 2
+    KV_OUT = 3
+    ALL = 4
+
+
 @dataclass(frozen=True)
-class Ways:
+class PipelineOptions:
     """Pipeline options of the forward kernel's loop over full tiles. is_late: a tile's second product overlaps the next tile's
-    exponentials, so a tile's weights stay in registers. is_joined: partial tiles are visited in the same loop, and
-    evaluate their mask in a branch.
-
-    is_described: the tensors with tensor descriptors (TMA, from Hopper on). 0: none. 1: keys and values of the program's sequence; the
-    program makes the descriptors. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on sequences must fill their
-    storage; for others the values mean 1.
-
-    is_grouped: programs process a few heads at a time, as many as fit in ``_NEAR`` bytes."""
+    exponentials, so a tile's weights stay in registers. tma: the greatest use of TMA; a call whose condition for it fails has a lower one.
+    is_joined: partial tiles are visited in the same loop, and evaluate their mask in a branch. is_grouped: programs process a few heads at
+    a time, as many as fit in ``_NEAR`` bytes."""
 
     is_late: bool
-    is_described: int
+    tma: TmaUse
     is_joined: bool = False
     is_grouped: bool = False
 
@@ -173,9 +190,21 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
 # Pipeline options of the 16-bit forward pass, by head dimension as above; all off for other architectures, and for few queries.
-_WAYS = {"sm_90": (Ways(False, 4, is_grouped=True), Ways(True, 4, True, True), Ways(False, 2, is_grouped=True))}
+_PIPELINES = {
+    "sm_90": (
+        PipelineOptions(False, TmaUse.ALL, is_grouped=True),
+        PipelineOptions(True, TmaUse.ALL, True, True),
+        PipelineOptions(False, TmaUse.KV, is_grouped=True),
+    )
+}
 # With a score mod, which also needs registers.
-_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, is_grouped=True), Ways(True, 2, is_grouped=True), Ways(False, 2, is_grouped=True))}
+_PIPELINES_OF_SCORES = {
+    "sm_90": (
+        PipelineOptions(False, TmaUse.KV_OUT, is_grouped=True),
+        PipelineOptions(True, TmaUse.KV, is_grouped=True),
+        PipelineOptions(False, TmaUse.KV, is_grouped=True),
+    )
+}
 # Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the L2 cache, with room for the rest
@@ -199,7 +228,7 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
         return Tiles(*_BANDS[arch][name])
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
-        # without descriptors (``ways_of``) larger tiles were faster
+        # without descriptors (``pipeline_of``) larger tiles were faster
         tiles = Tiles(128, 64, 4, 3) if _column(shape) == 0 else Tiles(128, 128, 8, 2)
     return _with_registers_to_spare(name, tiles, shape, arch)
 
@@ -319,19 +348,19 @@ def _column(shape: Shape) -> int:
 
 
 @lru_cache(maxsize=1024)
-def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
+def pipeline_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> PipelineOptions:
     """The forward kernel's pipeline options. is_short: see ``forward_tiles``.
 
     Programs of documents have too few keys each for descriptors that they would make themselves. A score mod's loads per key need the
     registers that is_late takes. Its loads per pair overlap the first product, unless the compiler computes all addresses first; it does
     not if the output has a descriptor.
     """
-    ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
-    if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
-        return Ways(False, 0)
-    found = ways[_column(shape)]
-    found = replace(found, is_late=False) if shape.has_score and shape.columns else found
-    return replace(found, is_described=3) if shape.has_pairs else found
+    pipelines = (_PIPELINES_OF_SCORES if shape.has_score else _PIPELINES).get(architecture(capability))
+    if pipelines is None or is_short or shape.asks or shape.dtype.itemsize != 2:
+        return PipelineOptions(False, TmaUse.NONE)
+    options = pipelines[_column(shape)]
+    options = replace(options, is_late=False) if shape.has_score and shape.columns else options
+    return replace(options, tma=TmaUse.KV_OUT) if shape.has_pairs else options
 
 
 def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
@@ -359,7 +388,7 @@ def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str
     return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
 
 
-def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
+def requested_tiles(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
     """The tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` if even one
     stage does not fit the device."""
     while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):

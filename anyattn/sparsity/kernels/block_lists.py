@@ -94,17 +94,17 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     )
     plain = [*_LISTS, "hulls", *TileSizes._fields, *scalars, *(n for names in tensors.values() for n in names), *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
-    made = [
+    sources = [
         f"{head}store_hulls(hulls, {captured}, {constants_of(OF_HULLS)}):\n"
         f"    classify.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(OF_HULLS)})\n"
     ]
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
-        made.append(
+        sources.append(
             f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(_OF_LISTS)}):\n"
             f"    classify.list_tiles({group(Lists, _LISTS[:4])}, {group(Lists, _LISTS[4:])}, hulls, {packed}, value, {verdict}, "
             f"{', '.join(_OF_LISTS)})\n"
         )
-    return made
+    return sources
 
 
 def as_tuple(names: Iterable[str]) -> str:
@@ -169,22 +169,22 @@ def launches_of(
     shapes = tuple([shape for pair in stack_shapes((entries, heads), (rows, columns), classes, wants_columns) for shape in pair])
     row_hulls, column_hulls = (2 * n * entries * heads for n in (mask.row_leaves * rows, mask.column_leaves * columns))
     sizes = TileSizes(*lengths, rows, columns, heads, row_hulls)
-    made = Launches(mask, shapes, classes, 0, sizes, ())
+    plan = Launches(mask, shapes, classes, 0, sizes, ())
     if min(entries, heads, rows, columns) == 0:
-        return made
+        return plan
     # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
     chunk, is_at_once = way_of(mask, tile, max(rows, columns))
     values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), classes == 2, has_full_tails)
     options = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
     grid, kernels = (rows + (columns if wants_columns else 0), heads, entries), mask.kernels
     if is_at_once:
-        return made._replace(launches=(Launch(kernels.list_tiles_at_once, grid, options, True),))
+        return plan._replace(launches=(Launch(kernels.list_tiles_at_once, grid, options, True),))
     lists = Launch(kernels.list_tiles, grid, options, True)
     if not mask.row_leaves + mask.column_leaves:
-        return made._replace(launches=(lists,))
+        return plan._replace(launches=(lists,))
     options = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
     hulls = Launch(kernels.store_hulls, (rows + columns, heads, entries), options, False)
-    return made._replace(hulls=row_hulls + column_hulls, launches=(hulls, lists))
+    return plan._replace(hulls=row_hulls + column_hulls, launches=(hulls, lists))
 
 
 def list_tiles(
@@ -203,28 +203,28 @@ def list_tiles(
     (``sparsity.list_stacks``). options, all required: wants_columns. separate_full: False lists full tiles as partial ones and leaves their
     own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 if the mask ignores b or h.
     """
-    made = launches_of(mod.expr, lengths, tile, batch, **options)
-    memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in made.shapes]
-    found = lists_of_memory(memory, made.classes)
-    if made.launches:
+    plan = launches_of(mod.expr, lengths, tile, batch, **options)
+    memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in plan.shapes]
+    lists = lists_of_memory(memory, plan.classes)
+    if plan.launches:
         with current_device(device):
-            _launch(made, mod, found)
+            _launch(plan, mod, lists)
     else:
         for t in memory:
             t.zero_()
-    return memory if stacks else found
+    return memory if stacks else lists
 
 
-def _launch(made: Launches, mod: TracedMod, found: list[Tensor | None]) -> None:
-    first = found[0]
+def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None]) -> None:
+    first = lists[0]
     assert first is not None
-    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in made.mask.tensor_slots)]
-    numbers = bits_of_numbers([mod.scalars[slot] for slot in made.mask.scalar_slots])
-    hulls = torch.empty(made.hulls, dtype=torch.int64, device=first.device) if made.hulls else first
-    lists = in_front(found)
-    behind, known = [hulls, *made.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
-    for kernel, grid, options, takes_lists in made.launches:
-        launch(kernel, grid, [*lists, *behind] if takes_lists else behind, first.device, options, known)
+    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in plan.mask.tensor_slots)]
+    numbers = bits_of_numbers([mod.scalars[slot] for slot in plan.mask.scalar_slots])
+    hulls = torch.empty(plan.hulls, dtype=torch.int64, device=first.device) if plan.hulls else first
+    kernel_lists = in_front(lists)
+    behind, known = [hulls, *plan.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
+    for kernel, grid, options, takes_lists in plan.launches:
+        launch(kernel, grid, [*kernel_lists, *behind] if takes_lists else behind, first.device, options, known)
 
 
 def in_front(lists: Sequence[Any]) -> list[Any]:

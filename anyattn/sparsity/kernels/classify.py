@@ -88,27 +88,27 @@ def list_tiles(
             b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * sizes.rows, column_hulls, count * sizes.columns, scalars, tensors,
             TILE_M, TILE_N,
         )  # fmt: skip
-        found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
-        found = tl.where(is_tile, found, _EMPTY).to(tl.int32)
-        if tl.max((found == _DOUBT).to(tl.int32), 0) > 0:
-            found = _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
-            doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+        classes = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
+        classes = tl.where(is_tile, classes, _EMPTY).to(tl.int32)
+        if tl.max((classes == _DOUBT).to(tl.int32), 0) > 0:
+            classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+            doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
             while doubtful < CHUNK:
                 at = first + doubtful
                 q = tl.where(is_row, line, at) * TILE_M
                 kv = tl.where(is_row, at, line) * TILE_N
                 q_end, kv_end = tl.minimum(q + TILE_M, sizes.seqlen_q) - 1, tl.minimum(kv + TILE_N, sizes.seqlen_k) - 1
                 settled = _settled(b, h, q, q_end, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
-                found = tl.where(lane == doubtful, settled, found)
-                doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+                classes = tl.where(lane == doubtful, settled, classes)
+                doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
         if not HAS_FULL_TAILS:
             is_cut = (q_last - q_first + 1 < TILE_M) | (kv_last - kv_first + 1 < TILE_N)
-            found = tl.where((found == _FULL) & is_cut, _PARTIAL, found)
+            classes = tl.where((classes == _FULL) & is_cut, _PARTIAL, classes)
         if SEPARATE_FULL:
-            partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
-            full = _appended(full_index + list_at, full, found == _FULL, along)
+            partial = _appended(partial_index + list_at, partial, classes == _PARTIAL, along)
+            full = _appended(full_index + list_at, full, classes == _FULL, along)
         else:
-            partial = _appended(partial_index + list_at, partial, found != _EMPTY, along)
+            partial = _appended(partial_index + list_at, partial, classes != _EMPTY, along)
         first += CHUNK
     _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
     if SEPARATE_FULL:
@@ -135,9 +135,9 @@ def _ended(count, index, size, length, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
+def _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
     """Classifies undecided tiles as partial if samples show a visible and a hidden pair: four corners, then aperiodic positions."""
-    some, every = found < 0, found >= 0
+    some, every = classes < 0, classes >= 0
     for sample in range(0, 8):
         along_q = tl.where(sample < 4, (sample >> 1) * 65536, (sample * 49473) & 65535).to(tl.int64)
         along_kv = tl.where(sample < 4, (sample & 1) * 65536, (sample * 37334) & 65535).to(tl.int64)
@@ -145,7 +145,7 @@ def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, 
         kv = kv_first + (((kv_last - kv_first) * along_kv) >> 16).to(tl.int32)
         seen = VALUE(b, h, q, kv, scalars, tensors)
         some, every = some | seen, every & seen
-    return tl.where((found == _DOUBT) & some & (every == 0), _PARTIAL, found)
+    return tl.where((classes == _DOUBT) & some & (every == 0), _PARTIAL, classes)
 
 
 @triton.jit
@@ -285,19 +285,19 @@ def list_ragged_tiles(
             b, h, q_first, q_last, kv_first, kv_last, row_hulls, heads * sizes.most_rows, column_hulls, heads * sizes.most_columns,
             scalars, tensors, TILE_M, TILE_N,
         )  # fmt: skip
-        found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
-        found = tl.where(first + lane < length, found, _EMPTY).to(tl.int32)
-        if tl.max((found == _DOUBT).to(tl.int32), 0) > 0:
-            found = _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
-            doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+        classes = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
+        classes = tl.where(first + lane < length, classes, _EMPTY).to(tl.int32)
+        if tl.max((classes == _DOUBT).to(tl.int32), 0) > 0:
+            classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+            doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
             while doubtful < CHUNK:
                 q, kv = start + m * TILE_M, (first + doubtful) * TILE_N
                 last, kv_end = tl.minimum(q + TILE_M, q_end) - 1, tl.minimum(kv + TILE_N, seqlen_k) - 1
                 settled = _settled(b, h, q, last, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
-                found = tl.where(lane == doubtful, settled, found)
-                doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
-        partial = _appended(lists.partial_index + list_at, partial, found == _PARTIAL, along)
-        full = _appended(lists.full_index + list_at, full, found == _FULL, along)
+                classes = tl.where(lane == doubtful, settled, classes)
+                doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
+        partial = _appended(lists.partial_index + list_at, partial, classes == _PARTIAL, along)
+        full = _appended(lists.full_index + list_at, full, classes == _FULL, along)
         first += CHUNK
     _ended(lists.partial_count + counts_at, lists.partial_index + list_at, partial, length, CHUNK)
     _ended(lists.full_count + counts_at, lists.full_index + list_at, full, length, CHUNK)

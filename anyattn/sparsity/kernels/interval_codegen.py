@@ -76,8 +76,8 @@ def _store_hulls(name: str, index: str, expr: Expr, leaves: list[int]) -> str:
     lines = [f"least{i} = tl.full((), {2**62}, tl.int64)\n    most{i} = tl.full((), {-(2**62)}, tl.int64)" for i in range(len(leaves))]
     lines += ["at = first", "while at <= last:", f"    {index} = tl.minimum(at + tl.arange(0, BLOCK), last)"]
     for i, leaf in enumerate(leaves):
-        found = emit(_part(expr, leaf), prefix=f"x{i}_")
-        lines += [f"    {line}" for line in [*found.all(), f"y{i} = {found.outputs[0]}.to(tl.int64)"]]
+        part_lines = emit(_part(expr, leaf), prefix=f"x{i}_")
+        lines += [f"    {line}" for line in [*part_lines.all(), f"y{i} = {part_lines.outputs[0]}.to(tl.int64)"]]
         lines += [f"    least{i} = tl.minimum(least{i}, tl.min(y{i}, 0))", f"    most{i} = tl.maximum(most{i}, tl.max(y{i}, 0))"]
     lines.append("    at += BLOCK")
     for i in range(len(leaves)):
@@ -169,12 +169,12 @@ class _Writer:
 
     def _point(self, at: int) -> _Span:
         """A value that depends on neither position: it is both its lower and its upper bound."""
-        found = emit(_part(self.expr, at), prefix=f"p{at}_")
+        part_lines = emit(_part(self.expr, at), prefix=f"p{at}_")
         kind = category(self.nodes[at].dtype)
         if kind == "float":
             return self._unknown(at)
-        self.lines += found.all()
-        value = found.outputs[0]
+        self.lines += part_lines.all()
+        value = part_lines.outputs[0]
         return _Span(value, value) if kind == "bool" else self._bounded(at, f"{value}.to(tl.int64)", f"{value}.to(tl.int64)")
 
     def _leaf(self, at: int, side: str) -> _Span:
@@ -197,8 +197,8 @@ class _Writer:
         if len(self.leaves[side]) == 1:
             inside = f"{side}_first[:, None] + tl.arange(0, triton.next_power_of_2({size}))[None, :]"
             self.lines.append(f"{index} = tl.minimum({inside}, {side}_last[:, None])")
-        found = emit(_part(self.expr, at), prefix=f"x{at}_")
-        self.lines += [*found.all(), f"seen{at} = {found.outputs[0]}.to(tl.int64)"]
+        part_lines = emit(_part(self.expr, at), prefix=f"x{at}_")
+        self.lines += [*part_lines.all(), f"seen{at} = {part_lines.outputs[0]}.to(tl.int64)"]
 
     def _bounded(self, at: int, lo: str, hi: str) -> _Span:
         """Bounds of an evaluated value, of the magnitude that ``extents`` gives it; unknown if they are too large to add."""

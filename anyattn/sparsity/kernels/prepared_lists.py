@@ -28,7 +28,7 @@ class PreparedLists(NamedTuple):
     sizes: the kernels' ``TileSizes``. strides: strides and sizes of the captured tensors.
     """
 
-    made: Launches
+    plan: Launches
     device: torch.device
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
     memory: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -38,19 +38,19 @@ class PreparedLists(NamedTuple):
 
     def lists(self, scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The lists that ``list_tiles`` returns for a mask with these captured values."""
-        made, empty = self.made, self.empty
-        found = lists_of_memory([empty(shape, strides, torch.int32) for shape, strides in self.memory], made.classes)
-        lists = in_front([None if t is None else t.data_ptr() for t in found])
-        hulls = empty((made.hulls,), (1,), torch.int64) if made.hulls else None
-        behind = [lists[0] if hulls is None else hulls.data_ptr(), *self.sizes]
-        if made.mask.scalar_slots:
-            behind += bits_of_numbers([scalars[slot] for slot in made.mask.scalar_slots])
+        plan, empty = self.plan, self.empty
+        lists = lists_of_memory([empty(shape, strides, torch.int32) for shape, strides in self.memory], plan.classes)
+        pointers = in_front([None if t is None else t.data_ptr() for t in lists])
+        hulls = empty((plan.hulls,), (1,), torch.int64) if plan.hulls else None
+        behind = [pointers[0] if hulls is None else hulls.data_ptr(), *self.sizes]
+        if plan.mask.scalar_slots:
+            behind += bits_of_numbers([scalars[slot] for slot in plan.mask.scalar_slots])
         if tensors:
             behind += self.strides
-            behind += [tensors[slot].data_ptr() for slot in made.mask.tensor_slots]
+            behind += [tensors[slot].data_ptr() for slot in plan.mask.tensor_slots]
         for send, grid, takes_lists in self.sends:
-            send(grid, lists + behind if takes_lists else behind)
-        return found
+            send(grid, pointers + behind if takes_lists else behind)
+        return lists
 
 
 def prepared(
@@ -60,16 +60,16 @@ def prepared(
 
     device: with an index.
     """
-    made = launches_of(mod.expr, lengths, tile, batch, **options)
-    tensors = [mod.tensors[slot] for slot in made.mask.tensor_slots]
+    plan = launches_of(mod.expr, lengths, tile, batch, **options)
+    tensors = [mod.tensors[slot] for slot in plan.mask.tensor_slots]
     sends = []
-    for kernel, grid, constants, takes_lists in made.launches:
+    for kernel, grid, constants, takes_lists in plan.launches:
         handle = known_handle(kernel, device, constants, compiled_for(tensors))
         if handle is None or not handle.takes_addresses:
             return None
         sends.append((handle.send, grid, takes_lists))
     if not sends:
         return None
-    memory = tuple([(shape, contiguous_strides(shape)) for shape in made.shapes])
+    memory = tuple([(shape, contiguous_strides(shape)) for shape in plan.shapes])
     strides = tuple(strides_of_captured(tensors))
-    return PreparedLists(made, device, allocator(device), memory, tuple(sends), tuple(made.sizes), strides)
+    return PreparedLists(plan, device, allocator(device), memory, tuple(sends), tuple(plan.sizes), strides)

@@ -52,8 +52,8 @@ class _Kernels(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _kernels(expr: Expr) -> _Kernels:
-    made = jit_source.load("\n\n".join([mask_source(expr).text, *_entries(*slots_of(expr))]), f"ragged_mask_{expr.key}", *MODULES)
-    return _Kernels(made.list_ragged_tiles, made.list_ragged_tiles_at_once, made.store_ragged_hulls)
+    module = jit_source.load("\n\n".join([mask_source(expr).text, *_entries(*slots_of(expr))]), f"ragged_mask_{expr.key}", *MODULES)
+    return _Kernels(module.list_ragged_tiles, module.list_ragged_tiles_at_once, module.store_ragged_hulls)
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
@@ -64,19 +64,19 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     sizes = VarlenTileSizes._fields
     captured = ", ".join([*(f"{n}: tl.int32" for n in sizes), *(f"{n}: tl.int64" for n in (*scalars, *strides)), *tensors])
     packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {group(VarlenTileSizes, sizes)}"
-    given = group(Lists, Lists._fields)
+    lists_source = group(Lists, Lists._fields)
     plain = [*Lists._fields, "places", "hulls", *sizes, *scalars, *strides, *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
-    made = [
+    sources = [
         f"{head}store_ragged_hulls(hulls, places, {captured}, {constants_of(OF_HULLS)}):\n"
         f"    classify.store_ragged_hulls(hulls, places, {packed}, store_row_hulls, store_column_hulls, {', '.join(OF_HULLS)})\n"
     ]
     for name, verdict in (("list_ragged_tiles", "verdict"), ("list_ragged_tiles_at_once", "verdict_at_once")):
-        made.append(
+        sources.append(
             f"{head}{name}({', '.join(Lists._fields)}, places, hulls, {captured}, {constants_of(OF_TILES)}):\n"
-            f"    classify.list_ragged_tiles({given}, places, hulls, {packed}, value, {verdict}, {', '.join(OF_TILES)})\n"
+            f"    classify.list_ragged_tiles({lists_source}, places, hulls, {packed}, value, {verdict}, {', '.join(OF_TILES)})\n"
         )
-    return made
+    return sources
 
 
 def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Capacity, tile: tuple[int, int], heads: int) -> Listed:
@@ -93,8 +93,8 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
     lists = Lists(counts[0], indices[0], counts[1], indices[1])
     with current_device(places.device):
         constants = dict(zip(_OF_PLACES, (*tile, _PLACES_CHUNK), strict=True))
-        given = [places, *lengths, batch, most.rows, width, most.bound_q, most.bound_k]
-        launch(_store_places(), (1, 1, 1), given, device, constants, tuple([t.dtype for t in lengths]))
+        arguments = [places, *lengths, batch, most.rows, width, most.bound_q, most.bound_k]
+        launch(_store_places(), (1, 1, 1), arguments, device, constants, tuple([t.dtype for t in lengths]))
         _launch(mod, places, lists, most, width, tile, heads)
     return Listed(places, lists)
 

@@ -26,7 +26,7 @@ from anyattn.backends.hopper.backward_config import (
     padded_for_backward,
 )
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
-from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward, specialised_backward
+from anyattn.backends.hopper.make_backward_config import backward_dispatch, backward_spec, reason_against_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
@@ -145,20 +145,20 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 
 
 def test_what_a_problem_becomes() -> None:
-    causal = specialised_backward(problem(predicates=traced(masks.causal()))).config
+    causal = backward_spec(problem(predicates=traced(masks.causal()))).config
     assert (causal.lists, causal.has_left, causal.has_right, causal.head_dim) == (None, False, True, 128)
-    listed = specialised_backward(problem(predicates=traced(masks.prefix_lm(5), masks.causal())))
+    listed = backward_spec(problem(predicates=traced(masks.prefix_lm(5), masks.causal())))
     assert (listed.config.lists, listed.list_tile, listed.config.list_cut) == ("dense", (128, 128), (2, 1))
     few = dict.fromkeys("qkv", torch.randn(1, 2, 64, 72, dtype=torch.bfloat16))
-    assert specialised_backward(problem(**few)).config.head_dim == 96
+    assert backward_spec(problem(**few)).config.head_dim == 96
     q, v = (torch.randn(1, 2, 256, d, dtype=torch.bfloat16) for d in (136, 128))
-    wide = specialised_backward(problem(q=q, k=q, v=v, predicates=traced(masks.prefix_lm(5))))
+    wide = backward_spec(problem(q=q, k=q, v=v, predicates=traced(masks.prefix_lm(5))))
     assert (wide.config.head_dim, wide.config.head_dim_v, wide.config.tiles.tile_n) == (192, 128, 64)
     assert (wide.list_tile, wide.config.list_cut) == ((128, 128), (2, 2))
     blocks = anyattn.compute_block_sparsity(64, 64, 1, 1, 256, 256, masks.causal(), device="cpu")
-    wide = specialised_backward(problem(q=q, k=q, v=v, blocks=blocks, predicates=traced(masks.causal())))
+    wide = backward_spec(problem(q=q, k=q, v=v, blocks=blocks, predicates=traced(masks.causal())))
     assert (wide.list_tile, wide.config.list_cut) == ((64, 64), (1, 1))
-    one, other = (specialised_backward(problem(predicates=traced(masks.sliding_window(n, 0)))) for n in (5, 500))
+    one, other = (backward_spec(problem(predicates=traced(masks.sliding_window(n, 0)))) for n in (5, 500))
     assert one.config == other.config and hash(one.config) == hash(other.config)
 
 
@@ -168,13 +168,13 @@ def test_tiles_of_masks_that_are_words() -> None:
     wanted = {"neighbourhood": 128, "strided": 128, "random blocks": 128, "literal image": 128, "sinks": 128}
     wanted |= {"valid": 64, "hashed": 64, "captured image": 64}
     for name, rows in wanted.items():
-        config = specialised_backward(problem(q=q, k=q, v=q, predicates=traced(MASKS[name]))).config
+        config = backward_spec(problem(q=q, k=q, v=q, predicates=traced(MASKS[name]))).config
         assert (config.tiles.tile_m, config.list_cut) == (rows, (128 // rows, 1)), name
-    wide = specialised_backward(problem(predicates=traced(MASKS["strided"]))).config
+    wide = backward_spec(problem(predicates=traced(MASKS["strided"]))).config
     assert wide.tiles.tile_m == 64
     made = tile_lists(*traced(MASKS["strided"]), 1, 1, 300, 300, (64, 128), torch.device("cpu"))
     lists = BlockSparseTensors(*made, tile=(64, 128), lengths=(300, 300))
-    narrow = specialised_backward(problem(q=q, k=q, v=q, predicates=traced(MASKS["strided"]), blocks=lists)).config
+    narrow = backward_spec(problem(q=q, k=q, v=q, predicates=traced(MASKS["strided"]), blocks=lists)).config
     assert narrow.tiles.tile_m == 64
 
 
@@ -183,7 +183,7 @@ def test_lengths_choose_tall_tiles() -> None:
 
     def rows(length: int, d: int = 128, *mods: Any, **changes: Any) -> int:
         given = dict.fromkeys("qkv", torch.empty(1, 1, length, d, dtype=torch.bfloat16))
-        return specialised_backward(problem(**given, predicates=traced(*mods), **changes)).config.tiles.tile_m
+        return backward_spec(problem(**given, predicates=traced(*mods), **changes)).config.tiles.tile_m
 
     assert [rows(n) for n in (64, 80, 512, 1000, 2048, 8192)] == [64, 64, 64, 80, 80, 80]  # 80 keys are one tile, and dQ^T is not stored
     assert [rows(n, 128, masks.causal()) for n in (100, 512, 2048, 8192, 131_072)] == [64, 64, 64, 80, 80]
@@ -193,28 +193,28 @@ def test_lengths_choose_tall_tiles() -> None:
     few, many, unknown = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100, 0))
     assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == rows(8192, sequences=unknown) == 64
     nothing = dict.fromkeys("qkv", torch.empty(0, 1, 80, 128, dtype=torch.bfloat16))
-    assert specialised_backward(problem(**nothing, sequences=unknown)).config.tiles.tile_m == 64
+    assert backward_spec(problem(**nothing, sequences=unknown)).config.tiles.tile_m == 64
     q = torch.empty(1, 1, 8192, 128, dtype=torch.bfloat16)
     document = masks.document(torch.zeros(8192, dtype=torch.int32))
     blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
     for is_deterministic, height in ((False, 64), (True, 80)):
         given = problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document), deterministic=is_deterministic)
-        ways = backward_ways(given)
-        assert ways.within is not None and ways.within.config.tiles.tile_m == height
+        dispatch = backward_dispatch(given)
+        assert dispatch.sequences_spec is not None and dispatch.sequences_spec.config.tiles.tile_m == height
     for v, runs in ((q, True), (q[..., :96], True), (torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16), False)):
         wide = torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16)
-        ways = backward_ways(problem(q=wide, k=wide, v=v, blocks=blocks, blocks_follow=True, predicates=traced(document)))
-        assert (ways.within is not None) == runs and ways.special.config.tiles.shares_keys
+        dispatch = backward_dispatch(problem(q=wide, k=wide, v=v, blocks=blocks, blocks_follow=True, predicates=traced(document)))
+        assert (dispatch.sequences_spec is not None) == runs and dispatch.spec.config.tiles.shares_keys
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
 def test_which_sums_a_learned_tensor_has(name: str) -> None:
     table = BIAS[:, None].repeat(1, 64).requires_grad_()
     p = problem(score=trace(LEARNED[name](table), "score"))
-    special = specialised_backward(p)
-    assert p.score is not None and [p.score.tensors[slot].requires_grad for slot in special.wanted] == [True]
-    assert [(s.kind, s.total) for s in special.config.sums] == [(name, 0)]
-    assert (special.config.scratch > 0) == (name == "diagonal")
+    spec = backward_spec(p)
+    assert p.score is not None and [p.score.tensors[slot].requires_grad for slot in spec.wanted] == [True]
+    assert [(s.kind, s.total) for s in spec.config.sums] == [(name, 0)]
+    assert (spec.config.scratch > 0) == (name == "diagonal")
     plan = planner.choose(p, H200, "hopper")
     assert plan.backward == "hopper" and "backward: hopper" in plan.why
 
@@ -227,10 +227,10 @@ def test_sums_of_pairs_and_their_factors() -> None:
         "any": lambda s, b, h, i, j: s + shared[0, h, j, i],
     }
     for kind, mod in mods.items():
-        (found,) = specialised_backward(problem(score=trace(mod, "score"))).config.sums
+        (found,) = backward_spec(problem(score=trace(mod, "score"))).config.sums
         assert (found.kind, found.factor, found.late, found.has_copies) == (kind, None, None, False)
     halved, squared = (
-        specialised_backward(problem(score=trace(m, "score"))).config.sums[0]
+        backward_spec(problem(score=trace(m, "score"))).config.sums[0]
         for m in (lambda s, b, h, i, j: 2.0 * s + every[b, h, i, j], lambda s, b, h, i, j: s * s + every[0, h, 0, j])
     )
     assert halved.factor is not None and halved.late is None
@@ -246,15 +246,15 @@ def test_gradients_of_captured_tensors_and_their_totals(monkeypatch: pytest.Monk
     )
     mod = trace(lambda s, b, h, i, j: s + head[h] + every[b, h, i, j] + torch.where(unread[0] > 1, 1.0, 0.0), "score")
     p = problem(score=mod)
-    special = specialised_backward(p)
-    totals = _totals(p, special)
-    named = {t.data_ptr(): total for t, total in zip((mod.tensors[i] for i in special.wanted), totals, strict=True)}
+    spec = backward_spec(p)
+    totals = _totals(p, spec)
+    named = {t.data_ptr(): total for t, total in zip((mod.tensors[i] for i in spec.wanted), totals, strict=True)}
     assert named[head.data_ptr()].shape == (2, 1024) and named[head.data_ptr()].dtype is torch.float32
     assert named[every.data_ptr()].shape == every.shape and named[every.data_ptr()].dtype is torch.bfloat16
     for total in totals:
         assert not total.any()
         total += 1.0
-    found = dict(zip([t.data_ptr() for t in mod.tensors], _of_captured(p, special, totals), strict=True))
+    found = dict(zip([t.data_ptr() for t in mod.tensors], _of_captured(p, spec, totals), strict=True))
     assert found[head.data_ptr()].tolist() == [1024.0, 1024.0]
     assert found[every.data_ptr()].dtype is torch.bfloat16 and found[every.data_ptr()].shape == every.shape
 
@@ -392,10 +392,10 @@ def test_tiles_of_head_dimensions() -> None:
     ids=["by head", "slopes", "by distance", "capped", "scaled"],
 )
 def test_a_bias_without_loads_for_each_pair_subtracts_delta_from_the_finished_product(score: Any, delta: str) -> None:
-    assert specialised_backward(problem(score=trace(score, "score"))).config.tiles == replace(backward_tiles_for(128, 128), delta=delta)
+    assert backward_spec(problem(score=trace(score, "score"))).config.tiles == replace(backward_tiles_for(128, 128), delta=delta)
 
 
 def test_deterministic_sums_pass_through_shared_memory() -> None:
     q = torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)
-    found = [specialised_backward(problem(q=q, k=q, v=q, deterministic=is_fixed)).config.tiles.dq_eighths for is_fixed in (False, True)]
+    found = [backward_spec(problem(q=q, k=q, v=q, deterministic=is_fixed)).config.tiles.dq_eighths for is_fixed in (False, True)]
     assert found == [4, 0]

@@ -15,7 +15,7 @@ from anyattn.backends.hopper import backward_launches
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
-from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward
+from anyattn.backends.hopper.make_backward_config import backward_dispatch, reason_against_backward
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import trace
@@ -336,7 +336,7 @@ BANDS = [trace(m, "mask").expr for m in (masks.causal(), masks.sliding_window(9,
 def test_plans_name_this_backend() -> None:
     for mask in (masks.causal(), masks.sliding_window(9, 0), masks.prefix_lm(5), masks.document(IDS)):
         p = problem(predicates=(trace(mask, "mask"),))
-        assert planner.choose(p, H200).backward == "hopper" and backward_ways(p).special.config.has_entries
+        assert planner.choose(p, H200).backward == "hopper" and backward_dispatch(p).spec.config.has_entries
         reason = reason_against_backward(problem(predicates=(trace(mask, "mask"),), deterministic=True))
         assert reason is None if p.predicates[0].expr in BANDS else "no fixed order" in str(reason)
     assert "pages" in str(reason_against_backward(problem(torch.zeros(4, 2, dtype=torch.int32))))

@@ -16,7 +16,7 @@ from anyattn import hardware, masks, planner
 from anyattn.backends.hopper import api, cute_api
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
-from anyattn.backends.hopper.make_config import specialised
+from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.call_cache import attention
 from anyattn.explanation import ModExplanation
 from anyattn.hardware import Hardware
@@ -105,22 +105,22 @@ def test_all_three_doors_take_them() -> None:
     for problem in problems:
         for backend in (None, "hopper"):
             assert planner.choose(problem, H200, backend).backend == "hopper"
-        special = specialised(problem)
+        spec = forward_spec(problem)
         # nothing is known of the mask: every tile is visited, and it is asked in each
-        assert special.config.lists is None and special.config.partial is None
-        assert special.config.tiles.tile_m == 128  # three warp groups have no registers for it
-        assert [ask.expr.output.attr.function for ask in special.config.always] == [hidden]  # type: ignore[union-attr]
-        assert special.captured(problem) == ((), (TABLE, TABLE))
+        assert spec.config.lists is None and spec.config.partial is None
+        assert spec.config.tiles.tile_m == 128  # three warp groups have no registers for it
+        assert [ask.expr.output.attr.function for ask in spec.config.always] == [hidden]  # type: ignore[union-attr]
+        assert spec.captured(problem) == ((), (TABLE, TABLE))
 
 
 def test_lists_say_what_a_function_cannot() -> None:
     q = qkv(256)
     lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, masks.causal(), device="cpu")
     options = Options(mask_mod=hidden, block_sparse_tensors=lists, aux_tensors=[TABLE])
-    config = specialised(flash.dense_problem(*[q.transpose(1, 2)] * 3, options)).config
+    config = forward_spec(flash.dense_problem(*[q.transpose(1, 2)] * 3, options)).config
     assert config.lists == "dense" and config.partial is not None and not config.partial.by_row and config.always == ()
     block_mask = anyattn.create_block_mask(masks.prefix_lm(9), 1, 1, 256, 256, device="cpu")
-    config = specialised(flex(q, mask=hidden, block_mask=block_mask)).config
+    config = forward_spec(flex(q, mask=hidden, block_mask=block_mask)).config
     assert config.partial is not None and config.partial.by_row and len(config.always) == 1
 
 
@@ -129,13 +129,13 @@ def test_what_anyattn_reads_keeps_its_place_beside_them() -> None:
     options = Options(softcap=5.0, alibi_slopes=torch.ones(2), score_mod=biased, mask_mod=hidden, causal=True, aux_tensors=[TABLE])
     problem = flash.dense_problem(q, q, q, options)
     assert problem.score is not None and problem.score.tensors[-1] is TABLE
-    special = specialised(problem)
-    assert special.config.has_right and len(special.config.always) == 1
+    spec = forward_spec(problem)
+    assert spec.config.has_right and len(spec.config.always) == 1
     # the softcap's number and the slopes come before the function's table, whose slot has moved
-    numbers, tensors = special.captured(problem)
+    numbers, tensors = spec.captured(problem)
     assert numbers[0] == 5.0 and len(tensors) == 3 and tensors[1] is TABLE and tensors[2] is TABLE
-    other = specialised(flex(qkv(), mask=hidden, block_mask=None)).config
-    joined = specialised(flash.dense_problem(q, q, q, Options(mask_mod=masks.prefix_lm(3)))).config
+    other = forward_spec(flex(qkv(), mask=hidden, block_mask=None)).config
+    joined = forward_spec(flash.dense_problem(q, q, q, Options(mask_mod=masks.prefix_lm(3)))).config
     assert other.lists is None and joined.lists == "dense"
 
 
@@ -153,10 +153,10 @@ def test_calls_with_them_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     (first, made), (again, reused) = called(biased, tables[0]), called(biased, tables[1])
     assert reused is made and attention.size() == 1
     assert again.score is not None and again.score.tensors == (tables[1],) and again.predicates[0].tensors == (tables[1],)
-    assert specialised(again).config == specialised(first).config
+    assert forward_spec(again).config == forward_spec(first).config
     before = called(scaled, TABLE)[0]
     monkeypatch.setitem(scaled.__wrapped__.__globals__, "FACTOR", 8.0)
-    assert specialised(called(scaled, TABLE)[0]).config != specialised(before).config
+    assert forward_spec(called(scaled, TABLE)[0]).config != forward_spec(before).config
     assert attention.size() == 3
     called(looked_up, TABLE)  # what it captures cannot be compared
     assert attention.size() == 3
@@ -206,12 +206,12 @@ def test_the_name_is_the_same_in_every_process() -> None:
 
 
 def test_what_has_no_content_stays_in_memory() -> None:
-    config = specialised(flex(qkv(), looked_up)).config
-    again = specialised(flex(qkv(), looked_up)).config
-    assert config == again and config != specialised(flex(qkv(), scaled)).config
+    config = forward_spec(flex(qkv(), looked_up)).config
+    again = forward_spec(flex(qkv(), looked_up)).config
+    assert config == again and config != forward_spec(flex(qkv(), scaled)).config
     with pytest.raises(NoContentError, match="CuTe function"):
         key_of(config, ())
-    assert len(key_of(specialised(flex(qkv(), scaled)).config, ())) == 64
+    assert len(key_of(forward_spec(flex(qkv(), scaled)).config, ())) == 64
 
     @functools.wraps(scaled)
     def wrapper(*args: Any) -> Any:

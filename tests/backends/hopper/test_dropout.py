@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from anyattn import planner
-from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
-from anyattn.backends.hopper.make_config import specialised
+from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
+from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.plan import reason_against
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.dropout import Seeded, dropout_of
@@ -102,8 +102,8 @@ def test_who_computes_the_gradients() -> None:
 
 def test_one_kernel_for_all_probabilities_and_the_same_without() -> None:
     other = dropout_of(Seeded(torch.tensor([1, 2], dtype=torch.int32), 0.1))
-    for made in (specialised, specialised_backward):
+    for made in (forward_spec, backward_spec):
         configs = [made(problem(dropout=d)).config for d in (DROPOUT, other, None)]
         assert configs[0] == configs[1] != configs[2] and not configs[2].has_dropout
-    (numbers, tensors), (least, factor) = specialised(problem()).captured(problem()), DROPOUT.captured[0]  # type: ignore[union-attr]
+    (numbers, tensors), (least, factor) = forward_spec(problem()).captured(problem()), DROPOUT.captured[0]  # type: ignore[union-attr]
     assert numbers[-2:] == (least, factor) and tensors[-1] is DROPOUT.keep.tensors[0]  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from anyattn import BackendError, masks, planner
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.api import config_of
 from anyattn.backends.hopper.config import PACKED, Config, Tiles
-from anyattn.backends.hopper.make_config import specialised
+from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.pack_gqa import groups_of, row_tiles, why_apart
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.call_cache.varlen import Places, key_of_places
@@ -163,11 +163,11 @@ def test_configs_judge_it(fields: dict, words: str) -> None:  # type: ignore[typ
 def test_row_tiles_of_lists() -> None:
     """A list's row tile is as many positions as before, and so more row tiles of the kernel."""
     p = problem(8, 300, mask=masks.prefix_lm(20), packs=True)
-    special = specialised(p)
-    assert (special.config.heads_per_tile, special.config.tile_q, special.config.list_cut[0]) == (8, 16, 8)
-    order = visits_of(p, special).order
+    spec = forward_spec(p)
+    assert (spec.config.heads_per_tile, spec.config.tile_q, spec.config.list_cut[0]) == (8, 16, 8)
+    order = visits_of(p, spec).order
     assert order is not None and sorted(m for m, _, _ in order.tolist()) == list(range(ceil_div(300, 16)))
-    apart = visits_of(p, specialised(p, False)).order
+    apart = visits_of(p, forward_spec(p, False)).order
     assert apart is not None and sorted(m for m, _, _ in apart.tolist()) == [0, 1, 2]
 
 
@@ -175,9 +175,9 @@ def test_row_tiles_of_sequences() -> None:
     cu, ends = (torch.tensor(x) for x in ([0, 5, 5, 45, 46], [0, 100, 200, 300, 400]))
     q, k = torch.randn(46, 16, 128, dtype=torch.bfloat16), torch.randn(400, 2, 128, dtype=torch.bfloat16)
     p = flash.varlen_problem(q, k, k, cu, ends, None, None, None, None, None, None, Options(causal=True))
-    special = specialised(p)
-    assert (special.config.heads_per_tile, special.config.tile_q) == (8, 16)
-    order = visits_of(p, special).order
+    spec = forward_spec(p)
+    assert (spec.config.heads_per_tile, spec.config.tile_q) == (8, 16)
+    order = visits_of(p, spec).order
     assert order is not None and sorted((b, m) for m, _, b in order.tolist() if m >= 0) == [(0, 0), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 

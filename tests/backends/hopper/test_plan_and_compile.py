@@ -18,8 +18,8 @@ from anyattn.backends.hopper import api
 from anyattn.backends.hopper.backward import _tables_of_lists
 from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
-from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
-from anyattn.backends.hopper.make_config import Special, specialised
+from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
+from anyattn.backends.hopper.make_config import ForwardSpec, forward_spec
 from anyattn.backends.hopper.plan import reason_against
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.hardware import Hardware
@@ -113,7 +113,7 @@ def test_a_comparison_of_floats_that_float32_may_not_decide_is_refused() -> None
 
 
 def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
-    assert not special().config.tiles.ping_pong and not special(wants_lse=True).config.tiles.ping_pong
+    assert not spec().config.tiles.ping_pong and not spec(wants_lse=True).config.tiles.ping_pong
     lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
     for changes in (
         {"predicates": traced(masks.causal())},
@@ -123,11 +123,11 @@ def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
         dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)),
         dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)),
     ):
-        assert special(**changes).config.tiles.ping_pong, changes
+        assert spec(**changes).config.tiles.ping_pong, changes
 
 
-def special(**changes) -> Special:  # type: ignore[no-untyped-def]
-    return specialised(problem(**changes))
+def spec(**changes) -> ForwardSpec:  # type: ignore[no-untyped-def]
+    return forward_spec(problem(**changes))
 
 
 def traced(*given) -> tuple:  # type: ignore[no-untyped-def]
@@ -136,31 +136,31 @@ def traced(*given) -> tuple:  # type: ignore[no-untyped-def]
 
 def test_what_a_problem_becomes() -> None:
     """Bands need no lists; the first other predicate has them, and the rest is asked in every tile."""
-    assert special(predicates=traced(masks.causal(), masks.sliding_window(9, 9))).config.lists is None
-    joint = special(predicates=traced(masks.causal(), masks.prefix_lm(5)))
+    assert spec(predicates=traced(masks.causal(), masks.sliding_window(9, 9))).config.lists is None
+    joint = spec(predicates=traced(masks.causal(), masks.prefix_lm(5)))
     assert (joint.config.lists, joint.listed, joint.list_tile) == ("dense", 1, (128, 128))
     assert joint.config.partial.by_row and [a.by_row for a in joint.config.always] == [True]  # type: ignore[union-attr]
     ids = traced(masks.document(torch.zeros(64, dtype=torch.int64)))
-    assert not special(predicates=ids).config.partial.by_row  # type: ignore[union-attr]
+    assert not spec(predicates=ids).config.partial.by_row  # type: ignore[union-attr]
     lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
     everything = traced(masks.full())
-    assert special(predicates=everything, blocks=lists).config.partial is None
-    assert special(predicates=traced(masks.causal()), blocks=lists).config.lists == "dense"
-    assert special(predicates=traced(masks.causal()), blocks=lists, blocks_follow=True).config.lists is None
-    negative = special(scale=-1.0).config
-    assert negative.score is not None and special().config.score is None
+    assert spec(predicates=everything, blocks=lists).config.partial is None
+    assert spec(predicates=traced(masks.causal()), blocks=lists).config.lists == "dense"
+    assert spec(predicates=traced(masks.causal()), blocks=lists, blocks_follow=True).config.lists is None
+    negative = spec(scale=-1.0).config
+    assert negative.score is not None and spec().config.score is None
 
 
 def test_run_time_values_are_no_part_of_a_kernel() -> None:
-    one, other = (special(predicates=traced(masks.sliding_window(n, 0))) for n in (5, 500))
+    one, other = (spec(predicates=traced(masks.sliding_window(n, 0))) for n in (5, 500))
     assert one.config == other.config and hash(one.config) == hash(other.config)
     windows = [problem(predicates=traced(masks.sliding_window(n, 0))) for n in (5, 500)]
     assert one.captured(windows[0]) == ((5, 0), ()) and one.captured(windows[1]) == ((500, 0), ())
-    far, none = (special(predicates=traced(masks.sliding_window(left, 0))).config for left in (2**40, -1))
+    far, none = (spec(predicates=traced(masks.sliding_window(left, 0))).config for left in (2**40, -1))
     assert far == none
     longer = torch.randn(1, 2, 999, 128, dtype=torch.bfloat16)
-    assert special(**dict.fromkeys("qkv", longer)).config == special().config
-    assert special(predicates=traced(masks.causal())).config != special().config
+    assert spec(**dict.fromkeys("qkv", longer)).config == spec().config
+    assert spec(predicates=traced(masks.causal())).config != spec().config
 
 
 @pytest.mark.parametrize("cap,bounded", [(30.0, True), (50.0, True), (53.0, False), (-1.0, False)])
@@ -168,15 +168,15 @@ def test_capped_scores_need_no_maximum(cap: float, bounded: bool) -> None:
     """Where the cap, a number of the call, is small; the kernel with maxima is another."""
     capped = lambda c: trace(lambda s, b, h, i, j: c * torch.tanh(s / c), "score")
     p = problem(score=capped(cap))
-    found = specialised(p).config_for(p)
+    found = forward_spec(p).config_for(p)
     assert (found.is_bounded, found.is_factored) == (bounded, cap > 0)
-    assert specialised(p).config_for(problem(score=capped(30.0))) == specialised(problem(score=capped(20.0))).config_for(p) or not bounded
+    assert forward_spec(p).config_for(problem(score=capped(30.0))) == forward_spec(problem(score=capped(20.0))).config_for(p) or not bounded
     half = torch.randn(1, 2, 64, 128, dtype=torch.float16)
     for changes in ({"scale": -0.1}, dict.fromkeys("qkv", half)):
         other = problem(score=capped(cap), **changes)
-        assert not specialised(other).config_for(other).is_bounded
+        assert not forward_spec(other).config_for(other).is_bounded
     beside = problem(score=trace(lambda s, b, h, i, j: cap * torch.tanh(s / cap) + j, "score"))
-    assert not specialised(beside).config_for(beside).is_bounded
+    assert not forward_spec(beside).config_for(beside).is_bounded
     with pytest.raises(ValueError, match="is_bounded"):
         Config(128, 128, False, Tiles(128, 128, 2), p.score.expr, is_bounded=True)  # type: ignore[union-attr]
 
@@ -199,7 +199,7 @@ def test_asking_for_the_highest_scores_changes_nothing_else_of_a_kernel(name: st
     found = []
     for wants_max in (False, True):
         p = problem(score=None if score is None else trace(score, "score"), wants_max=wants_max, **inputs)
-        found.append(specialised(p).config_for(p))
+        found.append(forward_spec(p).config_for(p))
     alone, beside = found
     assert not alone.has_max and beside.has_max and replace(beside, has_max=False) == alone
 
@@ -234,7 +234,7 @@ def test_masks_that_compute_much_for_each_pair_have_tiles_of_fewer_keys() -> Non
     document = trace(masks.document(torch.arange(64) // 9), "mask")
     for d, keys in ((64, 64), (96, 64), (128, 128)):
         q = torch.randn(1, 2, 64, d, dtype=torch.bfloat16)
-        given = [specialised(problem(q=q, k=q, v=q, predicates=(mask,))).config.tiles.tile_n for mask in (hashed, document)]
+        given = [forward_spec(problem(q=q, k=q, v=q, predicates=(mask,))).config.tiles.tile_n for mask in (hashed, document)]
         assert given == [keys, 128]
 
 
@@ -242,7 +242,7 @@ def test_row_tiles_come_longest_first() -> None:
     mask = traced(masks.prefix_lm(300))
     long = torch.randn(1, 2, 1000, 128, dtype=torch.bfloat16)
     p = problem(predicates=mask, **dict.fromkeys("qkv", long))
-    found = visits_of(p, specialised(p))
+    found = visits_of(p, forward_spec(p))
     visited = found.partial_count + found.full_count
     order = found.order.tolist()
     assert sorted(m for m, _, _ in order) == list(range(8)) and {(h, b) for _, h, b in order} == {(0, 0)}
@@ -255,7 +255,7 @@ def test_row_tiles_of_each_head_and_entry() -> None:
     wide = torch.randn(3, 2, 300, 128, dtype=torch.bfloat16)
     by_head = traced(lambda b, h, i, j: (j < 20 + 30 * h) | ((j - i).abs() < 10))
     p = problem(predicates=by_head, **dict.fromkeys("qkv", wide))
-    made = specialised(p)
+    made = forward_spec(p)
     found = visits_of(p, made)
     assert (made.config.spread, made.config.per_entry, made.config.per_head) == ("none", False, True)
     assert sorted(map(tuple, found.order.tolist())) == [(m, h, b) for m in range(3) for h in range(2) for b in range(3)]
@@ -267,7 +267,7 @@ def test_one_block_mask_serves_batches_of_any_size() -> None:
     for batch in (1, 3, 2):
         wide = torch.randn(batch, 2, 300, 128, dtype=torch.bfloat16)
         p = problem(predicates=traced(mask), blocks=lists, **dict.fromkeys("qkv", wide))
-        order = visits_of(p, specialised(p)).order
+        order = visits_of(p, forward_spec(p)).order
         assert {b for _, _, b in order.tolist()} == set(range(batch)) and len(order) == batch * 2 * 3
 
 
@@ -283,11 +283,11 @@ def paged(size: int, d: int = 128, dv: int = 128, mask=None) -> Problem:  # type
 @pytest.mark.parametrize("d,dv", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -> None:
     """In pieces of which a page and a tile hold whole ones, and which are not small where that can be helped."""
-    plain, lists = specialised(paged(384, d, dv)).config.tiles.tile_n, masks.prefix_lm(9)
-    tile_of_all = specialised(paged(1, d, dv)).config.tiles.tile_n
+    plain, lists = forward_spec(paged(384, d, dv)).config.tiles.tile_n, masks.prefix_lm(9)
+    tile_of_all = forward_spec(paged(1, d, dv)).config.tiles.tile_n
     for mask in (None, lists):
         p = paged(size, d, dv, mask)
-        config = specialised(p).config
+        config = forward_spec(p).config
         assert reason_against(p) is None
         assert config.is_paged and size % config.piece == 0 and config.tiles.tile_n % config.piece == 0
         row = 2 * (64 if config.head_dim != 96 else 32)  # bytes of a row of a swizzled tile
@@ -309,7 +309,7 @@ def test_padded_rows_are_not_gathered() -> None:
         (1, 120, 128): (128, 128, 1),
         (1, 128, 40): (128, 64, 1),
     }.items():
-        config = specialised(paged(*given)).config
+        config = forward_spec(paged(*given)).config
         assert not config.gathers and (config.head_dim, config.head_dim_v, config.piece) == wanted
 
 
@@ -318,7 +318,7 @@ def test_padded_rows_are_not_gathered() -> None:
     [(1, 128, 1), (7, 112, 7), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
 )
 def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
-    config = specialised(paged(size)).config
+    config = forward_spec(paged(size)).config
     assert (config.tiles.tile_n, config.piece) == (tile_n, piece)
 
 
@@ -339,10 +339,10 @@ def test_heads_of_paged_keys_go_side_by_side_like_others() -> None:
 
 def test_the_size_of_a_page_is_run_time() -> None:
     """Pages of whole tiles have one kernel, and so have those of the same pieces."""
-    configs = {size: specialised(paged(size)).config for size in (128, 256, 384, 16, 48, 80)}
+    configs = {size: forward_spec(paged(size)).config for size in (128, 256, 384, 16, 48, 80)}
     assert configs[128] == configs[256] == configs[384] != configs[16]
     assert configs[16] == configs[48] == configs[80]
-    assert len({specialised(paged(size)).config for size in (1, 11, 13, 17, 19)}) == 1
+    assert len({forward_spec(paged(size)).config for size in (1, 11, 13, 17, 19)}) == 1
 
 
 def test_a_tile_longer_than_the_sequence_is_whole() -> None:
@@ -350,8 +350,8 @@ def test_a_tile_longer_than_the_sequence_is_whole() -> None:
     lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 100, 100, masks.prefix_lm(5), device="cpu")
     cut = BlockSparseTensors(lists.mask_block_cnt, lists.mask_block_idx, tile=(100, 100), lengths=(100, 100))
     p = problem(predicates=traced(masks.prefix_lm(5)), blocks=cut, **dict.fromkeys("qkv", short))
-    assert reason_against(p) is None and specialised(p).list_tile == (128, 128)
-    assert visits_of(p, specialised(p)).partial_count is lists.mask_block_cnt
+    assert reason_against(p) is None and forward_spec(p).list_tile == (128, 128)
+    assert visits_of(p, forward_spec(p)).partial_count is lists.mask_block_cnt
 
 
 @pytest.mark.parametrize("lengths", [(150, 31), (31, 31), (300, 270)], ids=str)
@@ -364,13 +364,13 @@ def test_lists_of_a_mask_are_converted_to_tiles_of_the_kernels_whatever_their_si
     block_mask = anyattn.create_block_mask(scattered, 1, 1, *lengths, device="cpu", BLOCK_SIZE=size)
     p = flex.flex_problem(q, k, k, None, block_mask, None, None, None, False, None, False, False, False)
     assert p.blocks is not None and reason_against(p) is None and reason_against_backward(p) is None
-    forward, backward = specialised(p), specialised_backward(p)
-    for special, lists in ((forward, visits_of(p, forward)[:4]), (backward, _tables_of_lists(p, backward).lists[:4])):
-        assert special.list_tile is not None
-        tile, sizes = (special.list_tile, lengths) if special is forward else (special.list_tile[::-1], lengths[::-1])
+    forward, backward = forward_spec(p), backward_spec(p)
+    for spec, lists in ((forward, visits_of(p, forward)[:4]), (backward, _tables_of_lists(p, backward).lists[:4])):
+        assert spec.list_tile is not None
+        tile, sizes = (spec.list_tile, lengths) if spec is forward else (spec.list_tile[::-1], lengths[::-1])
         grid = grid_of_lists(*lists, columns=-(-sizes[1] // tile[1]))
         visible = scattered(0, 0, *torch.meshgrid(*map(torch.arange, lengths), indexing="ij"))
-        exact = brute_classes((visible if special is forward else visible.T)[None, None], *tile)
+        exact = brute_classes((visible if spec is forward else visible.T)[None, None], *tile)
         assert torch.equal(grid[grid != PARTIAL], exact[grid != PARTIAL]) and grid.shape == exact.shape
 
 
@@ -381,21 +381,21 @@ def test_row_tiles_of_a_ragged_batch(ends_with_row: bool) -> None:
     q = torch.randn(950, 2, 128, dtype=torch.bfloat16)
     options = Options(causal=ends_with_row)
     p = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
-    found = visits_of(p, specialised(p))
+    found = visits_of(p, forward_spec(p))
     assert found.entries[:, :7].tolist() == [[0, a, b - a, 0, a, b - a, 0] for a, b in pairwise(cu.tolist())]
     tiles = [(m, b) for m, _, b in found.order.tolist() if m >= 0]
     assert sorted(tiles) == sorted((m, b) for b, n in enumerate((300, 0, 1, 599)) for m in range(-(-n // found_tile(p))))
     assert len(found.order) >= len(tiles) and all(m == -1 for m, _, _ in found.order.tolist()[len(tiles) :])
     assert tiles[0][1] == 3 and (not ends_with_row or tiles[0][0] == max(m for m, b in tiles if b == 3))
     again = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
-    assert visits_of(again, specialised(again)).order is found.order
+    assert visits_of(again, forward_spec(again)).order is found.order
     cu[-1] = 950
     changed = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
-    assert visits_of(changed, specialised(changed)).entries[3, 2] == 649
+    assert visits_of(changed, forward_spec(changed)).entries[3, 2] == 649
 
 
 def found_tile(p: Problem) -> int:
-    return specialised(p).config.tiles.tile_m
+    return forward_spec(p).config.tiles.tile_m
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")

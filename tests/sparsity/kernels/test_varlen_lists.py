@@ -78,7 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_waits(form: str, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the arguments of ``flash_attn_varlen_func`` to the Hopper kernel's tables, whatever the mask."""
     from anyattn.backends.hopper import tables
-    from anyattn.backends.hopper.make_config import specialised
+    from anyattn.backends.hopper.make_config import forward_spec
 
     monkeypatch.setattr(tables, "launch", lambda *args: launches.append("tables"))
     monkeypatch.setattr(flash, "refuse_hidden_captures", lambda mod: None)  # the fake tensors stand for tensors on a GPU
@@ -96,13 +96,13 @@ def test_nothing_waits(form: str, launches: list[str], monkeypatch: pytest.Monke
             for _ in range(2):
                 with Waits():
                     problem = flash.varlen_problem(q, q, q, cu, cu, 1000, 1000, used, used, None, None, options)
-                    special = specialised(problem)
-                    found = tables.visits_of(problem, special, (torch.empty_like(q), None, None))
+                    spec = forward_spec(problem)
+                    found = tables.visits_of(problem, spec, (torch.empty_like(q), None, None))
                 assert sorted(launches) == ["lists", "places", "tables"]
                 launches.clear()
                 # the kernel's config says flat lists, with a head each or one for all
-                assert special.config.lists == "flat" and found.partial_index is not None and found.partial_index.ndim == 2
-                assert len(found.partial_index) == (4 if special.config.per_head else 1)
+                assert spec.config.lists == "flat" and found.partial_index is not None and found.partial_index.ndim == 2
+                assert len(found.partial_index) == (4 if spec.config.per_head else 1)
                 assert found.entries is not None and found.entries.shape == (2, 9) and found.entries.device.type == "cuda"
 
 
@@ -139,15 +139,15 @@ def test_there_is_room_for_every_tile(sizes: tuple[int, ...]) -> None:
 
 def test_one_heads_lists_stand_for_all_where_another_predicate_sees_h() -> None:
     """The kernel then looks for its head's, as its config says."""
-    from anyattn.backends.hopper.make_config import specialised
+    from anyattn.backends.hopper.make_config import forward_spec
     from anyattn.backends.hopper.tables import visits_of
 
     q, ends = torch.zeros(500, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 300, 500])
     problem = flash.varlen_problem(q, q, q, ends, ends, None, None, None, None, None, None, Options(mask_mod=masks.prefix_lm(40)))
-    alone = visits_of(problem, specialised(problem))
+    alone = visits_of(problem, forward_spec(problem))
     both = replace(problem, predicates=(*problem.predicates, trace(lambda b, h, q, k: (k + h) % 2 == 0, "mask")))
-    found = visits_of(both, specialised(both))
-    assert specialised(both).config.per_head and not specialised(problem).config.per_head
+    found = visits_of(both, forward_spec(both))
+    assert forward_spec(both).config.per_head and not forward_spec(problem).config.per_head
     for name in ("partial_count", "partial_index", "full_count", "full_index"):
         one, each = getattr(alone, name), getattr(found, name)
         assert len(one) == 1 and len(each) == 4 and torch.equal(each, one.expand(4, -1)), name

@@ -200,7 +200,7 @@ def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> 
 
 
 def _trailing(nodes: tuple[Node, ...], at: int, due: tuple[str, ...]) -> tuple[int, int, int | None] | None:
-    """(the node that ``at`` multiplies, its factor, the captured number that the factor is) if the factor is a number above 0."""
+    """For ``at = x * c`` with a constant c > 0 or a captured c: (x, c, index of c among the captured numbers or None); else None."""
     for of in nodes[at].args:
         factor = _factor(nodes, at, of, due)
         if factor is not None:

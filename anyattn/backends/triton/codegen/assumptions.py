@@ -39,8 +39,8 @@ def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
     if problem.sequences is not None and problem.sequences.is_cache:
         # fewer keys allow every assumption that more keys allow: if the first and the last agree, so do all between
         known = alike(keys)
-        if (found := style(known[0])) == style(known[-1]):
-            return found
+        if (of_first := style(known[0])) == style(known[-1]):
+            return of_first
     return style(keys)
 
 
@@ -89,11 +89,11 @@ def _style(
     least_row = -rows if is_ragged else 0  # rows before all keys, in a cache with fewer keys than queries
     b, h, q, kv = (Extent(0, max(n, 1) - 1) for n in (batch, heads, rows + keys * is_ragged, keys))
     q = q._replace(lo=least_row)
-    given = tuple(Extent(n or 0, n or 0) for n in numbers)
-    is_small, is_near = (all(e.lo > -most and e.hi < most for e in (b, h, q, kv, *given)) for most in (SMALL, NEAR))
+    captured = tuple(Extent(n or 0, n or 0) for n in numbers)
+    is_small, is_near = (all(e.lo > -most and e.hi < most for e in (b, h, q, kv, *captured)) for most in (SMALL, NEAR))
     is_small = is_small and all(abs(n) < _NARROW for shape, strides in places for n in (*shape, *strides))
-    found = extents(expr, Box(b, h, q, kv, given or None))
-    loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
+    bounds = extents(expr, Box(b, h, q, kv, captured or None))
+    loads = [(places[n.attr][0][i], bounds[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
     is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
     dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
     return Style(is_small, is_inside, dense, functions, has_nvidia, is_near)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.codegen.programs import Part, Program, Read
+from anyattn.backends.triton.codegen.programs import CapturedValues, Part, Program
 from anyattn.backends.triton.kernels.arguments import Captured, CapturedPart
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.fast_launch import Handle
@@ -65,13 +65,13 @@ def _names(fields: Any, prefix: str) -> Iterator[str]:
             yield prefix + name
 
 
-def _made(fields: Any, prefix: str) -> str:
+def _group_source(fields: Any, prefix: str) -> str:
     """Source that constructs a group from its values."""
     if isinstance(fields, str):
         return fields
     kinds = get_type_hints(fields).items()
-    given = [_made(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
-    return jit_source.group(fields, given)
+    values = [_group_source(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
+    return jit_source.group(fields, values)
 
 
 def _tuple(values: Sequence[str]) -> str:
@@ -112,14 +112,14 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     # It specialises on no other argument.
     with_rows = {name.split("_")[0] for name in strides}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
-    given = [_made(g.fields, g.prefix) for g in signature.groups]
+    groups = [_group_source(g.fields, g.prefix) for g in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
     if signature.scatters:
         adds = slots[0] is not None and bool(slots[0].loads)
         functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
         flags.insert(1, str(adds))
-    call = [*given, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
+    call = [*groups, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
@@ -140,25 +140,30 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
 
 
 def run_entry(
-    kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
+    kernel: Any,
+    grid: Sequence[int],
+    values: Sequence[Any],
+    captured: Sequence[CapturedValues],
+    device: torch.device,
+    options: dict[str, Any],
 ) -> Handle | None:
     """Launches an entry. values: of the groups, in order. captured: of the parts that the body calls, in
     order. options: constants and warps.
 
     Returns a handle for launches with the same sizes, strides, options, dtypes and alignment.
     """
-    given = list(values)
-    for read in captured:
-        given += read.scalars
-        given += sizes_of_captured(read)
-        given += read.tensors
-        given += read.totals
+    arguments = list(values)
+    for part in captured:
+        arguments += part.scalars
+        arguments += sizes_of_captured(part)
+        arguments += part.tensors
+        arguments += part.totals
     # launches of one entry differ only in dtypes and in row alignment, and the entry itself states the alignment
-    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in arguments if not isinstance(x, (int, float))])
     with current_device(device):
-        return launch(kernel, tuple(grid), given, device, options, dtypes)
+        return launch(kernel, tuple(grid), arguments, device, options, dtypes)
 
 
-def sizes_of_captured(read: Read) -> tuple[int, ...]:
+def sizes_of_captured(part: CapturedValues) -> tuple[int, ...]:
     """An entry's arguments after a part's numbers: strides and sizes of the captured tensors and of the totals."""
-    return tuple([n for t in (*read.tensors, *read.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])
+    return tuple([n for t in (*part.tensors, *part.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])

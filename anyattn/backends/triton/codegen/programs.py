@@ -35,9 +35,10 @@ from anyattn.problem import Problem
 from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 
 __all__ = [
+    "CallProgram",
+    "CapturedValues",
     "Part",
     "Program",
-    "Read",
     "captured_of",
     "gradient_part",
     "masks_of",
@@ -114,7 +115,7 @@ class Program:
         return "\n\n".join(staged(part) for part in self.parts)
 
 
-class Read(NamedTuple):
+class CapturedValues(NamedTuple):
     """A part's captured values in a call."""
 
     scalars: tuple[int, ...]
@@ -123,8 +124,9 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """mods: the source of each part of the program. lists: None, "given", or the mask for which lists are to be made."""
+class CallProgram:
+    """The program of a call. mods: for each part of the program the mod whose values it captures. lists: None, "given" for the call's own
+    lists, or the mask for which lists are made."""
 
     program: Program
     mods: tuple[TracedMod | RowRanges, ...]
@@ -136,7 +138,7 @@ def masks_of(problem: Problem) -> MaskPlan:
     return mask_plan(problem, _ABILITIES)
 
 
-def program_of(problem: Problem) -> Chosen:
+def program_of(problem: Problem) -> CallProgram:
     """The parts that a kernel computes ``problem`` with; reads no tensor."""
     plan, score = masks_of(problem), problem.score
     named = [("ranges", part) for part in plan.ranged]
@@ -152,12 +154,12 @@ def program_of(problem: Problem) -> Chosen:
         mods.append(TracedMod.of_fields({**vars(dropout.keep), "scalars": dropout.captured[0]}))
     program = Program(of_score, *(parts.get(name) for name in ("ranges", "listed", "always", "dropout")))
     lists = "given" if plan.uses_blocks else plan.listed[0].mask if plan.listed else None
-    return Chosen(program, (*([] if score is None else [score]), *mods), lists)
+    return CallProgram(program, (*([] if score is None else [score]), *mods), lists)
 
 
-def captured_of(chosen: Chosen) -> tuple[Read, ...]:
+def captured_of(call_program: CallProgram) -> tuple[CapturedValues, ...]:
     """The captured values of every part, in order."""
-    return tuple(Read(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
+    return tuple(CapturedValues(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in call_program.mods)
 
 
 def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
@@ -188,8 +190,8 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
     ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
-    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
-    return made._replace(style=style_of(score, made.expr, problem))
+    part = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
+    return part._replace(style=style_of(score, part.expr, problem))
 
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
@@ -203,12 +205,12 @@ def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
     gradients = score_gradients(expr, is_exact=not is_short)
-    deps, found = dependence(gradients.expr), set()
+    deps, slots = dependence(gradients.expr), set()
     for load in gradients.loads:
         places = [gradients.expr.outputs[i] for i in load.indices]
         if contends(gradients.expr, places, deps, is_short and moves_along_diagonals(deps, places)):
-            found.add(load.slot)
-    return tuple(sorted(found))
+            slots.add(load.slot)
+    return tuple(sorted(slots))
 
 
 def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -307,8 +309,8 @@ def staged(part: Part) -> str:
         result = f"device_math.{'kept_nvidia' if part.style.is_nvidia else 'kept'}(x, {result}, byte)"
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
-    made = [head, _function(f"{part.name}_value", arguments, body)]
-    return "\n\n".join([*made, scatter_source(part.name, part.loads, part.style)] if part.loads else made)
+    functions = [head, _function(f"{part.name}_value", arguments, body)]
+    return "\n\n".join([*functions, scatter_source(part.name, part.loads, part.style)] if part.loads else functions)
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:

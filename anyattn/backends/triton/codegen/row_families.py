@@ -35,7 +35,7 @@ class Family(NamedTuple):
 def families(gradients: Gradients, element: int) -> tuple[list[Family], list[LoadGradient]]:
     """The families among the loads, and the loads in no family. element: the slot of the number that selects the element."""
     groups: dict[tuple, list[tuple[int, LoadGradient]]] = {}
-    alone, found = [], []
+    alone, row_families = [], []
     nodes, outputs = gradients.expr.nodes, gradients.expr.outputs
     for load in gradients.loads:
         places = [outputs[i] for i in load.indices]
@@ -51,8 +51,8 @@ def families(gradients: Gradients, element: int) -> tuple[list[Family], list[Loa
         if family is None:
             alone += [load for _, load in members]
         else:
-            found.append(family)
-    return found, sorted(alone, key=gradients.loads.index)
+            row_families.append(family)
+    return row_families, sorted(alone, key=gradients.loads.index)
 
 
 def reason_against(problem: Problem) -> str | None:
@@ -70,8 +70,8 @@ def reason_against(problem: Problem) -> str | None:
 def _written_out(expr: Expr, wanted: tuple[int, ...]) -> int:
     if sum(node.op == "load" and node.attr in wanted for node in expr.nodes) <= _MOST:
         return 0
-    found = score_gradients(expr)
-    return len(families(Gradients(found.expr, tuple(load for load in found.loads if load.slot in wanted)), 0)[1])
+    gradients = score_gradients(expr)
+    return len(families(Gradients(gradients.expr, tuple(load for load in gradients.loads if load.slot in wanted)), 0)[1])
 
 
 def _family(gradients: Gradients, slot: int, members: list[tuple[int, LoadGradient]], element: int) -> Family | None:

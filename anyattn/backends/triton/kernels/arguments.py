@@ -12,7 +12,7 @@ from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
     "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "Captured", "CapturedPart", "ForwardSpans",
-    "ForwardStrides", "ForwardTensors", "HeadPointers", "HeadsDealt", "KeyStorage", "LineStrides", "ListSpans", "ListStrides",
+    "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans", "ListStrides",
     "ListedTiles", "Lists", "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run",
     "Runs", "Scales", "Sequence", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
@@ -85,7 +85,7 @@ class CacheSizes(NamedTuple):
     last_page: Any
 
 
-class HeadsDealt(NamedTuple):
+class HeadGroups(NamedTuple):
     """The division of query heads among programs: int32.
 
     packed: query heads that share a tile. padded: the least power of two that is not less. together: heads that programs compute at a time;

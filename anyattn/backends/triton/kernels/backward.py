@@ -277,16 +277,16 @@ def _visit_rows(
     heads: ``HeadPointers``. offsets: of a full tile's q and dout.
     """
     m_lane = tl.arange(0, TILE_M)
-    asked = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # partial tiles may keep it in registers
+    row = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # partial tiles may keep it in registers
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
         q_at, do_at = tile_offsets(local, strides.q, BLOCK_D, IS_NEAR), tile_offsets(local, strides.dout, BLOCK_DV, IS_NEAR)
-        asked = tl.minimum(asked, end - 1 - start)
+        row = tl.minimum(row, end - 1 - start)
     is_row = first + m_lane < end
-    position = start + asked
+    position = start + row
     at = sequence.q_start + start
     q = _load_tile(heads.q + row_at(at, strides.q, IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads.lse + kept + m_lane)

@@ -29,8 +29,8 @@ def combine_row(
     top = tl.full((), float("-inf"), tl.float32)
     for first in range(0, parts, PARTS):
         part = first + lane
-        found = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
-        top = tl.maximum(top, tl.max(found, 0))
+        lse_of_parts = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
+        top = tl.maximum(top, tl.max(lse_of_parts, 0))
     is_unused = top == float("inf")
     if HAS_SINK:
         logit = tl.load(sink + b.to(tl.int64) * sink_b + h.to(tl.int64) * sink_h + s.to(tl.int64) * sink_s).to(tl.float32)
@@ -41,8 +41,8 @@ def combine_row(
     acc, total = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
     for first in range(0, parts, PARTS):
         part = first + lane
-        found = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
-        weight = tl.exp(found - near)
+        lse_of_parts = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
+        weight = tl.exp(lse_of_parts - near)
         if HAS_UNUSED:
             weight = tl.where(is_unused, 0.0, weight)
         # the output of a part without weight is not loaded: it may be NaN

@@ -9,8 +9,8 @@ _NUMBERS = ("count", "planes")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
-def read_sums(sums, found, count: tl.int64, planes: tl.int64, BLOCK: tl.constexpr):
-    """sums: int64 [planes, count]. found: [count]. Planes are added in float64, from the least power of two on; each conversion is almost
+def read_sums(sums, totals, count: tl.int64, planes: tl.int64, BLOCK: tl.constexpr):
+    """sums: int64 [planes, count]. totals: [count]. Planes are added in float64, from the least power of two on; each conversion is almost
     exact."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < count
@@ -27,4 +27,4 @@ def read_sums(sums, found, count: tl.int64, planes: tl.int64, BLOCK: tl.constexp
     is_nan = (tl.load(others + 2 * count, mask=is_there, other=0) > 0) | (is_high & is_low)
     total = tl.where(is_high, float("inf"), tl.where(is_low, float("-inf"), total))
     total = tl.where(is_nan, float("nan"), total)
-    tl.store(found + at, total.to(found.dtype.element_ty), mask=is_there)
+    tl.store(totals + at, total.to(totals.dtype.element_ty), mask=is_there)

@@ -196,7 +196,7 @@ def visit(
 
 @triton.jit
 def visit_late(
-    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, scales, captured,
+    acc, row_sum, row_max, p, pending_rescale, before, q, first, key, rows, b, h, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr,
@@ -204,18 +204,19 @@ def visit_late(
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """``visit`` of a full tile that runs the second product of the tile before, at position ``before`` with weights ``p``, while this
-    tile's exponentials are computed. Returns (acc, row_sum, row_max, p, owed). Keys are not in pages.
+    tile's exponentials are computed. Returns (acc, row_sum, row_max, p, pending_rescale). Keys are not in pages.
 
-    owed: the factor that acc still has to be multiplied by. p is float32: in 16 bits the compiler would pass it through shared memory.
+    pending_rescale: the factor by which acc is still to be multiplied. p is float32: in 16 bits the compiler would pass it through shared
+    memory.
     """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
     v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-    acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
-    return acc, row_sum, row_max, p, owed
+    acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+    p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+    return acc, row_sum, row_max, p, pending_rescale
 
 
 @triton.jit
@@ -230,7 +231,7 @@ def visit_all(
     """Tiles ``begin`` to ``stop`` in one loop. Partial tiles, from ``full`` on, evaluate the mask in a branch, so that the loads of the
     first partial tile are pipelined like all others. Returns (acc, row_sum, row_max). Needs ranges, and descriptors,
     which know the end of the keys."""
-    p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+    p, pending_rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
     before = begin * 0
     if IS_LATE and begin < stop:
         before = first_at(runs, begin, full, seqlen_k, RANGES, TILE_N)
@@ -245,17 +246,17 @@ def visit_all(
             s = tl.where(MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors), s, float("-inf"))
         if IS_LATE:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-            p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+            acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
             before = first
         else:
             p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
             v = whole_keys_at(key.v, key.v_strides, first, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_kept(acc, rescale, p, v, b, h, first, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
-    if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
+    if IS_LATE:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
         if begin < stop:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            acc = plus_kept(acc, pending_rescale, p, v, b, h, before, rows.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     return acc, row_sum, row_max
 
 
@@ -380,14 +381,14 @@ def forward_tile(
         q = load_rows(tensors.q, offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + sequence.q_first)[:, None]
     if IS_PACKED:
-        asked = heads[:, None]
+        q_head = heads[:, None]
     else:
-        asked = h
+        q_head = h
     # heads in one tile are 8 rows apart with other words, and lists of other sizes begin anywhere
     HAS_FOURS: tl.constexpr = not IS_PACKED and LIST_M % 16 == 0 and LIST_N % 16 == 0
     q_places = places(first_row + sequence.q_first, TILE_M, True, False) if HAS_FOURS else q_idx
     kept = rows_of(
-        b, asked, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
+        b, q_head, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
     )
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
@@ -433,28 +434,28 @@ def forward_tile(
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
-            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, asked, scales, captured,
+            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, q_head, scales, captured,
             SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_LATE, IS_DESCRIBED,
         )  # fmt: skip
         begin, stop = full, full
     elif IS_LATE:
         tl.static_assert(PAGE_SIZE == 0, "page numbers are loaded ahead of one tile's keys and values, not of two tiles'")
-        p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+        p, pending_rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
         before = start * 0
         if start < end_full:
             before = full_at(runs, start, RANGES, TILE_N, LIST_N)
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
-            acc, row_sum, row_max, p, owed = visit_late(
-                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, scales, captured,
+            acc, row_sum, row_max, p, pending_rescale = visit_late(
+                acc, row_sum, row_max, p, pending_rescale, before, q, first, key, kept, b, q_head, scales, captured,
                 SCORE, MASK, ALWAYS, DROPOUT, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
             before = first
         if start < end_full:
             v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
-            acc = plus_kept(acc, owed, p, v, b, asked, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
+            acc = plus_kept(acc, pending_rescale, p, v, b, q_head, before, kept.dropout, captured, DROPOUT, HAS_DROPOUT, PRECISION)
     else:
         # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
         # that passes on an unchanged value
@@ -471,7 +472,7 @@ def forward_tile(
                 beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
                 coming = page_numbers(key.start + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
-                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
+                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, q_head, of_tile, scales, captured,
                 SCORE, MASK, ALWAYS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
@@ -482,7 +483,7 @@ def forward_tile(
         else:
             of_tile = 0
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, of_tile, scales, captured,
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, captured,
             SCORE, MASK, ALWAYS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip

@@ -9,8 +9,8 @@ _NUMBERS = ("size", "chunks")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
-def sum_pages(rows, found, held, starts, size: tl.int64, chunks: tl.int64, BLOCK: tl.constexpr):
-    """rows: [places, size]. found: [pages, size], where page p is the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order,
+def sum_pages(rows, sums, held, starts, size: tl.int64, chunks: tl.int64, BLOCK: tl.constexpr):
+    """rows: [places, size]. sums: [pages, size], where page p is the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order,
     in float32.
 
     Each program sums a part of one page; ``chunks``: the number of parts per page."""
@@ -20,4 +20,4 @@ def sum_pages(rows, found, held, starts, size: tl.int64, chunks: tl.int64, BLOCK
     total = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.load(starts + page), tl.load(starts + page + 1)):
         total += tl.load(rows + tl.load(held + i) * size + at, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(found + page * size + at, total.to(found.dtype.element_ty), mask=is_there)
+    tl.store(sums + page * size + at, total.to(sums.dtype.element_ty), mask=is_there)

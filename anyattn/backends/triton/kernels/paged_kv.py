@@ -29,14 +29,14 @@ def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constex
     """
     lane = tl.arange(0, TILE_N)
     if FITS and PAGE_SIZE >= TILE_N:
-        asked = first.to(tl.uint32) // PAGE_SIZE
+        indices = first.to(tl.uint32) // PAGE_SIZE
     elif IS_CUT:
-        asked = tl.minimum(first + lane, last).to(tl.uint32) // PAGE_SIZE
+        indices = tl.minimum(first + lane, last).to(tl.uint32) // PAGE_SIZE
     elif FITS:
-        asked = first.to(tl.uint32) // PAGE_SIZE + lane // PAGE_SIZE
+        indices = first.to(tl.uint32) // PAGE_SIZE + lane // PAGE_SIZE
     else:
-        asked = (first + lane).to(tl.uint32) // PAGE_SIZE
-    return tl.load(pages + asked)
+        indices = (first + lane).to(tl.uint32) // PAGE_SIZE
+    return tl.load(pages + indices)
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
     A number that came from memory, behind the loads of keys in flight, would arrive too late for the loop.
     """
     EVERY: tl.constexpr = _SECTOR * 8 // pages.dtype.element_ty.primitive_bitwidth
-    asked = first.to(tl.uint32) // PAGE_SIZE + tl.arange(0, NEARBY) * EVERY
-    return tl.load(pages + tl.minimum(asked, last.to(tl.uint32) // PAGE_SIZE))
+    indices = first.to(tl.uint32) // PAGE_SIZE + tl.arange(0, NEARBY) * EVERY
+    return tl.load(pages + tl.minimum(indices, last.to(tl.uint32) // PAGE_SIZE))
 
 
 @triton.jit

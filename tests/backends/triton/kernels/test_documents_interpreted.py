@@ -1,4 +1,4 @@
-"""Masks of documents by Triton's interpreter: as sequences, by their lists, and launched both ways, of which one does nothing.
+"""Masks of documents by Triton's interpreter: as sequences, by their lists, and launched both pipeline, of which one does nothing.
 
 Run by ``test_in_the_interpreter.py`` in a process of its own, in which all memory holds NaN first.
 """
@@ -15,6 +15,7 @@ from anyattn import hardware, masks, planner
 from anyattn.backends.triton import api as forward_pass
 from anyattn.backends.triton import backward_pass, launch_cache, tile_config
 from anyattn.backends.triton.documents import Form
+from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
 from anyattn.documents import rewrite
 from anyattn.documents.rewrite import DocumentTables
@@ -101,8 +102,8 @@ def test_launched_both_ways(name: str, launched: list, monkeypatch: pytest.Monke
     mask = mask_of(case)
     results(case, block_mask(case, mask), mask)
     assert len(launched) == 8  # of the forward pass, and three kernels of the backward
-    ways = [(options["HAS_ENTRIES"], options["HAS_GUARD"], options["RANGES"] > 0) for options in launched]
-    assert set(ways) == {(True, False, True), (False, True, False)} and ways.count((True, False, True)) == 4
+    pipeline = [(options["HAS_ENTRIES"], options["HAS_GUARD"], options["RANGES"] > 0) for options in launched]
+    assert set(pipeline) == {(True, False, True), (False, True, False)} and pipeline.count((True, False, True)) == 4
 
 
 @pytest.mark.parametrize("name", ["causal", "a score mod that learns", "ids that come back, learning"])
@@ -178,16 +179,24 @@ def test_other_tiles_of_the_same_documents() -> None:
         judge(q, k, v, mask=mask, block_mask=made, kernel_options=dict(zip(("tile_m", "tile_n"), tiles, strict=True)))
 
 
-@pytest.mark.parametrize("ways", few([(False, 1), (True, 2), (True, 3, True), (False, 3, True)], (False, 1), (True, 3, True)), ids=str)
-def test_keys_by_descriptors(ways: tuple, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "pipeline",
+    few(
+        [(False, TmaUse.KV_IN_KERNEL), (True, TmaUse.KV), (True, TmaUse.KV_OUT, True), (False, TmaUse.KV_OUT, True)],
+        (False, TmaUse.KV_IN_KERNEL),
+        (True, TmaUse.KV_OUT, True),
+    ),
+    ids=str,
+)
+def test_keys_by_descriptors(pipeline: tuple, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors of all of storage, where the tile behind a document's last one holds keys of the next."""
-    monkeypatch.setattr(tile_config, "ways_of", lambda *_: tile_config.Ways(*ways))
+    monkeypatch.setattr(tile_config, "pipeline_of", lambda *_: PipelineOptions(*pipeline))
     for name in ("documents", "ids of each entry"):
         case = CASES[name]
         mask = mask_of(case)
         launched.clear()
         results(case, block_mask(case, mask), mask)
-        assert launched[0]["IS_DESCRIBED"] == min(ways[1], 2) and launched[0]["IS_JOINED"] is (ways[2:] == (True,))
+        assert launched[0]["IS_DESCRIBED"] == min(pipeline[1], TmaUse.KV) and launched[0]["IS_JOINED"] is (pipeline[2:] == (True,))
 
 
 def test_a_mask_of_more_ranges_than_a_kernel_keeps_is_asked(launched: list) -> None:

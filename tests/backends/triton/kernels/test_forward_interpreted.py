@@ -9,6 +9,7 @@ import torch
 import anyattn
 from anyattn import oracle
 from anyattn.backends.triton import launch_cache, tile_config
+from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
@@ -57,23 +58,23 @@ def launched(monkeypatch):  # type: ignore[no-untyped-def]
     attention.clear()
 
 
-WAYS = {
-    "late": (True, 0), "described": (False, 1), "both": (True, 1), "joined": (False, 2, True), "output": (False, 3),
-    "all": (True, 4, True, True),
+PIPELINES = {
+    "late": (True, TmaUse.NONE), "described": (False, TmaUse.KV_IN_KERNEL), "both": (True, TmaUse.KV_IN_KERNEL),
+    "joined": (False, TmaUse.KV, True), "output": (False, TmaUse.KV_OUT), "all": (True, TmaUse.ALL, True, True),
 }  # fmt: skip
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=list(PIPELINES))
 @pytest.mark.parametrize("name", MASKS)
-def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(*ways))
+def test_pipelines(name, pipeline, launched, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(tile_config, "pipeline_of", lambda *about: PipelineOptions(*pipeline))
     for score in SCORES.values():
         # of few rows heads share a tile, which no descriptor is for
-        options = seen(launched, score, MASKS[name], None, rows=65 if ways[1] > 2 else 50)
-        assert (options["IS_LATE"], options["IS_DESCRIBED"]) == ways[:2] and options["IS_RAW"]
-        assert options["IS_JOINED"] is (len(ways) > 2 and name != "documents")  # whose tiles are listed
-    assert seen(launched, None, MASKS[name], None, splits=3)["IS_DESCRIBED"] == min(ways[1], 2), "parts are written row by row"
+        options = seen(launched, score, MASKS[name], None, rows=65 if pipeline[1] > TmaUse.KV else 50)
+        assert (options["IS_LATE"], options["IS_DESCRIBED"]) == pipeline[:2] and options["IS_RAW"]
+        assert options["IS_JOINED"] is (len(pipeline) > 2 and name != "documents")  # whose tiles are listed
+    assert seen(launched, None, MASKS[name], None, splits=3)["IS_DESCRIBED"] == min(pipeline[1], TmaUse.KV), "parts are written row by row"
 
 
 @pytest.mark.covering(1)
@@ -81,7 +82,7 @@ def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: ignore[no-untyped-def]
     """Where no tile holds rows of two heads."""
-    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 0, is_grouped=True))
+    monkeypatch.setattr(tile_config, "pipeline_of", lambda *about: PipelineOptions(False, TmaUse.NONE, is_grouped=True))
     monkeypatch.setattr(tile_config, "heads_together", lambda heads, head_bytes: together)
     grid = seen(launched, None, MASKS[name], None, rows=70, batch=2)["grid"]
     assert grid[::2] == (together, 8 // together) and grid[1] >= 5  # lists are of other tiles
@@ -89,7 +90,7 @@ def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: 
 
 def test_rows_without_a_place_of_their_own(monkeypatch):  # type: ignore[no-untyped-def]
     """Keys that all heads share, by a stride of 0, and outputs of one row are described by the programs, or not at all."""
-    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 4))
+    monkeypatch.setattr(tile_config, "pipeline_of", lambda *about: PipelineOptions(False, TmaUse.ALL))
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 40, 16), torch.randn(2, 1, 40, 16).expand(2, 4, 40, 16), torch.randn(2, 40, 4, 16).transpose(1, 2)
     for tensors in ((q, k, v), (q, v, k), (v, q, q), (q[:, :, :1].expand(2, 4, 40, 16), q, v)):
@@ -107,5 +108,5 @@ def test_scales(scale, launched):  # type: ignore[no-untyped-def]
 
 def test_what_cannot_be_described(launched, monkeypatch):  # type: ignore[no-untyped-def]
     """Rows that do not begin at multiples of 16 bytes."""
-    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 4))
+    monkeypatch.setattr(tile_config, "pipeline_of", lambda *about: PipelineOptions(False, TmaUse.ALL))
     assert not seen(launched, None, None, None, width=25)["IS_DESCRIBED"]

@@ -101,7 +101,7 @@ class Adds:
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
 
     def _left_to(self, warp: Any) -> None:
-        """Leaves the parts that follow to adding warp ``warp``."""
+        """Hands the next part of dQ to adding warp ``warp``."""
         cute.arch.barrier_arrive(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)
 
     @cute.jit

@@ -219,13 +219,15 @@ class MultipliesBack:
         return self.of_rows(statistics[1][None, do_state.index], positions)
 
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
-        """The current visit and the current key tile, read from the board. said: the board and the pipeline states that index it."""
+        """The current visit and the current key tile, read from the board in shared memory. said: (board, state of Q's pipeline, state of
+        the work pipeline); the states select the board's current slots."""
         board, q_state, work_state = said
         count = len(Visit._fields) - (not self.config.has_ranks)  # the last one is the turn
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, said: Any) -> tuple[Any, ...]:
-        """(row tile, head, entry, turn) for an adding warp; (``END``, said, ...) if said is a number."""
+        """(row tile, head, entry, turn) for an adding warp. If ``said`` is a number, no work is left: (``END``, number of adding warps
+        that are told later, 0, 0)."""
         if not isinstance(said, tuple):
             return Int32(END), Int32(said), Int32(0), Int32(0)
         visit, facts = self.said_of(said)

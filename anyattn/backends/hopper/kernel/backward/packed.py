@@ -68,9 +68,9 @@ class Packed:
         return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
 
     def posted(self, place: Any, facts: Any, of_each: Any, group: Any) -> tuple[Any, ...]:
-        """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and the distance in visits of those that may have rows
-        past the last (``visits_to_wiping``), more than all visits if none has. of_each: the visits of each head, 0 if heads differ. group:
-        (query heads for each kv head, ``begins_last``).
+        """The numbers that the producer posts after ``KeyFacts``: the ``Place``, and the period of the visits whose row tile may end past
+        the sequence (``visits_to_wiping``), larger than the number of visits if there is none. of_each: the visits of each
+        head, 0 if heads differ. group: (query heads for each kv head, ``begins_last``).
 
         Reading the visit and the lengths before each product takes 4 to 6 % of the pass. Without lists only one row tile of each head is
         cut, its last one; interleaved heads begin with it.

@@ -6,9 +6,9 @@ each from its first row tile to its last. A visit is masked or bare: by bands an
 Query heads that share keys are interleaved under a causal mask (``BackwardConfig.interleaves_heads``): a row tile is visited for each of
 them before the next row tile. Thread blocks then read the same row tiles at about the same time, and find them in the L2 cache. In even
 rounds visits begin at the last row tile: thread blocks start together there, and those with later keys, whose diagonals are nearer, end
-earlier. In odd rounds visits begin at the diagonal: a thread block that starts some visits later than another starts as many visits further
-on, at the row tile that the other has reached. With one head after another, their distance would grow with every head, because the first
-key tiles have the most rows. With sequences, whose key tiles follow one another, visits always begin at the last row tile.
+earlier. In odd rounds visits begin at the diagonal: a thread block that starts n visits later than another also starts n visits ahead of
+its first row tile, so that both visit the same row tiles. With one head after another, their distance would grow with every head, because
+the first key tiles have the most rows. With sequences, whose key tiles follow one another, visits always begin at the last row tile.
 
 Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
 tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
