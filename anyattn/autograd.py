@@ -100,8 +100,7 @@ class _Attention(torch.autograd.Function):
     @without_default_device
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
         wants_lse, fields = problem.wants_lse, vars(problem)
-        # a plan of whole spans recomputes its probabilities without the log-sum-exp
-        keeps_lse = wants_lse or not plan.whole_spans
+        keeps_lse = wants_lse or plan.needs_lse
         if keeps_lse is not wants_lse or problem.sequences is not None:
             fields = fields.copy()
             fields["wants_lse"] = keeps_lse

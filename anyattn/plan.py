@@ -29,7 +29,7 @@ class Plan:
     pairs_at_once: number of (batch, head) pairs that torch's passes compute together.
 
     num_splits: number of parts of each row tile's keys (split-KV). product_dtype: the dtype of the two matrix products.
-    whole_spans: all visible scores of a row tile are computed at once, not streamed. why: one line per decision, for people.
+    needs_lse: the backward pass reads the forward pass's log-sum-exp. why: one line per decision, for people.
     is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), for any contents of its tensors.
     has_asked_tiles: kernel_options set the tiles, for both passes. is_tuned: kernel_options ask for measured tiles (Triton).
     heads_per_tile: query heads that share a row tile. num_warps, num_stages: of a Triton kernel's programs.
@@ -42,7 +42,7 @@ class Plan:
     tile_n_backward: int
     pairs_at_once: int
     product_dtype: torch.dtype
-    whole_spans: bool = False
+    needs_lse: bool = True
     num_splits: int = 1
     backward: str = ""
     why: tuple[str, ...] = ()

@@ -169,12 +169,12 @@ def _check_native(problem: Problem, backend: str | None, against: str | None) ->
 
 
 def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
-    """The plan of the backward pass after ``plan``'s forward pass. If another backend runs it, it needs the log-sum-exp."""
+    """The plan of the backward pass after ``plan``'s forward pass."""
     if not plan.backward:
         return plan
     options = {"autotune": 1} if plan.is_tuned else None
     # packed row tiles are a choice of the forward pass alone
-    return replace(choose(problem.like(packs=None), hardware, plan.backward, options), whole_spans=False)
+    return choose(problem.like(packs=None), hardware, plan.backward, options)
 
 
 def _backward_of(problem: Problem, hardware: Hardware) -> Backward:

@@ -6,7 +6,6 @@ eager call does.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -182,8 +181,6 @@ def _gradients(operands: Flash, lists: BlockSparse | None, results: Results) -> 
     problem, chosen = _call(operands._replace(shared=shared), lists)
     needed = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # the graph's tensors themselves do not require grad
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in needed})
-    if chosen.whole_spans:  # such a plan saves no log-sum-exp; this operator did
-        chosen = replace(chosen, whole_spans=False)
     rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
     douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *others = autograd.backward(problem, chosen, *rows, *douts)

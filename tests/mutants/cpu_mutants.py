@@ -70,7 +70,6 @@ MUTANTS = by_name(
         "light_rows_taken_for_the_sinks", f"{_BACKWARD}:_Statistics.of",
         "finite_or_zero(t)", "torch.zeros_like(t)", "garbage_at_a_sink",
     ),
-    Mutant("nan_of_hidden_values", f"{_FORWARD}:Values.weighted", "not self.is_guarded", "True", "garbage"),
     Mutant(
         "mask_forgotten_with_a_mod", f"{_FORWARD}:Scores.of",
         "self.call.masks.apply(view, tile, chunk.asked)", "pass", "relative_window",

@@ -191,7 +191,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "narrowed": narrowed,
     "dropout": lambda: dropout.test_flex_against_the_oracle("tiles", torch.float32),
     "dropout_again": lambda: dropout.test_a_seed_for_each_call_which_manual_seed_repeats(dropout.flash),
-    "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
     "garbage_at_a_sink": lambda: edge.test_12_garbage_in_a_row_that_sees_only_the_sink("float16"),
     "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,
     "closures": edge.test_17_two_closures_with_equal_code,

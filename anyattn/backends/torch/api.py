@@ -60,10 +60,10 @@ def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed."""
     call = _call(problem, plan)
-    if lse is None:  # a forward pass over whole spans saves no log-sum-exp
+    if lse is None:  # the forward pass computed whole spans
         return *unstreamed.backward(call, dout), None
     return backward_pass.backward(call, out, lse, dout, dlse)
 
 
 def _by_spans(problem: Problem, plan: Plan) -> bool:
-    return plan.whole_spans and not (problem.wants_lse or problem.wants_max)
+    return not (plan.needs_lse or problem.wants_lse or problem.wants_max)

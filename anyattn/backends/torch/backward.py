@@ -117,10 +117,6 @@ class _Operands:
     def __init__(self, call: Call, heads: Heads):
         stat, device = call.problem.stat_dtype, call.problem.q.device
         self.keys, self.values = (heads.keys(x, name).whole() for name, x in (("k", call.problem.k), ("v", call.problem.v)))
-        # 0 x NaN: scores are computed from the keys as given; products with weights use keys without non-finite values
-        self.finite_keys = self.keys
-        if not call.all_finite:
-            self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
         self.dk = torch.zeros(self.keys.shape, dtype=stat, device=device)
         self.dv = torch.zeros(self.values.shape, dtype=stat, device=device)
         if call.dtype != stat:
@@ -212,7 +208,7 @@ def _row_tile(
             dscore = dscore.view(p.shape)
         narrow = _narrow(call, dscore, "ds")
         _accumulate(operands.dk[:, here], narrow, q, scale)
-        dq = _add_product(dq, narrow, operands.finite_keys[:, here], scale)
+        dq = _add_product(dq, narrow, operands.keys[:, here], scale)
     return dq
 
 

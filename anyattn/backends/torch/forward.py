@@ -19,21 +19,11 @@ from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.kv_matrices import KeyRows
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
-from anyattn.backends.torch.tiles import (
-    Call,
-    Chunk,
-    Heads,
-    chunks,
-    is_finite,
-    row_heads,
-    rows_of_queries,
-    statistic_of_queries,
-    store,
-)
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, row_heads, rows_of_queries, statistic_of_queries, store
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.problem import Problem
 
-__all__ = ["Scores", "Values", "forward", "sink_logits"]
+__all__ = ["Scores", "forward", "sink_logits"]
 
 _FEW_ROWS = 32
 
@@ -113,9 +103,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
         heads = Heads(problem, group, call.dtype, call.workspace)
         keys, values = heads.keys(problem.k, "k"), heads.keys(problem.v, "v")
         for row_tile, start in _with_starts(call, group, heads, keys, values):
-            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, Values(values, False), start)
-            if not is_finite(acc):
-                acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, Values(values, True), start)
+            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             if scores.shift is not None:
                 row_max += scores.shift_of(tile, row_max)
@@ -147,30 +135,8 @@ def _with_starts(
             yield row_tile, (block.rectangle.rows_of(out, row_tile, heads), block.rectangle.rows_of(lse, row_tile, heads))
 
 
-class Values:
-    """V as a batch of matrices whose products are guarded on demand: 0 x NaN must not reach the output of a row that does not see the NaN.
-
-    The guard reads all of V and computes a second product, so a row tile is first computed without it, and again with the guard only if
-    the result is not finite. The guard replaces non-finite values by zeros, which changes no bit of any other row.
-    """
-
-    def __init__(self, rows: KeyRows, is_guarded: bool):
-        self.rows, self.is_guarded = rows, is_guarded
-
-    def weighted(self, p: Tensor, chunk: Chunk, name: str) -> Tensor:
-        """``p @ v`` (count, rows, Dv); the memory is reused by the next call with the same ``name``."""
-        values = self.rows.run(chunk.lo, chunk.hi)
-        out = self.rows.workspace.take(name, (*p.shape[:2], values.shape[-1]), p.dtype)
-        if not self.is_guarded:
-            return torch.bmm(p, values, out=out)
-        bad = torch.isfinite(values).logical_not_()
-        result = torch.bmm(p, values.masked_fill(bad, 0.0), out=out)
-        seen = torch.bmm((p != 0).to(p.dtype), bad.to(p.dtype))
-        return result.masked_fill_(seen > 0, math.nan)  # rows that do see the value get NaN, by definition
-
-
 def _stream(
-    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: KeyRows, values: Values, start: tuple[Tensor, Tensor] | None
+    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: KeyRows, values: KeyRows, start: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile.
 
@@ -182,7 +148,7 @@ def _stream(
     lowest = torch.finfo(call.dtype).min / 2  # not -inf: -inf - (-inf) would be NaN
     acc = row_sum = row_max = None
     if start is not None:
-        acc, row_max = (t.clone() for t in start)  # the caller may run this again
+        acc, row_max = start
         row_sum = torch.ones_like(row_max)
     for chunk in chunks(row_tile, call.plan.tile_n):
         tile = heads.tile(row_tile, chunk)
@@ -192,7 +158,9 @@ def _stream(
         p = _exp2(s.sub_(new_max), heads.group.is_small)
         part_sum = p.sum(-1, keepdim=True, dtype=stat)
         call.drops.apply(p, tile)
-        part = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk, "first p @ v" if acc is None else "p @ v")
+        name = "first p @ v" if acc is None else "p @ v"
+        part = call.workspace.take(name, (*shape[:2], values.shape[-1]), call.dtype)
+        torch.bmm(p if p.dtype == call.dtype else _narrow(call, p), values.run(chunk.lo, chunk.hi), out=part)
         if acc is None or row_sum is None or row_max is None:
             acc, row_sum = part.to(stat), part_sum
         else:
@@ -200,7 +168,7 @@ def _stream(
             row_sum, acc = row_sum.mul_(rescale).add_(part_sum), acc.mul_(rescale).add_(part)
         row_max = new_max
     if acc is None or row_sum is None or row_max is None:  # no row of this tile sees a key
-        acc = torch.zeros((*shape[:2], values.rows.shape[-1]), dtype=stat, device=q.device)
+        acc = torch.zeros((*shape[:2], values.shape[-1]), dtype=stat, device=q.device)
         return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
     return acc, row_max.to(stat), row_sum
 

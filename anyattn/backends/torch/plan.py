@@ -40,7 +40,7 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
         plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
     if options.get("num_splits", 1) > 1:
         splits, why = _bounded_splits(options["num_splits"])
-        plan = replace(plan, num_splits=splits, whole_spans=False, why=(*plan.why, *why))
+        plan = replace(plan, num_splits=splits, needs_lse=True, why=(*plan.why, *why))
     return plan
 
 
@@ -79,7 +79,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     tile_n_backward = min(tile_n, 2**16 // tile_m)
     # the widths of rows may have been read from tensors that masks capture
     is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
-    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, not whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:

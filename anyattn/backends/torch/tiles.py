@@ -302,8 +302,3 @@ class Call:
     @property
     def dtype(self) -> torch.dtype:
         return self.plan.product_dtype
-
-    @cached_property
-    def all_finite(self) -> bool:
-        """Whether k and v contain only finite values; False too if their sum overflows, which only costs time. Reads all of both."""
-        return is_finite(self.problem.k) and is_finite(self.problem.v)

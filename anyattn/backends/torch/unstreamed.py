@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.torch.coverage import RowTile
-from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, is_finite, row_heads, rows_of_queries, store
 from anyattn.backends.torch.workspace import zeros_in_order
 
 __all__ = ["backward", "forward"]
@@ -36,12 +36,9 @@ class _Spans:
 class _Rows:
     """A group's operands, and the probabilities of its row tiles."""
 
-    def __init__(self, call: Call, heads: Heads, needs_finite: bool):
+    def __init__(self, call: Call, heads: Heads):
         self.call, self.heads = call, heads
         self.keys, self.values = (heads.keys(x, name).whole() for name, x in (("k", call.problem.k), ("v", call.problem.v)))
-        self.finite_keys = self.keys
-        if needs_finite and not call.all_finite:
-            self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
 
     def gathered(self, name: str, x: Tensor, spans: _Spans) -> Tensor:
         """(count, width, D): the rows of ``x`` in the runs, contiguous."""
@@ -85,7 +82,7 @@ def forward(call: Call) -> Tensor:
     out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
-        rows = _Rows(call, heads, needs_finite=False)
+        rows = _Rows(call, heads)
         for row_tile in group.row_tiles:
             spans = _Spans.of(row_tile, problem.seqlen_k)
             if not spans.width:
@@ -93,12 +90,7 @@ def forward(call: Call) -> Tensor:
                 continue
             q = heads.rows(problem.q, row_tile.q_lo, row_tile.q_hi, "q")
             p = rows.probabilities(row_tile, spans, q, rows.gathered("keys", rows.keys, spans))
-            values = rows.gathered("values", rows.values, spans)
-            result = _product(call, p, values)
-            if not is_finite(result):  # 0 x NaN: values that a row does not see must not reach it
-                result = _product(call, p, finite_or_zero(values))
-                bad = torch.isfinite(values).logical_not_().to(p.dtype)
-                result.masked_fill_(torch.bmm((p != 0).to(p.dtype), bad) > 0, torch.nan)
+            result = _product(call, p, rows.gathered("values", rows.values, spans))
             store(heads.place(out, row_tile), result, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
     return out
 
@@ -110,7 +102,7 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dk, dv = (zeros_in_order(t, problem.stat_dtype) for t in (problem.k, problem.v))
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
-        rows = _Rows(call, heads, needs_finite=True)
+        rows = _Rows(call, heads)
         part_dk, part_dv = (torch.zeros(x.shape, dtype=problem.stat_dtype, device=x.device) for x in (rows.keys, rows.values))
         for row_tile in group.row_tiles:
             spans = _Spans.of(row_tile, problem.seqlen_k)
@@ -139,8 +131,7 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
     torch.baddbmm(ds, do, rows.transposed("values^T", values), beta=0, out=ds)
     torch.ops.aten._softmax_backward_data.out(ds, p, -1, call.dtype, grad_input=ds)
     _add_to_runs(dk, _product(call, ds.transpose(1, 2), q), spans, call.problem.scale)
-    finite_keys = keys if rows.finite_keys is rows.keys else rows.gathered("finite keys", rows.finite_keys, spans)
-    return _product(call, ds, finite_keys).mul_(call.problem.scale)
+    return _product(call, ds, keys).mul_(call.problem.scale)
 
 
 def _product(call: Call, x: Tensor, y: Tensor) -> Tensor:
