@@ -38,7 +38,7 @@ def found_in(figures: dict[str, Any]) -> Found:
 
 
 def as_markdown(machine: dict[str, Any], found: Found, bars: Sequence[Bar]) -> str:
-    """A section for docs/measured.md."""
+    """A section for a page of docs/history."""
     legend = _LEGEND_GPU if "gpu" in machine else _LEGEND_CPU
     lines = [f"## {machine['date']}, commit {machine['commit']}", "", f"`{machine['command']}` on {_place(machine)}.", _LEGEND, legend, ""]
     for group in dict.fromkeys(record.group for record in found.records.values()):

@@ -1,4 +1,4 @@
-"""Draws docs/plots/*.svg from the figures in docs/data/*.json, each of which stands in docs/measured.md: ``make docs``."""
+"""Draws docs/plots/*.svg from the figures in docs/data/*.json, each of which stands in docs/history: ``make docs``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def caption(found: dict[str, Any]) -> str:
     sources = [found, *found.get("sources", {}).values()]
     sections = dict.fromkeys(source["section"].lstrip("# ") for source in sources)
     commits = dict.fromkeys(f"{source['commit']}, {source['date']}" for source in sources)
-    return f"{found['with']}; commit {'; '.join(commits)}\ncommand and every figure: docs/measured.md, {'; '.join(sections)}"
+    return f"{found['with']}; commit {'; '.join(commits)}\ncommand and every figure: docs/history, {'; '.join(sections)}"
 
 
 def h200() -> Figure:

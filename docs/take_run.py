@@ -1,6 +1,7 @@
 """Writes docs/data/h200.json, which the front page's plot shows, from a run of the GPU benchmark: ``python docs/take_run.py OUT.json``.
 
-Paste the run's OUT.md into docs/measured.md too: every plotted figure must stand there (``tests/project/test_docs.py``).
+Paste the run's OUT.md into a page of docs/history too: every plotted figure must stand there (``tests/project/test_docs.py``), and each
+bar's newest measurement in docs/measured.md.
 """
 
 from __future__ import annotations

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import anyattn
+import benchmarks.__main__
+import benchmarks.gpu.__main__
 from anyattn.testing.harness.case import OURS, Record, Timing
 from benchmarks import report
 from benchmarks.bars import Found
@@ -22,8 +24,9 @@ from tests.support import snippets
 from tests.support.processes import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
-EXAMPLES = {page.name: snippets.of_page(page) for page in PAGES}
+HISTORY = sorted((DOCS / "history").glob("*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), *HISTORY]
+EXAMPLES = {page.relative_to(DOCS).as_posix(): snippets.of_page(page) for page in PAGES}
 WITH_EXAMPLES = [name for name, found in EXAMPLES.items() if found]
 
 
@@ -97,8 +100,8 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert {page.name for page in PAGES} <= listed
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} <= listed
 
 
 # ---- what pages are made from
@@ -118,11 +121,74 @@ def test_the_gallery_is_what_the_library_says() -> None:
 
 
 def section(heading: str, text: str | None = None) -> str:
-    """The part of docs/measured.md under a heading."""
-    text = (DOCS / "measured.md").read_text() if text is None else text
+    """The part under a heading that one page of docs/history has."""
+    text = "\n".join(page.read_text() for page in HISTORY) if text is None else text
     assert f"\n{text}".count(f"\n{heading}\n") == 1, heading
     level = heading.split(" ")[0]
     return re.split(rf"^#{{1,{len(level)}}} ", f"\n{text}".split(f"\n{heading}\n")[1], maxsplit=1, flags=re.M)[0]
+
+
+class Row(NamedTuple):
+    """A row of docs/measured.md, under its heading."""
+
+    heading: str
+    bar: str
+    wanted: str
+    measured: str
+    card: str
+    commit: str
+    command: str
+
+
+def bars() -> list[Row]:
+    parts = re.split(r"^## ", (DOCS / "measured.md").read_text(), flags=re.M)[1:]
+    tables = {part.splitlines()[0]: [line for line in part.splitlines() if line.startswith("| ")] for part in parts}
+    assert all(lines[0] == "| bar | wanted | measured | card | commit | command |" for lines in tables.values())
+    return [Row(heading, *line.strip("| ").split(" | ")) for heading, lines in tables.items() for line in lines[1:]]
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d[\d.,]*(?<![.,])", text)
+
+
+def is_reached(row: Row) -> list[bool]:
+    """For each figure of a row whether it is as wanted. What stands in brackets is a remark; ``A of B`` is their quotient."""
+    wanted = [float(numbers(each)[0]) for each in row.wanted.split(";")]
+    found = [[float(n) for n in numbers(each)] for each in re.sub(r"\(.*?\)", "", row.measured).split(";")]
+    figures = [each[0] / each[1] if len(each) > 1 else each[0] for each in found]
+    limits = wanted * len(figures) if len(wanted) == 1 else wanted
+    assert len(limits) == len(figures) and row.wanted[0] in "≥≤", row
+    return [figure >= limit if row.wanted[0] == "≥" else figure <= limit for figure, limit in zip(figures, limits)]
+
+
+def test_every_bar_names_a_run_of_the_history_that_measured_it() -> None:
+    """One section of the history has the row's figures, commit and card, and names its groups of cases."""
+    sections = [part for page in HISTORY for part in re.split(r"^## ", page.read_text(), flags=re.M)[1:]]
+    found = bars()
+    assert len(found) > 80 and len((DOCS / "measured.md").read_text().splitlines()) <= 150
+    for row in found:
+        figures = {*numbers(row.measured.split(" (")[0]), row.commit, "AMD EPYC" if row.card == "CPU" else row.card}
+        groups = re.findall(r"--group ([\w-]+)", row.command)
+        named = [part for part in sections if figures <= {*numbers(part), *re.findall(r"\w{7,8}|H[12]00|AMD EPYC", part)}]
+        assert any(all(re.search(rf"--group\s+{group}\b", part) for group in groups) for part in named), row
+
+
+def test_missed_bars_stand_first_and_by_themselves() -> None:
+    found = bars()
+    assert found[0].heading == "Missed bars"
+    for row in found:
+        assert not any(is_reached(row)) if row.heading == "Missed bars" else all(is_reached(row)), row
+
+
+def test_the_commands_of_bars_are_there() -> None:
+    for row in bars():
+        command = row.command.split("`")[1].split()
+        if command == ["make", "test"]:
+            continue
+        assert command[:2] == ["python", "-m"], row
+        assert importlib.util.find_spec(command[2]) is not None, row
+        known = {"benchmarks": benchmarks.__main__._GROUPS, "benchmarks.gpu": benchmarks.gpu.__main__._GROUPS}.get(command[2], [])
+        assert set(command[4::2]) <= set(known) or command[2] == "benchmarks.gpu.gpt", row
 
 
 def check_gpu_figures(data: dict[str, Any], measured: str) -> None:
@@ -239,8 +305,10 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path: Pat
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
-    pages = {path.name: path.read_text() for path in (tmp_path / "site").glob("*.html")}
-    assert {page.with_suffix(".html").name for page in PAGES} <= set(pages)
+    site = tmp_path / "site"
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in PAGES} <= set(pages)
+    assert 'href="../measured.html"' in pages["history/kernels.html"]
     for name, html in pages.items():
         loaded = [tag for tag in re.findall(r"<(?:script|img|iframe|link)\b[^>]*>", html) if re.search(r"(?:src|href)=\"?https?:", tag)]
         assert not loaded, f"{name} loads {loaded}"

@@ -350,7 +350,7 @@ def backward_tiles_for(
     is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers, or dP is computed by halves.
     is_deterministic: all of dQ passes through shared memory, because only additions from there have a fixed order. is_packed: as in
     ``tall_tiles_for``.
-    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/measured.md has the trials.
+    ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/history has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
         if is_bare and fits_halved(head_dim, head_dim_v):

@@ -48,7 +48,7 @@ _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(rang
 _MOST_WORK = 64  # operations per pair of the mod and its derivative together; see ``plan``
 _WIDEST_SUMS = 128  # head dimension of the kernels whose fragments support captured sums
 _MOST_SUMS = 4  # loads whose derivatives are summed
-# time per pair in a tall tile relative to another one, without a mask and under a causal one (docs/measured.md); True: of packed sequences
+# time per pair in a tall tile relative to another one, without a mask and under a causal one (docs/history); True: of packed sequences
 _TALL_COST = {False: (0.955, 0.965), True: (0.98, 0.985)}
 _ROWS = 64  # a list's tiles are joined until their rows are a multiple of this
 
