@@ -266,6 +266,7 @@ def test_the_plan_says_so(d: int) -> None:
     assert plan.backward == "hopper"
 
 
+@judging.on_the_gpu_alone
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_the_only_key_of_a_row_weighs_one_under_a_cap(d: int) -> None:
     """The kernel without row maxima divides rounded weights by their own sum: out is V's row, dv dout's, and dq nothing but noise."""
