@@ -1,8 +1,8 @@
 """ATen's flash-attention CPU kernel for large unmasked rectangles of (rows x keys).
 
-In float32 without a score mod that kernel runs at the speed of the matrix product; streaming all tiles through torch operations takes 1.1
-to 1.4 times as long at 4,096 rows. It returns output and log-sum-exp, so a rectangle's result is the initial state of a row tile's online
-softmax; its backward pass takes the whole row's output and log-sum-exp, so the gradients of the parts add up.
+In float32 without a score mod that kernel runs at the speed of the matrix product: full attention reaches 0.97 of SDPA's speed, and 0.88 if
+all tiles are streamed through torch operations. It returns output and log-sum-exp, so a rectangle's result is the initial state of a row
+tile's online softmax; its backward pass takes the whole row's output and log-sum-exp, so the gradients of the parts add up.
 """
 
 from __future__ import annotations
