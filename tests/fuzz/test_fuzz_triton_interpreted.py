@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from anyattn import hardware
 from anyattn.backends.triton import tile_config
 from anyattn.call_cache import attention
-from anyattn.testing import cases
 from tests.fuzz import test_fuzz_flash as flash
 from tests.fuzz import test_fuzz_flex as flex
+from tests.support import cases
 from tests.support.fuzz.random_mods import chains, trees
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))

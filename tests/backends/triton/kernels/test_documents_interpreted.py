@@ -18,8 +18,8 @@ from anyattn.backends.triton.documents import Form
 from anyattn.call_cache import attention
 from anyattn.documents import rewrite
 from anyattn.documents.rewrite import DocumentTables
-from anyattn.testing import cases
 from anyattn.validate import flex
+from tests.support import cases
 from tests.support.covering import few
 from tests.support.flex_calls import judge
 
