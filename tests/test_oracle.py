@@ -9,8 +9,9 @@ import torch
 
 from anyattn import oracle
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support import cases
 
 
 def loops(q, k, v, score, mask, scale, sink):

@@ -9,7 +9,7 @@ import anyattn
 from anyattn import masks, scores
 from anyattn.custom_ops.flex import attend, operands_of
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import cases
+from tests.support import cases
 
 B, H, S, D = 2, 4, 48, 8
 SHAPE = cases.Shape(B, H, H, S, S, D, D)

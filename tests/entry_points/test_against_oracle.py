@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.flex_calls import results
 
 HALVES = (torch.bfloat16, torch.float16)

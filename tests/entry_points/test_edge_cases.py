@@ -11,8 +11,9 @@ import torch
 import anyattn
 from anyattn import masks, oracle
 from anyattn.mods.tracing import trace as tracing
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
 from anyattn.testing.rounding import later, rounding
+from tests.support import cases
 from tests.support.counting import peak_bytes
 from tests.support.covering import few
 from tests.support.flex_calls import flex, judge, results

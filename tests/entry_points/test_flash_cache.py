@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.testing import budget, poison
+from anyattn.testing import budget
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
+from tests.support import poison
 from tests.support.flash_calls import RECIPES
 
 # it has no gradients, and refuses the tensors of other calls' recipes, which want some

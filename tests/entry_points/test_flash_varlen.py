@@ -8,9 +8,10 @@ import torch
 
 import anyattn
 from anyattn import oracle
-from anyattn.testing import budget, poison
+from anyattn.testing import budget
 from anyattn.testing.rounding import Noise, rounding
 from anyattn.validate import sequences
+from tests.support import poison
 from tests.support import sequences as seq
 from tests.support.covering import few
 from tests.support.sequences import Meaning

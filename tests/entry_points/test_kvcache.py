@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.testing import poison
+from tests.support import poison
 from tests.support import sequences as seq
 from tests.support.sequences import Meaning
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.flex_calls import flex, judge
 from tests.support.torch_operations import ACTIVATIONS, EVERY, OTHERS, ROWS, B, H, M, N, UnderVmap
 

@@ -9,8 +9,8 @@ import torch
 
 import anyattn
 from anyattn.sequences.split_kv import num_splits, split_range
-from anyattn.testing import cases
 from tests.entry_points.test_flash_varlen import dense_call, packed_call, results
+from tests.support import cases
 from tests.support import sequences as seq
 from tests.support.flex_calls import results as flex_results
 from tests.support.sequences import Meaning

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import anyattn
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.flex_calls import judge
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards

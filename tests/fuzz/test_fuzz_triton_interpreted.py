@@ -23,9 +23,9 @@ from anyattn import hardware
 from anyattn.backends.triton import tile_config
 from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
-from anyattn.testing import cases
 from tests.fuzz import test_fuzz_flash as flash
 from tests.fuzz import test_fuzz_flex as flex
+from tests.support import cases
 from tests.support.fuzz.random_mods import chains, trees
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))

@@ -16,7 +16,7 @@ from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import BlockMask, compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
-from anyattn.testing.tiles import library_masks, random_mask
+from tests.support.tiles import library_masks, random_mask
 
 HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs a CUDA device and triton")]

@@ -11,7 +11,7 @@ import torch
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
-from anyattn.testing.tiles import library_masks, random_mask
+from tests.support.tiles import library_masks, random_mask
 
 HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs a CUDA device and triton")]

@@ -14,7 +14,8 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
+from tests.support import cases
 from tests.support.flex_calls import results
 from tests.support.gpu import judging
 from tests.support.gpu.graphs import IDS, captured

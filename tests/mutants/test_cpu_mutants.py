@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.testing import cases
 from tests.backends.torch import test_backward as streaming
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
@@ -22,6 +21,7 @@ from tests.entry_points import test_kvcache as kvcache
 from tests.mutants import cpu_mutants as mutants
 from tests.mutants.mutant import Mutant
 from tests.sequences import test_block_info as blocks
+from tests.support import cases
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
 from tests.support.machines import PLAIN, WITH_BF16, planned_for

@@ -10,9 +10,9 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.testing import cases
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
+from tests.support import cases
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
 from tests.support.sequences import Meaning

@@ -20,8 +20,8 @@ from anyattn.sparsity import (
 )
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
-from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 from tests.support.counting import peak_bytes
+from tests.support.tiles import brute_classes, dense, library_masks, random_mask
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 

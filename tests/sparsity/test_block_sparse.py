@@ -9,7 +9,7 @@ from anyattn.mods import masks
 from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity
 from anyattn.sparsity import lists as between
 from anyattn.sparsity.lists import grid_of_lists, kept_transposed, lists_of_grid
-from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+from tests.support.tiles import brute_classes, dense, library_masks, random_mask
 
 LENGTHS = [(1, 1), (16, 16), (31, 64), (64, 31), (100, 100), (97, 61)]
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]

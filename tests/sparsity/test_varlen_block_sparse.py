@@ -13,10 +13,10 @@ import anyattn
 from anyattn.mods import masks
 from anyattn.sparsity import BlockSparseTensors, VarlenBlockSparseTensors, compute_block_sparsity, compute_varlen_block_sparsity
 from anyattn.sparsity import lists as between
-from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 from tests.support.counting import Work
 from tests.support.covering import few
 from tests.support.inside import InsideMode
+from tests.support.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")

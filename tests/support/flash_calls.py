@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.testing import poison
+from tests.support import poison
 
 NAN = math.nan
 HALVES = (torch.bfloat16, torch.float16)

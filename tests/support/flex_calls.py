@@ -10,8 +10,9 @@ from torch import Tensor
 
 import anyattn
 from anyattn import oracle
-from anyattn.testing import budget, cases, poison
+from anyattn.testing import budget
 from anyattn.testing.rounding import Noise, later
+from tests.support import cases, poison
 
 flex = anyattn.flex_attention
 

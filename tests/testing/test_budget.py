@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyattn import oracle
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support import cases
 from tests.support.tiled_attention import BUGS, attention
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anyattn import flex_attention, oracle
 from anyattn.hardware import Hardware
-from anyattn.testing import cases
 from anyattn.testing.rounding import _equal_in_rows, later
+from tests.support import cases
 from tests.support.machines import PLAIN, WITH_BF16, planned_for
 
 SHAPE = cases.Shape(1, 2, 1, 60, 64, 8, 8)

@@ -27,7 +27,6 @@ from anyattn.errors import ModError
 __all__ = [
     "FUNCTION_CURE",
     "MODE_CURE",
-    "RANDOM_FILES",
     "at_line",
     "called_from",
     "defined_at",
@@ -44,13 +43,7 @@ __all__ = [
 # Frames in these folders are never the user's. Full paths, since a user's folder may be called torch/ too.
 _PACKAGES = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
-RANDOM_FILES = frozenset(
-    (
-        *(str(Path(str(functools.__file__)).with_name(f"{name}.py")) for name in ("random", "secrets", "uuid")),
-        str(torch.random.__file__),
-    )
-)
-_FILES = RANDOM_FILES | {str(m.__file__) for m in (functools, contextlib)}
+_FILES = frozenset(str(m.__file__) for m in (functools, contextlib))
 MODE_CURE = "take the `with` out of the mod: put it around the attention call"
 FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
 
@@ -175,7 +168,8 @@ def defined_at(fn: Any, word: str) -> tuple[str, str]:
     fn = inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
-    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    called = fn.forward if isinstance(fn, torch.nn.Module) else type(fn).__call__
+    code = getattr(fn, "__code__", None) or getattr(called, "__code__", None)
     if code is None:
         return repr(fn), ""
     first = code.co_firstlineno

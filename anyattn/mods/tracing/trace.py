@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -29,7 +28,7 @@ from anyattn.mods.tracing import closure
 from anyattn.mods.tracing.default_device import UsersDefaultDevice
 from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, nothing_swallowed
 from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
-from anyattn.mods.tracing.random_numbers import check_draws, generators_state, reads_refused
+from anyattn.mods.tracing.random_numbers import check_draws, generators_state
 from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.symbols import InterceptTorch, payload, refuse_kept, surfaced
 from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, slots_in_question, strayed, weak_arithmetic
@@ -212,14 +211,14 @@ def trace(
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
-    before = generators_state() if reading is None else None  # code with a pattern uses pure names: it neither draws nor reads a clock
+    before = generators_state() if reading is None else None  # code with a pattern uses pure names: it does not draw
     pinned: frozenset[int] = frozenset()
 
     symbols: list[Any] = []  # of all runs
 
     def run(pinned: frozenset[int]) -> _Run:
         tracer = Tracer(torch.device(device), symbols)
-        return _run(fn, tracer, kind, score_dtype, aux if takes_aux else None, pinned, before is not None)
+        return _run(fn, tracer, kind, score_dtype, aux if takes_aux else None, pinned)
 
     while True:
         try:
@@ -365,14 +364,11 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 _Run = tuple[Expr, Tracer, list[int | float]]
 
 
-def _run(
-    fn: Callable, tracer: Tracer, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], is_watched: bool
-) -> _Run:
+def _run(fn: Callable, tracer: Tracer, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int]) -> _Run:
     """One trace: the result and, as further outputs, all arithmetic among captured numbers, whose slots are numbered as in
     ``closure.walk``.
 
-    In the user's function Python computes that arithmetic; torch refuses it beyond 64 bits, even if no result depends on it. is_watched:
-    the names in the body do not rule out that it reads a clock.
+    In the user's function Python computes that arithmetic; torch refuses it beyond 64 bits, even if no result depends on it.
     """
     numbers: list[int | float] = []
 
@@ -386,7 +382,7 @@ def _run(
     tracer.wants_grad, tracer.wants_autocast, tracer.wants_inference = _is_grad_enabled(), _is_autocast(), _is_inference()
     with forward_ad._set_fwd_grad_enabled(True), UsersDefaultDevice(), InterceptTorch(tracer):
         arguments = [*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else [])]
-        with reads_refused(fn) if is_watched else nullcontext(), nothing_swallowed():
+        with nothing_swallowed():
             result = lifted(*arguments)
         output = _result_node(payload(result), tracer, kind, score_dtype, name_of(fn))
         expr = tracer.build(output, *weak_arithmetic(tracer.nodes))

@@ -29,11 +29,11 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import grid_of_lists
-from anyattn.testing.tiles import brute_classes
 from anyattn.validate import flash, flex
 from anyattn.validate.flash import Options
 from tests.support.hopper.pretended import H200
 from tests.support.processes import python
+from tests.support.tiles import brute_classes
 
 
 @pytest.mark.parametrize(

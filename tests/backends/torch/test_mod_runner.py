@@ -11,7 +11,8 @@ from anyattn.backends.torch.mod_runner import Bound, Tile
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
+from tests.support import cases
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 
 B, H, M, N = 2, 3, 21, 27

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.covering import few
 from tests.support.triton.pinned import judged_with_the_pinned_triton
 

@@ -6,7 +6,7 @@ import torch
 from anyattn import and_masks, masks, scores
 from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing.tiles import dense
+from tests.support.tiles import dense
 
 S = 24
 ids = torch.tensor([3] * 5 + [1] * 9 + [8] * 10)

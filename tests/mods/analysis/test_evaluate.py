@@ -11,7 +11,7 @@ import torch
 
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import cases
+from tests.support import cases
 
 B, H, M, N = 2, 3, 5, 7
 SHAPE = cases.Shape(B, H, 1, M, N, 4, 4)

@@ -9,7 +9,7 @@ from anyattn.mods import masks
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.row_ranges import NO_LIMIT, limits, never_fall, row_ranges
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing.tiles import dense, library_masks, random_mask
+from tests.support.tiles import dense, library_masks, random_mask
 
 LENGTHS = [(1, 1), (7, 7), (40, 40), (33, 57), (57, 33), (1, 64), (64, 1), (0, 5), (5, 0)]
 

@@ -10,7 +10,7 @@ from anyattn.mods.analysis.load_bounds import check_loads
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.analysis.tile_classes import DOUBT, classify, judge, refine
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+from tests.support.tiles import brute_classes, dense, library_masks, random_mask
 
 SIDES = (1, 2, 15, 16, 17, 31, 64, 97)
 LENGTHS = [(n, m) for i, n in enumerate(SIDES) for m in (SIDES[(i + 1) % 8], n, SIDES[(5 * i + 3) % 8])]  # 24 pairs

@@ -20,8 +20,8 @@ from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged, refine_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 from tests.support.counting import Work
+from tests.support.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 
 TILES = [(16, 16), (8, 32), (5, 7), (1, 1), (64, 128)]
 

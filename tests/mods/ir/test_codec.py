@@ -12,7 +12,7 @@ from anyattn.mods.ir import codec
 from anyattn.mods.ir.expr import OPS, Builder, is_weak
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import cases
+from tests.support import cases
 
 SHAPE = cases.Shape(1, 4, 2, 64, 64, 8, 8)
 

@@ -14,7 +14,7 @@ from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.expr import OPS
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.mods.tracing.trace import trace
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.fuzz.random_mods import chains, score_of
 
 H, M, N = 2, 5, 7

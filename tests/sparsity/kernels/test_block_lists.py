@@ -18,7 +18,7 @@ from anyattn.mods.ir.expr import OPS, Builder, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
-from anyattn.testing.tiles import library_masks, random_mask
+from tests.support.tiles import library_masks, random_mask
 from tests.support.triton.built import POINTERS, Waits, built
 from tests.support.triton.pretended_lists import as_on_a_gpu
 

@@ -22,9 +22,9 @@ from anyattn.sparsity import block_mask, compute, compute_block_sparsity
 from anyattn.sparsity.block_mask import _with_partial_tails
 from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.lists import lists_of_grid
-from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 from anyattn.triton_tools import emit, jit_source
 from tests.support.covering import few
+from tests.support.tiles import brute_classes, dense, library_masks, random_mask
 from tests.support.triton.pretended_lists import as_on_a_gpu
 
 ROWS, COLUMNS = 16, 32

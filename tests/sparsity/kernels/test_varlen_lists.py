@@ -16,9 +16,9 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sparsity import varlen_lists as ragged
 from anyattn.sparsity.varlen_block_sparse import compute_varlen_block_sparsity
-from anyattn.testing.tiles import library_masks, random_mask
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
+from tests.support.tiles import library_masks, random_mask
 from tests.support.triton.built import POINTERS, Waits, built
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

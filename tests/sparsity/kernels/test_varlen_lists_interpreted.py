@@ -14,8 +14,8 @@ from anyattn.sparsity import varlen_lists as ragged
 from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.kernels import varlen_lists as kernels
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
-from anyattn.testing.tiles import library_masks, random_mask
 from tests.support.covering import few
+from tests.support.tiles import library_masks, random_mask
 
 LONGEST = (97, 110)
 BATCHES = [  # (queries, keys) of each sequence

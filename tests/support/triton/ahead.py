@@ -21,8 +21,8 @@ from anyattn.backends.triton.codegen import assumptions
 from anyattn.call_cache import attention
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.testing import cases
 from anyattn.validate import flex
+from tests.support import cases
 
 MOST_SPILLED = 0.08  # of a loop's operations
 
@@ -222,7 +222,7 @@ def call(
     capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, variant: str = "causal", backward: bool = True, rows: int = 300,
     **options: Any,
 ) -> list[Made]:  # fmt: skip
-    """The kernels of one call of a variant of ``anyattn.testing.cases``, compiled: the forward's, and unless told otherwise those of its
+    """The kernels of one call of a variant of ``tests.support.cases``, compiled: the forward's, and unless told otherwise those of its
     backward pass."""
     shape = cases.Shape(1, 2, 1, rows, 300, d, dv)
     q, k, v, dout = cases.inputs("normal", shape, dtype, 0)

@@ -1,4 +1,4 @@
-"""Correctness tests of the Triton kernels: every variant of ``anyattn.testing.cases`` in turn over shapes, kinds of input and dtypes.
+"""Correctness tests of the Triton kernels: every variant of ``tests.support.cases`` in turn over shapes, kinds of input and dtypes.
 
 They run in Triton's interpreter on few keys (``test_in_the_interpreter.py``) and on a GPU on many (``tests/gpu/test_triton_gpu.py``).
 """
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn import masks
-from anyattn.testing import cases
-from anyattn.testing.cases import Case, Shape
+from tests.support import cases
+from tests.support.cases import Case, Shape
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)

@@ -11,7 +11,7 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
-from anyattn.testing.tiles import library_masks, random_mask
+from tests.support.tiles import library_masks, random_mask
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SIZE = 24

@@ -20,10 +20,11 @@ from triton.runtime import interpreter
 import anyattn
 from anyattn import masks, oracle
 from anyattn.backends.triton import backward_pass, deterministic_sum
-from anyattn.testing import budget, cases
+from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 from anyattn.triton_tools import device_math
 from anyattn.validate import flex
+from tests.support import cases
 
 INF, NAN = math.inf, math.nan
 BLOCK, LENGTH = 32, 40

@@ -19,8 +19,8 @@ from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
 from anyattn.documents import rewrite
 from anyattn.documents.rewrite import DocumentTables
-from anyattn.testing import cases
 from anyattn.validate import flex
+from tests.support import cases
 from tests.support.covering import few
 from tests.support.flex_calls import judge
 

@@ -17,11 +17,11 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.testing import cases
 from tests.entry_points import test_flash_cache as cache_tests
 from tests.entry_points import test_flash_packed as packed_tests
 from tests.entry_points import test_flash_varlen as varlen_tests
 from tests.entry_points.test_flash_cache import Setting
+from tests.support import cases
 from tests.support import flash_calls as calls
 from tests.support import sequences as seq
 from tests.support.covering import few

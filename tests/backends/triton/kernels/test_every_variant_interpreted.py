@@ -9,7 +9,7 @@ import anyattn
 from anyattn import masks
 from anyattn.backends.triton import api, launch_shape
 from anyattn.backends.triton.codegen import entry
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.covering import few
 from tests.support.flex_calls import judge, results
 from tests.support.triton import proof

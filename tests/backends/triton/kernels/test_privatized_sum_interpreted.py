@@ -18,9 +18,9 @@ from anyattn.backends.triton.codegen.programs import gradient_part, slots_copied
 from anyattn.call_cache import attention
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.tensors import privatized_sum
-from anyattn.testing import cases
 from anyattn.validate import flex
 from tests.entry_points import test_flash_varlen as varlen
+from tests.support import cases
 from tests.support import sequences as seq
 from tests.support.covering import few
 from tests.support.flex_calls import judge

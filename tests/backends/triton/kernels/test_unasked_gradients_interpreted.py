@@ -18,7 +18,7 @@ from torch import Tensor
 import anyattn
 from anyattn import masks
 from anyattn.custom_ops import flex as ops
-from anyattn.testing import cases
+from tests.support import cases
 from tests.support.covering import few
 
 NAMES = ("q", "k", "v", "captured")

@@ -3,7 +3,7 @@
 Floats start as NaN, integers as bytes 0x7f, bools as True, so that results that depend on uninitialised memory show; the bands on both
 sides must be unchanged when the context ends, so that writes past either end show too.
 
->>> from anyattn.testing import poison
+>>> from tests.support import poison
 >>> with poison.enabled():
 ...     out = anyattn.flex_attention(q, k, v)  # doctest: +SKIP
 """

@@ -1,4 +1,4 @@
-"""Poisoned memory shows what is read before it is written and what is written where it must not be."""
+"""Buffers of the torch backend, by poisoned memory: what is read before it is written, and what is written where it must not be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import anyattn
 from anyattn.backends.torch import workspace
-from anyattn.testing import poison
+from tests.support import poison
 
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 

@@ -1,4 +1,4 @@
-"""Test cases for tests and benchmarks: inputs of three kinds, shapes, and a gallery of mods.
+"""Test cases: inputs of three kinds, shapes, and a gallery of mods.
 
 A ``Variant`` is a recipe: it makes its mods from captured tensors of any dtype. The library gets them in the inputs' dtype, the oracle in
 float64, as plain Python functions that are not traced.
@@ -141,7 +141,7 @@ def _relative(shape: Shape, table: Tensor, *_: Tensor) -> Callable:
 
 
 def _t5(shape: Shape, table: Tensor, *_: Tensor) -> Callable:
-    def bucketed(s, b, h, q, k):  # type: ignore[no-untyped-def]
+    def bucketed(s, b, h, q, k):
         distance = torch.abs(q - k)
         large = 8 + (torch.log(torch.clamp(distance, min=1) / 8.0) / math.log(16.0) * 8).to(torch.int64)
         return s + table[torch.where(distance < 8, distance, torch.clamp(large, max=15)), h]
@@ -279,7 +279,7 @@ def expected(
             if getattr(true, name) is not None:
                 results[name] = (getattr(true, name), getattr(hand, name), noise.of(name))
         for i, (a, b) in enumerate(zip(true.captured, hand.captured)):
-            results[f"captured{i}"] = (a, b.to(captured_dtype or wide), noise.of_captured(i))  # type: ignore[union-attr, assignment]
+            results[f"captured{i}"] = (a, b.to(captured_dtype or wide), noise.of_captured(i))
     return Expected(q, k, v, dout, dlse, sink, tensors, results)
 
 
