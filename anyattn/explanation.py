@@ -15,14 +15,14 @@ from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.dropout import seeded
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
-from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
 
-__all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_source"]
+__all__ = ["Explanation", "ModExplanation", "explain", "triton_source"]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,6 @@ def _annotated(expr: Expr) -> list[str]:
     *nodes, outputs = str(expr).splitlines()
     width = max((len(n) for n in nodes), default=0)
     return [*(f"{n:<{width}}   # {d}" for n, d in zip(nodes, deps, strict=True)), outputs]
-
-
-def explain_mod(fn: Callable, kind: str | None = None, *, aux_tensors: list[Tensor] | None = None) -> ModExplanation:
-    """The meaning of ``fn`` as traced. kind: ``"mask"`` or ``"score"``; default by the number of arguments. Raises as tracing does."""
-    if kind is None:
-        from anyattn.mods.algebra import mod
-
-        kind = mod(fn).kind
-    return ModExplanation(trace(fn, kind, aux_tensors=aux_tensors))
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,25 @@ import torch
 
 import anyattn
 from anyattn import ModError, masks, scores
-from anyattn.explanation import explain_mod
+from anyattn.explanation import ModExplanation
 from anyattn.mods.tracing.trace import trace
 
 q = torch.randn(1, 2, 64, 16)
 
 
+def explained(mod, kind="mask", aux_tensors=None):
+    return str(ModExplanation(trace(mod, kind, aux_tensors=aux_tensors)))
+
+
 def test_a_mask():
     window = 5
-    text = str(explain_mod(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= window)))
+    text = explained(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= window))
     for words in ("mask_mod <lambda>", "scalar 0 = 5", "other values compile nothing", "ranges    1 per query row", "# q - kv", "ge %"):
         assert words in text, text
 
 
 def test_a_mask_without_ranges():
-    text = str(explain_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 1 == 0))
+    text = explained(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 1 == 0)
     assert "captures  nothing" in text and "ranges    none" in text
 
 
@@ -29,27 +33,25 @@ def test_a_mask_without_ranges():
     ("mod", "form"), [(scores.softcap(3.0), "general"), (scores.alibi(torch.ones(2, requires_grad=True)), "score + bias")]
 )
 def test_a_score(mod, form):
-    text = str(explain_mod(mod))
+    text = explained(mod, "score")
     assert f"form      {form}" in text and mod.name in text and trace(mod, "score").key in text
     if form == "score + bias":
         assert "tensor 0: float32 (2,) on cpu, receives a gradient" in text
 
 
 def test_names_are_not_mixed_up():
-    texts = [str(explain_mod(masks.sliding_window(n, 0))) for n in (3, 8)]
+    texts = [explained(masks.sliding_window(n, 0)) for n in (3, 8)]
     assert "left=3" in texts[0] and " = 3\n" in texts[0] and "left=8" in texts[1] and " = 8\n" in texts[1]
 
 
 def test_aux_tensors_and_kinds():
-    text = str(
-        explain_mod(
-            lambda b, h, q_idx, kv_idx, aux_tensors: aux_tensors[0][q_idx] == kv_idx, aux_tensors=[torch.zeros(4, dtype=torch.int32)]
-        )
+    text = explained(
+        lambda b, h, q_idx, kv_idx, aux_tensors: aux_tensors[0][q_idx] == kv_idx, aux_tensors=[torch.zeros(4, dtype=torch.int32)]
     )
     assert "tensor 0: int32 (4,) on cpu" in text
-    assert "score_mod" in str(explain_mod(lambda a, b, h, q_idx, kv_idx: a, "score"))
+    assert "score_mod" in explained(lambda a, b, h, q_idx, kv_idx: a, "score")
     with pytest.raises(ModError):
-        explain_mod(lambda b, h, q_idx, kv_idx: q_idx > kv_idx > 1)
+        explained(lambda b, h, q_idx, kv_idx: q_idx > kv_idx > 1)
 
 
 def test_a_call():

@@ -31,7 +31,6 @@ __all__ = [
     "called_from",
     "defined_at",
     "failed",
-    "is_library",
     "mod_error",
     "note_raised",
     "nothing_swallowed",
@@ -58,7 +57,7 @@ class _Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def is_library(filename: str) -> bool:
+def _is_library(filename: str) -> bool:
     """Whether frames of this file never belong to the user."""
     if filename in _FILES or filename.startswith("<frozen"):
         return True
@@ -68,7 +67,7 @@ def is_library(filename: str) -> bool:
 def _user_frame() -> FrameType:
     """The innermost frame of the user's code; the outermost frame if there is none."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -187,7 +186,7 @@ def called_from(outermost: CodeType) -> tuple[str, str] | None:
     while frame is not None and frame.f_code is not outermost:
         if frame.f_code in forwards:
             frame = frame.f_back
-            while frame is not None and frame.f_back is not None and is_library(frame.f_code.co_filename):
+            while frame is not None and frame.f_back is not None and _is_library(frame.f_code.co_filename):
                 frame = frame.f_back
             return None if frame is None else _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
@@ -214,7 +213,7 @@ def raised_at(error: BaseException) -> tuple[str, str] | None:
 
 def _last_of_the_user(error: BaseException) -> TracebackType | None:
     steps = _steps(error)
-    return next((step for step in reversed(steps) if not is_library(step.tb_frame.f_code.co_filename)), None)
+    return next((step for step in reversed(steps) if not _is_library(step.tb_frame.f_code.co_filename)), None)
 
 
 def _steps(error: BaseException) -> list[TracebackType]:

@@ -18,9 +18,9 @@ import torch
 
 from anyattn.mods.tracing.diagnostics import defined_at, mod_error
 
-__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_loaded", "is_random", "refuse_random", "refusing"]
+__all__ = ["check_draws", "generators_state", "is_loaded", "is_random", "refuse_random", "refusing"]
 
-RANDOM_CURE = (
+_CURE = (
     "compute it from the position instead, which gives every pair its own number and the backward pass the same one: a hash of a captured "
     "seed, b, h, q_idx and kv_idx in integer arithmetic, such as x = ((seed + b) * 1000003 + h) * 1000003 + q_idx; x = x * 1000003 + "
     "kv_idx; x = (x ^ (x >> 15)) * 2146121005; x = (x ^ (x >> 13)) & 0xFFFFFF, of which x / 2 ** 24 is in [0, 1)"
@@ -45,7 +45,7 @@ def is_random(name: str) -> bool:
 
 def refuse_random(what: str) -> None:
     """Raises the ``ModError`` for a mod that draws random numbers with ``what``."""
-    raise mod_error(f"{what} is a random number, and would be one and the same for all (b, h, q_idx, kv_idx)", RANDOM_CURE)
+    raise mod_error(f"{what} is a random number, and would be one and the same for all (b, h, q_idx, kv_idx)", _CURE)
 
 
 class _Refusing:
@@ -123,4 +123,4 @@ def check_draws(fn: Any, before: tuple, again: Callable[[], Any]) -> None:
         before = generators_state()
         again()
     problem = "a mod draws random numbers, which would be one and the same for all (b, h, q_idx, kv_idx)"
-    raise mod_error(problem, RANDOM_CURE, defined_at(fn, "random"))
+    raise mod_error(problem, _CURE, defined_at(fn, "random"))
