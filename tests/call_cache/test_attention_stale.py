@@ -11,6 +11,7 @@ import anyattn
 from anyattn import masks
 from anyattn.call_cache import attention, calls, rebind
 from anyattn.mods.analysis import visible_loads
+from anyattn.sparsity import read_lists
 from anyattn.validate import flex as check
 from tests.support.warm_calls import LENGTH, K, Q, V, call, flex, follows, made, narrow, wide
 
@@ -294,13 +295,13 @@ def changed_lists(mask, what):
 @pytest.mark.parametrize("make", [anyattn.create_block_mask, torch.nn.attention.flex_attention.create_block_mask], ids=["ours", "torch's"])
 def test_what_was_read_of_a_block_mask_is_read_again(make, what):
     mask = made(narrow, make)
-    first = check.read_lists(mask)
-    kept = check.kept_lists(mask)
-    assert kept.blocks is first is check.read_lists(mask) and kept.facts == check.lists_facts(mask)
+    first = read_lists.read_lists(mask)
+    kept = read_lists.kept_lists(mask)
+    assert kept.blocks is first is read_lists.read_lists(mask) and kept.facts == read_lists.lists_facts(mask)
     changed_lists(mask, what)
-    assert check.kept_lists(mask) is None
-    assert check.read_lists(mask) is not first
-    assert what == "a size" or check.kept_lists(mask).facts == check.lists_facts(mask)
+    assert read_lists.kept_lists(mask) is None
+    assert read_lists.read_lists(mask) is not first
+    assert what == "a size" or read_lists.kept_lists(mask).facts == read_lists.lists_facts(mask)
 
 
 @pytest.mark.parametrize("mask", [narrow, lambda b, h, i, j: (i * 7 + j * 5) % 3 == 0], ids=["row ranges", "asked in every tile"])
@@ -323,11 +324,11 @@ def test_lists_of_an_exact_block_mask_that_are_written_to(mask):
 
 def test_a_block_mask_that_is_no_longer_exact():
     mask = made(narrow, anyattn.create_block_mask)
-    check.read_lists(mask)
-    assert check.kept_lists(mask).facts[3] is True
+    read_lists.read_lists(mask)
+    assert read_lists.kept_lists(mask).facts[3] is True
     mask.mask_mod = wide
-    check.read_lists(mask)
-    assert check.kept_lists(mask).facts[3] is False
+    read_lists.read_lists(mask)
+    assert read_lists.kept_lists(mask).facts[3] is False
 
 
 # ---- contents that decide whether a mod reads inside its tensors, on a device that the host would have to wait for

@@ -202,13 +202,13 @@ def documents() -> None:
 
     from anyattn.call_cache import attention
     from anyattn.documents.rewrite import DocumentTables
-    from anyattn.validate import flex as check
+    from anyattn.sparsity import read_lists
 
     ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 19, 1]))
     table = torch.linspace(-1, 1, 40, dtype=torch.float64)
     for one in (ids, torch.where(torch.arange(40) < 37, ids, 4)):  # the first is documents, in the other one of them comes back
         mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
-        with mock.patch.object(check, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
+        with mock.patch.object(read_lists, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
             attention.clear()
             lists = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
             score = lambda s, b, h, i, j: s + table[abs(i - j)]

@@ -83,7 +83,7 @@ def test_backends_plan_as_the_recipe_says() -> None:
 @pytest.mark.parametrize(("wanted", "count"), [("qkv", 3), ("q", 2), ("kv", 2)])
 def test_triton_makes_up_to_three_launches_backward(monkeypatch: pytest.MonkeyPatch, wanted: str, count: int) -> None:
     prepared: list[tuple] = []
-    monkeypatch.setattr(backward_pass, "prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr(backward_pass, "launch_cached", lambda *given: prepared.append(given))
     q, k, v = operands(wanted, 256)
     problem = Problem(q, k, v, 0.125, predicates=(trace(causal, "mask"),))
     plan = plan_of(problem, H200, "for a test", {}, Backward("triton"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anyattn.sparsity import read_lists
 from anyattn.validate import flex
 from tests.support.covering import few
 from tests.support.triton.pinned import judged_with_the_pinned_triton
@@ -197,7 +198,7 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
     from anyattn.backends.triton import tile_config
     from anyattn.documents.rewrite import DocumentTables
 
-    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
+    monkeypatch.setattr(read_lists, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
     monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
     ids = torch.arange(256) // 100
     lists = anyattn.create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 256, 256, device="cpu")

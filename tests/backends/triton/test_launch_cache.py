@@ -14,7 +14,8 @@ import anyattn
 from anyattn import hardware
 from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
-from anyattn.validate import flex, sequences
+from anyattn.sparsity import read_lists
+from anyattn.validate import sequences
 
 pytest.importorskip("triton")
 
@@ -51,7 +52,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for module in (launch, entry):
         monkeypatch.setattr(module, "launch", noted)
     # where looking at ids would wait for the device, a block mask's lists are kept beside its mask
-    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)
+    monkeypatch.setattr(read_lists, "row_ranges", lambda mask: None)
     attention.clear()
     yield found
     attention.clear()

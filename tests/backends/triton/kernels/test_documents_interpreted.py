@@ -19,6 +19,7 @@ from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
 from anyattn.documents import rewrite
 from anyattn.documents.rewrite import DocumentTables
+from anyattn.sparsity import read_lists
 from anyattn.validate import flex
 from tests.support import cases
 from tests.support.covering import few
@@ -65,7 +66,7 @@ def mask_of(case: Case) -> Any:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where looking at ids would wait for the device, a block mask's lists are kept beside its mask."""
-    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)
+    monkeypatch.setattr(read_lists, "row_ranges", lambda mask: None)
     attention.clear()
 
 

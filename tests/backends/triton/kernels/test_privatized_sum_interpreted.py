@@ -17,6 +17,7 @@ from anyattn.backends.triton import backward_pass
 from anyattn.backends.triton.codegen.programs import gradient_part, slots_copied
 from anyattn.call_cache import attention
 from anyattn.documents.rewrite import DocumentTables
+from anyattn.sparsity import read_lists
 from anyattn.tensors import privatized_sum
 from anyattn.validate import flex
 from tests.entry_points import test_flash_varlen as varlen
@@ -97,7 +98,7 @@ def test_documents(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched as sequences and by lists, of which one adds nothing; and as sequences alone, once that is known."""
     if not is_known:
         monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
-    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
+    monkeypatch.setattr(read_lists, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
     attention.clear()
     ids, own = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 30, 25])), table(8, 4)
     mask = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
