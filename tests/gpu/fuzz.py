@@ -72,21 +72,17 @@ def visible(mod: Any, sizes: Sizes) -> Tensor | None:
 def side_by_side(mods: Sequence[Any], heads: int) -> Any:
     """One mask or score mod with the i-th mod at heads ``i * heads`` to ``(i + 1) * heads - 1``: compiled once for all of them."""
 
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        result = mods[0](b, h % heads, q, k)
+    def chosen(h: Any, before: tuple, behind: tuple) -> Any:
+        result = mods[0](*before, h % heads, *behind)
         for i, mod in enumerate(mods[1:], 1):
-            result = torch.where(h // heads == i, mod(b, h % heads, q, k), result)
-        return result
-
-    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        result = mods[0](s, b, h % heads, q, k)
-        for i, mod in enumerate(mods[1:], 1):
-            result = torch.where(h // heads == i, mod(s, b, h % heads, q, k), result)
+            result = torch.where(h // heads == i, mod(*before, h % heads, *behind), result)
         return result
 
     if len(mods) == 1:
         return mods[0]
-    return mask_mod if mods[0].__code__.co_argcount == 4 else score_mod
+    if mods[0].__code__.co_argcount == 4:
+        return lambda b, h, q, k: chosen(h, (b,), (q, k))
+    return lambda s, b, h, q, k: chosen(h, (s, b), (q, k))
 
 
 def masks(seeds: list[int], dtype: torch.dtype) -> dict[int, int]:
@@ -154,7 +150,7 @@ def scores(seeds: list[int], dtype: torch.dtype) -> dict[int, int]:
         results = []
         for _ in range(2):
             captured = [on_device(values[i]) for i in usable]
-            mods = [writers[i].make()(*own) for i, own in zip(usable, captured, strict=True)]
+            mods = [writers[i].make()(*those) for i, those in zip(usable, captured, strict=True)]
             mask_mods = [mask_writers[i].make()(*on_device(mask_values[i])) for i in usable] if has_masks else None
             results.append(called(tensors, side_by_side(mods, sizes.h), mask_mods and side_by_side(mask_mods, sizes.h), captured))
         same_bits(*([r["out"], r["lse"]] for r in results))
