@@ -29,16 +29,15 @@ from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS
 from benchmarks.store import State, Store, is_done
 from tests.benchmarks.test_gpu_benchmarks import CLOCK
 from tests.support.limits import HANG
-from tests.support.processes import python
 
 LIMITS = Limits(rounds=2, seconds=math.inf, least=2)
 HERE = ("anyattn", "splits-", "copy", "fa2")  # contestants that need no GPU
 
 
-def small(case: Case, backend: str | None = None) -> Case:
+def small(case: Case) -> Case:
     ratio = case.shape.heads_q // case.shape.heads_kv
     shape = Shape(2, 2 * ratio, 2, 1, 128, 16) if case.kind == "decode" else Shape(2, 2 * ratio, 2, 48, 48, 16)
-    return replace(case, shape=shape, backend=backend, peers=tuple(p for p in case.peers if p.startswith(HERE)))
+    return replace(case, shape=shape, backend=None, peers=tuple(p for p in case.peers if p.startswith(HERE)))
 
 
 def ratios(case: str, seconds: dict[str, float]) -> Found:
@@ -102,32 +101,6 @@ def test_flex_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert not config.donated_buffer  # else its backward pass runs only once
     assert set(record.timings) == {OURS, "flex-triton"}, record.unavailable
     assert record.difference["flex-triton"] <= LARGEST_DIFFERENCE
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
-    """By its interpreter, which is chosen when Triton is imported: in a process of its own."""
-    program = """
-        from dataclasses import replace
-        from benchmarks.gpu.memory import FUNCTIONS, long_documents
-        from tests.benchmarks.test_gpu_passes import CASES, CLOCK, Meter, run_case, small
-        from tests.benchmarks.test_gpu_passes import Limits
-        from tests.support.interpreter import mend
-        mend()
-        wanted = ("variants/softcap/", "backward/causal/", "gradients/head_bias/", "fa2-backward/full/d64/2048", "decode/b1-")
-        for case in CASES:
-            if case.name.startswith(wanted):
-                peers = ("anyattn-triton",) if case.group == "variants" else ("anyattn-paged-64",) if case.group == "decode" else ()
-                record = run_case(replace(small(case, case.backend), peers=peers), Limits(1, 1, 1), "cpu", CLOCK)
-                assert not record.unavailable and set(record.timings) == {"anyattn", *peers}, (case.name, record.unavailable)
-                print(case.name, record.extra["backend"])
-        sums = [long_documents(name, Meter(), "cpu", "triton", tokens=40, heads=1)["sums"] for name in FUNCTIONS]
-        assert all(abs(a / b - 1) < 1e-2 for a, b in zip(*sums)), sums
-    """
-    done = python("-c", textwrap.dedent(program), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    backends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert len(backends) == 5 and all("triton" in backend for name, backend in backends.items() if not name.startswith("variants"))
 
 
 # ---- bars
@@ -230,17 +203,3 @@ def test_a_run_compiles_what_is_left_then_times_and_ends_with_the_bars(tmp_path:
     assert "reached Triton backward, softcap, vs flex TRITON: 1.5 x" in done.output and done.output.rstrip().endswith("without figures")
     assert all(os.environ[name] == "0" for name in ahead.CACHES)
     json.loads((tmp_path / "gpu.json").read_text())
-
-
-@pytest.mark.parametrize("function", memory.FUNCTIONS)
-def test_the_gradient_reaches_the_backward_pass_without_a_copy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as an output has: what indexing a batch of one entry would cost."""
-    from anyattn import autograd
-
-    seen: list[torch.Tensor] = []
-    backward = autograd.backward
-    monkeypatch.setattr(autograd, "backward", lambda problem, plan, *results: seen.append(results[2]) or backward(problem, plan, *results))
-    qkv = tuple(torch.randn(64, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(64, 2, 128, dtype=torch.bfloat16)
-    memory._pass(function, qkv, gradient, lambda b, h, i, j: i >= j, [30, 34], None)
-    assert seen[0].data_ptr() == gradient.data_ptr()

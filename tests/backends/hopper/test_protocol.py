@@ -20,9 +20,9 @@ from tests.support.hopper.threads import rows_gathered, wiped_by_a_group
 SCHEDULES = 320
 
 
-@pytest.mark.parametrize("part", few(range(4), 0, 1))
+@pytest.mark.parametrize("part", few(range(4), 0))
 def test_every_schedule_ends_with_every_output(part: int) -> None:
-    for seed in range(part, SCHEDULES, 4):
+    for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
         case = random_case(seed)
         try:
             run_block(case, seed)
