@@ -135,6 +135,21 @@ def test_memory_is_told_in_multiples_of_what_has_to_be_there() -> None:
     assert len(flex) == 4 and all(abs(a / b - 1) < 1e-2 for a, b in zip(flex, varlen, strict=True))
 
 
+def test_the_allocators_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [{"action": "alloc", "size": 300}, {"action": "free_completed", "size": 900}, {"action": "alloc", "size": 500}]
+    calls: list[Any] = []
+    for name, value in {
+        "synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 100, "max_memory_allocated": 1000
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: calls.append(name) or value)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **options: calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [events, []]})
+    meter = memory.CudaMeter()
+    meter.start()
+    assert meter.stop() == (500, 900)  # the largest allocation, and the peak above what was there
+    assert calls.index("reset_peak_memory_stats") < calls.index("all") < calls.index("max_memory_allocated") and calls[-1] is None
+
+
 # ---- compiling ahead
 
 

@@ -177,7 +177,10 @@ def test_wrong_tables_write_nothing_outside(lengths: dict[str, Any]) -> None:
     assert ((order[:, 0] >= -1) & (order[:, 0] < 40) & (order[:, 2] >= 0) & (order[:, 2] < s.batch)).all()
 
 
-@pytest.mark.parametrize("has_tables,has_results", [(True, True), (True, False), (False, True)])
+SLOW = [pytest.param(True, False, marks=pytest.mark.slow), pytest.param(False, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("has_tables", "has_results"), [(True, True), *SLOW])
 def test_it_compiles(has_tables: bool, has_results: bool) -> None:
     ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     made = (torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)) if has_tables else (None, None)
