@@ -22,6 +22,7 @@ from benchmarks.gpu.gpt.model import SIZES, batches
 from benchmarks.gpu.gpt.report import tables
 from benchmarks.gpu.gpt.worker import Here
 from benchmarks.process import Child
+from tests.support.covering import few
 
 TINY = SIZES["tiny"]
 LIMITS = Limits(rounds=1, timed=2, seconds=10_000)
@@ -39,22 +40,19 @@ def flex_trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
 
 
-def test_every_contestant_trains_in_one_graph_and_within_its_budget(tmp_path: Path, flex_trains_here: None) -> None:
+@pytest.mark.parametrize("mine", few(("anyattn", "anyattn-forward"), "anyattn"))
+def test_every_contestant_trains_in_one_graph_and_within_its_budget(mine: str, tmp_path: Path, flex_trains_here: None) -> None:
     torch._dynamo.reset()
-    names = ["anyattn", "anyattn-forward", "flex-triton"]
-    figures = measured(TINY, names, _start(tmp_path), tmp_path, LIMITS)
+    figures = measured(TINY, [mine, "flex-triton"], _start(tmp_path), tmp_path, LIMITS)
     found = figures["contestants"]
-    assert list(found) == names
-    for name in names:
-        mine = found[name]
-        assert "error" not in mine, mine["error"]
-        assert (mine["graphs"], mine["breaks"], len(mine["rounds"][0])) == (1, 0, 2) and mine["steps"] > 4, name
-        assert max(mine["budget"].values()) <= 1, (name, mine["budget"])
-        assert len(set(mine["losses"])) == len(mine["losses"])  # it learns, of other documents each time
+    for name in (mine, "flex-triton"):
+        of_one = found[name]
+        assert "error" not in of_one, of_one["error"]
+        assert (of_one["graphs"], of_one["breaks"], len(of_one["rounds"][0])) == (1, 0, 2) and of_one["steps"] > 4, name
+        assert max(of_one["budget"].values()) <= 1, (name, of_one["budget"])
+        assert len(set(of_one["losses"])) == len(of_one["losses"])  # it learns, of other documents each time
     assert found["flex-triton"]["compiled"].get("create_block_mask", 0) <= 1
-    assert ratio(figures, "anyattn", "flex-triton") > 0
-    text = "\n".join(tables("gpt-tiny", figures))
-    assert "| graphs of the model | 1 | 1 | 1 |" in text and "time over flex-triton's" in text
+    assert ratio(figures, mine, "flex-triton") > 0
     json.dumps(figures)
 
 
