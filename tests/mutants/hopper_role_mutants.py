@@ -1,322 +1,170 @@
-"""Mutants of the Hopper kernel's roles, which the simulator of their schedules has to find (``tests/support/hopper/roles.py``)."""
+"""Mutants of the Hopper kernels' roles, which the simulated thread blocks have to find: a few of each kind of mistake and each role.
+
+``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), or names a case of the
+backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes many more.
+"""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+import ast
+from collections.abc import Iterator
 
-__all__ = ["MUTANTS"]
+from tests.mutants.mutant import Mutant, by_name
+from tests.support.hopper.role_source import Changes, text_of
+
+__all__ = ["MUTANTS", "left_out", "planted"]
 
 _KERNEL = "backends.hopper.kernel"
-_MMA, _PRODUCER, _TILE_SCHEDULER = f"{_KERNEL}.mma", f"{_KERNEL}.producer", f"{_KERNEL}.tile_scheduler"
+_MULTIPLIES, _LOADS, _VISITS = f"{_KERNEL}.mma:Multiplies", f"{_KERNEL}.producer:Loads", f"{_KERNEL}.tile_scheduler:Visits"
+_BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
+_WIDE, _HALVES = f"{_KERNEL}.backward.wide_mma:MultipliesWide", f"{_KERNEL}.backward.halved_mma:MultipliesHalves"
+_ROWS, _SCHEDULER = f"{_KERNEL}.backward.producer:LoadsRows", f"{_KERNEL}.backward.scheduler:VisitsRows"
+_SCORES, _SUMS = f"{_KERNEL}.backward.scores", f"{_KERNEL}.captured.sums"
+_KEYS, _PACKED, _AFTER = f"{_KERNEL}.backward.epilogue:StoresKeys", f"{_KERNEL}.backward.packed:Packed", f"{_KERNEL}.backward.rows"
+_DROPS = f"{_KERNEL}.dropout:Drops"
+_FENCE = "cute.arch.fence_proxy('async.shared', space='cta')"
 
 
-def _edit(where: str, old: str, new: str = "pass") -> tuple[Mutant, ...]:
-    """The fragment ``old`` of the function becomes ``new``, or is left out. A mutant may have several edits."""
-    return (Mutant("", where, old, new, "schedules"),)
+def _forward(where: str, name: str, old: str, new: str = "pass") -> Mutant:
+    return Mutant(name, where, old, new, "schedules")
 
 
-def _swapped(where: str, first: str, second: str) -> tuple[Mutant, ...]:
-    """Two neighbours, the other way round."""
-    return _edit(where, f"{first}\n{second}", f"{second}\n{first}")
+MUTANTS = by_name(
+    # deadlocks, and memory that is released too often
+    _forward(_MULTIPLIES, "Q is never released", "pipe.consumer_release(state)"),
+    _forward(_MULTIPLIES, "a Q that waits is never noted", "owed = Int32(1)"),
+    _forward(_MULTIPLIES, "a work slot is released twice", "pipes[3].consumer_release(__)",
+             "pipes[3].consumer_release(__); pipes[3].consumer_release(__)"),
+    _forward(_LOADS, "the loader's Q stage is not advanced", "q_state.advance()"),
+    _forward(f"{_MULTIPLIES}._first_turn", "the first turn is nobody's", "group == 0", "group < 0"),
+    _forward(f"{_MULTIPLIES}._next_turn", "turns go round among two of three", "3", "2"),
+    # memory that is overwritten while it is read, or read before it is written
+    _forward(_MULTIPLIES, "Q is released while O is leaving", "cute.arch.cp_async_bulk_wait_group(0, read=True)"),
+    _forward(f"{_MULTIPLIES}._step", "K is released while it is being read", "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
+    _forward(f"{_MULTIPLIES}._guessed", "V is released while it is being read, after a guess", "0", "1"),
+    _forward(f"{_MULTIPLIES}._row_tiles", "facts are not waited for", "pipes[3].consumer_wait(work_state)"),
+    _forward(f"{_MULTIPLIES}._steps", "the last V is not waited for", "pipes[2].consumer_wait(v_state)"),
+    _forward(_LOADS, "K is copied without its memory being free", "pipe.sync_object_empty.wait(state.index, state.phase)"),
+    _forward(f"{_MULTIPLIES}._product", "registers are not fenced", "warpgroup.fence()"),
+    _forward(f"{_MULTIPLIES}._product", "gathered keys are not fenced", "self.config.gathers", "False"),
+    _forward(f"{_MULTIPLIES}._wiped", "groups meet after wiping at one barrier", "_CLEANED + group", "_CLEANED"),
+    _forward(f"{_MULTIPLIES}._first", "V is wiped from a key too late", "facts.seqlen_k", "facts.seqlen_k + 1"),
+    # P with another V, sums of another row tile
+    _forward(f"{_MULTIPLIES}._row_tiles", "K's state is not advanced", "k_state.advance()"),
+    _forward(f"{_MULTIPLIES}._first", "the sums keep the row tile before", "row_sum.fill(0.0)"),
+    _forward(f"{_MULTIPLIES}._step", "O is not rescaled", "if rescales: ...", "if False: ..."),
+    _forward(f"{_MULTIPLIES}._step", "masked tiles are guessed at", "self.guesses and (not asks)", "self.guesses"),
+    _forward(f"{_MULTIPLIES}._guessed", "a wrong guess stays", "if is_right: ...", "if True: ..."),
+    _forward(f"{_MULTIPLIES}._steps", "masked tiles are one too few", "facts.masked", "facts.masked - 1"),
+    _forward(f"{_MULTIPLIES}._row_tiles", "rows of another tile drop", "self.words_of_rows(positions, facts, captured)", "('rows', 0)"),
+    _forward(_LOADS, "the last key tile is loaded twice", "i + 1", "i"),
+    # work, pages, groups of heads
+    _forward(f"{_VISITS}.counted", "row tiles are computed that the order does not count", "tables.order[sizes.rows, 0]", "sizes.rows"),
+    _forward(f"{_VISITS}.packed", "a smaller group has as many heads", "minimum(sizes.ratio - before, most)", "most"),
+    _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),
+    _forward(f"{_LOADS}._fetch", "pieces are written one over the other", "group * LANES + i", "0"),
+    # ---- backward: what waits for whom
+    Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
+    Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),
+    Mutant("dQ is not fenced", f"{_BACK}._told", _FENCE, "pass", "full"),
+    Mutant("S is not waited for", f"{_BACK}._row_tile", "warpgroup.wait_group(1); self.probabilities(scores, lse, scales[1])",
+           "self.probabilities(scores, lse, scales[1])", "full"),
+    Mutant("Q is not released", f"{_BACK}._row_tile", "pipes[0].consumer_release(q_state)", "pass", "full"),
+    Mutant("the adder is not told of the end", _BACK, "Int32(END)", "Int32(0)", "full"),
+    Mutant("dQ is overwritten while it is leaving", _ADDS,
+           "if const_expr(turns is None):\n    cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass", "full"),
+    Mutant("dS is written while dV leaves", _BACK, "self.keys_left()", "pass", "window"),
+    Mutant("dV is called gone before it is read", _ADDS, "cute.arch.cp_async_bulk_wait_group(1, read=True)",
+           "cute.arch.cp_async_bulk_wait_group(2, read=True)", "window"),
+    Mutant("dK leaves when one group has written it", _ADDS, "group == groups - 1", "group == 0", "window"),
+    Mutant("dK is written while dQ leaves", _KEYS, "cute.arch.barrier(barrier_id=FREE + group, number_of_threads=__)", "pass", "window"),
+    Mutant("keys are released a row tile too early", _BACK, "i + 1 == total", "i + 2 == total", "window"),
+    Mutant("keys are released twice", _KEYS, "facts.total == 0", "True", "window"),
+    Mutant("keys come with each row tile", _ROWS, "waits_for_keys = Int32(0)", "pass", "window"),
+    Mutant("unseen keys do not come", _ROWS, "if waits_for_keys != 0: self._k_and_v(copies, in_smem, pipes, key_state, place)", "pass",
+           "sees nothing"),
+    # two adding warps and their turns
+    Mutant("both adding warps take the first part", _ADDS, "cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=__)", "pass",
+           "deterministic"),
+    Mutant("the end leaves the next part to nobody", _ADDS, "self._freed(); self._left_to(1 - warp)", "self._freed()", "deterministic"),
+    Mutant("the other adding warp is not told of the end", _BACK, "self.config.adding_warps - 1", "0", "deterministic"),
+    Mutant("a turn is passed on before the sums are written", f"{_ADDS}._pass_on", "cute.arch.cp_async_bulk_wait_group(0, read=False)",
+           "pass", "deterministic lists"),
+    Mutant("turns are not passed on", _ADDS, "self._pass_on(turns, __)", "pass", "deterministic"),
+    Mutant("a turn too many is awaited", f"{_SCHEDULER}.turn_of", "return turn", "return turn + 1", "deterministic"),
+    Mutant("parts of a list's tile take one turn", _SCHEDULER, "__ * cut_n + n_block % cut_n", "__ * cut_n", "deterministic wide lists"),
+    # which rows see which keys
+    Mutant("the band's right side is off by one", _SCORES, "apart - visit.right + 1", "apart - visit.right", "causal"),
+    Mutant("masked tiles are taken for bare ones", _SCHEDULER, "(m >= bare_first) & (m < bare_last)", "m >= 0", "causal"),
+    Mutant("the first row tile is one too late", _SCHEDULER, "first = __ // tile_m", "first = __ // tile_m + 1", "causal"),
+    Mutant("bands are the first head's", _ROWS, "self.plan_of(n_block, head, __, __1, __2, __3)",
+           "self.plan_of(n_block, 0, __, __1, __2, __3)", "by head"),
+    Mutant("interleaved rows are of one head after another", _SCHEDULER, "at = i // ratio", "at = i % of_head", "interleaved"),
+    Mutant("full tiles of lists are the first part alone", _SCHEDULER, "full_list[__] * cut", "full_list[__]", "lists"),
+    Mutant("sorted key tiles are the first alone", _SCHEDULER, "n_block = tables.order[n_block, 0]", "n_block = tables.order[0, 0]",
+           "sorted lists"),
+    Mutant("what is no word is not asked", _SCORES, "self._ask_rest(fragments, rest, at, line, places, captured)", "pass",
+           "words and pairs"),
+    # sums
+    Mutant("dK keeps the tile before", _BACK, "sums[0].fill(0.0)", "facts.n_block != 0 or sums[0].fill(0.0)", "several blocks"),
+    Mutant("delta is subtracted twice", _BACK, "self.config.tiles.delta != 'behind'", "False", "delta before"),
+    Mutant("held keys are those of the tile before", _BACK, "self.hold(fixed, in_smem)",
+           "facts.n_block != 0 or self.hold(fixed, in_smem)", "held keys"),
+    Mutant("sums from registers are the first group's", _BACK, "group * config.tiles.dq_steps + step", "step", "sums from registers"),
+    Mutant("one tile: grouped heads write to one", _BACK, "target[None, None, visit.head, __]", "target[None, None, facts.kv_head, __]",
+           "one tile of keys"),
+    Mutant("tall: dQ is not transposed", _BACK, "of_dq[::-1] if tiles.transposes_dq else of_dq", "of_dq", "tall tiles"),
+    Mutant("tall: the second group's columns are the first one's", _AFTER, "(warp // 4) * chunks + chunk", "chunk", "tall tiles"),
+    Mutant("the derivative is left out", _SCORES, "ds * Float32(derivative)", "ds", "softcap"),
+    Mutant("P keeps dropped weights", _DROPS, "p[r, c] = weight", "pass", "dropout"),
+    Mutant("dV lacks the kept weights' factor", _BACK, "sums[1].store(sums[1].load() * self.factor(captured))", "pass", "dropout, causal"),
+    Mutant("a head's sum leaves out half of the lanes", _SUMS, "(1, 2, 4, 8, 16)", "(1, 2, 4, 8)", "per head"),
+    Mutant("diagonals are read before they are written", _SUMS, "cute.arch.sync_warp(); found = []", "found = []", "distances"),
+    Mutant("keys past the last have entries", _SUMS, "moved(target, __, key + 8, facts.seqlen_k)", "moved(target, __, 0, 1)", "pairs"),
+    Mutant("what waits is lost", _SUMS, "pending + value", "value", "looked up"),
+    Mutant("hidden pairs stay in running sums", _SCORES, "self.words[word] & ~bit", "self.words[word] | bit", "temperature"),
+    # wide heads
+    Mutant("wide: P is not exchanged", _WIDE, "self._exchanged(exchange, scores, stage, _P_WRITTEN)",
+           "self._stored((exchange.store, exchange.ds[None, None, stage]), scores)", "wide"),
+    Mutant("wide: dO is not released", _WIDE, "pipes[1].consumer_release(do_state)", "pass", "wide"),
+    Mutant("wide: both groups send dK", _WIDE, "group == 0", "group >= 0", "wide"),
+    Mutant("halves: both are stored in one place", _HALVES, "(0, half)", "(0, 0)", "dP by halves"),
+    Mutant("halves: dS is not exchanged", _HALVES, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "dP by halves"),
+    # sequences
+    Mutant("sequences begin with storage", _PACKED, "(place[1], 0)", "(0, 0)", "packed: packed"),
+    Mutant("rows past the last stay", _BACK, "self.rows_wiped(__, __1, __2, __3, group, thread)", "pass", "packed: gaps"),
+    Mutant("interleaved: the last head's rows past the last stay", _BACK, "i + 1 >= self.visits_wiped(board[0], work_state)",
+           "i + 2 >= self.visits_wiped(board[0], work_state)", "packed: interleaved"),
+    Mutant("zeros are not fenced", _PACKED, _FENCE, "pass", "packed: packed"),
+    Mutant("a key of the next sequence is written", _PACKED, "row < end", "row <= end", "packed: packed"),
+    Mutant("cut tiles are sent whole", f"{_KEYS}._keys_told", "self.is_cut(group, facts)", "False", "packed: packed"),
+    Mutant("tiles are taken that there are not", _PACKED, "tables.order[tables.order.shape[0] - 1, 0]", "sizes[0]", "packed: packed"),
+    Mutant("every tile of keys is the first sequence's", _SCHEDULER, "tables.order[n_block, 2]", "tables.order[0, 2]", "packed: packed"),
+    Mutant("dQ goes to the first sequence", _BACK, "(slot, visit.head, entry, turn)", "(visit.m_block, visit.head, entry, turn)",
+           "packed: packed"),
+    Mutant("dQ begins with storage", _AFTER, "(row, start + before, rest)", "(row, before, rest)", "packed: packed"),
+    Mutant("flat lists begin with the first index", _SCHEDULER, "tables.entries[entry, 8] + line * rows", "line * rows",
+           "packed: flat lists"),
+)  # fmt: skip
 
 
-MUTANTS = {
-    "Q is never given back": _edit(f"{_MMA}:Multiplies._give_back", "pipe.consumer_release(state)"),
-    "Q is given back twice": _edit(
-        f"{_MMA}:Multiplies._give_back", "pipe.consumer_release(state)", "pipe.consumer_release(state)\npipe.consumer_release(state)"
-    ),
-    "Q is given back while O is leaving": _edit(f"{_MMA}:Multiplies._give_back", "cute.arch.cp_async_bulk_wait_group(0, read=True)"),
-    "all stores but the last are waited for": _edit(f"{_MMA}:Multiplies._give_back", "__(0, read=True)", "__(1, read=True)"),
-    "Q is given back before O is known to have left": _swapped(
-        f"{_MMA}:Multiplies._give_back",
-        "if cute.arch.make_warp_uniform(self._again(thread) // 32) % 4 == 0:\n    cute.arch.cp_async_bulk_wait_group(0, read=True)",
-        "pipe.consumer_release(state)",
-    ),
-    "Q is not waited for": _edit(f"{_MMA}:Multiplies._row_tiles", "pipes[0].consumer_wait(q_state)"),
-    "the one Q is not given back": _edit(
-        f"{_MMA}:Multiplies._row_tiles", "if const_expr(self.config.q_stages == 1):\n    self._give_back(pipes[0], q_state, thread)"
-    ),
-    "the one Q is given back before O takes its place": _swapped(
-        f"{_MMA}:Multiplies._row_tiles",
-        "self._ended(fixed, sums, given, outputs, sink, q_state, work_state)",
-        "if const_expr(self.config.q_stages == 1):\n    self._give_back(pipes[0], q_state, thread)",
-    ),
-    "one of two Qs is given back at once and once more": _edit(f"{_MMA}:Multiplies._row_tiles", "self.config.q_stages == 1", "True"),
-    "owed is never set": _edit(f"{_MMA}:Multiplies._row_tiles", "owed = Int32(1)"),
-    "owed is set before a Q is": _swapped(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
-        "owed = Int32(1)",
-    ),
-    "owed is said from the start": _edit(f"{_MMA}:Multiplies._row_tiles", "Int32(0)", "Int32(1)"),
-    "what is owed is not given back in the loop": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "owed = Int32(1)",
-    ),
-    "what is owed is not given back at the end": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
-        "if const_expr(self.config.q_stages > 1):\n    pass",
-    ),
-    "what is owed is the new Q": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(q_state.index), thread)\nowed = Int32(1)",
-    ),
-    "what is owed at the end is the Q before": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(q_state.index), thread)",
-    ),
-    "what is owed is given back after Q has advanced": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "q_state.advance()\nif owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-    ),
-    "Q's state is not advanced": _edit(f"{_MMA}:Multiplies._row_tiles", "q_state.advance()"),
-    "Q's state is advanced before O is stored": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)",
-        "k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)\nq_state.advance()",
-    ),
-    "Q's state is advanced by blank row tiles": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
-        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)\nq_state.advance()",
-    ),
-    "blank row tiles are not written": _edit(
-        f"{_MMA}:Multiplies._row_tiles", "self.blank(mmas[1], self._again(thread), outputs, sink, facts)"
-    ),
-    "the end is taken for a blank row tile": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "if more != 0:\n    self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
-        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
-    ),
-    "facts are not waited for": _edit(f"{_MMA}:Multiplies._row_tiles", "pipes[3].consumer_wait(work_state)"),
-    "a work slot is given back twice": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "pipes[3].consumer_release(work_state)",
-        "pipes[3].consumer_release(work_state)\npipes[3].consumer_release(work_state)",
-    ),
-    "a work slot is not given back": _edit(f"{_MMA}:Multiplies._row_tiles", "pipes[3].consumer_release(work_state)"),
-    "a work slot is given back before its facts are read again": _edit(
-        f"{_MMA}:Multiplies._row_tiles", "pipes[3].consumer_release(work_state)"
-    )
-    + _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)",
-        "k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)\npipes[3].consumer_release(work_state)",
-    )
-    + _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)",
-        "self.blank(mmas[1], self._again(thread), outputs, sink, facts)\npipes[3].consumer_release(work_state)",
-    ),
-    "the work state is not advanced": _edit(f"{_MMA}:Multiplies._row_tiles", "work_state.advance()"),
-    "the work state is advanced before its slot is given back": _swapped(
-        f"{_MMA}:Multiplies._row_tiles", "pipes[3].consumer_release(work_state)", "work_state.advance()"
-    ),
-    "row tiles without visits take a Q": _edit(
-        f"{_PRODUCER}:Loads.load",
-        "if visits > 0:\n    pipes[0].producer_acquire(q_state)\n    cute.copy(__, q_from, __1, tma_bar_ptr=__2)\n    q_state.advance()",
-        "if visits >= 0:\n    pipes[0].producer_acquire(q_state)\n    cute.copy(__, q_from, __1, tma_bar_ptr=__2)\n    q_state.advance()",
-    ),
-    "K's state is not advanced": _edit(f"{_MMA}:Multiplies._row_tiles", "k_state.advance()"),
-    "K's state is advanced before the first product": _swapped(
-        f"{_MMA}:Multiplies._row_tiles", "self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)", "k_state.advance()"
-    ),
-    "V's state is advanced with K's": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)",
-        "self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)\nv_state.advance()",
-    ),
-    "V's state is not advanced in bare steps": _edit(
-        f"{_MMA}:Multiplies._steps",
-        "self._step(fixed, sums, p, given, q_state, k_state, v_state, False)\nk_state.advance()\nv_state.advance()",
-        "self._step(fixed, sums, p, given, q_state, k_state, v_state, False)\nk_state.advance()",
-    ),
-    "V's state is not advanced after the last product": _edit(
-        f"{_MMA}:Multiplies._steps", "v_state.advance()\nreturn k_state, v_state", "return k_state, v_state"
-    ),
-    "V's state is advanced before the last product": _edit(
-        f"{_MMA}:Multiplies._steps",
-        "pipes[2].consumer_wait(v_state)\nself._product(mma_pv, sums[0], p, __, False)",
-        "v_state.advance()\npipes[2].consumer_wait(v_state)\nself._product(mma_pv, sums[0], p, __, False)",
-    ),
-    "what the steps advanced is lost": _edit(f"{_MMA}:Multiplies._row_tiles", "k_state, v_state = __", "_, _ = __"),
-    "K is given back while it is being read": _edit(f"{_MMA}:Multiplies._step", "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
-    "K is not given back": _edit(f"{_MMA}:Multiplies._first", "pipes[1].consumer_release(k_state)"),
-    "K is given back twice": _edit(
-        f"{_MMA}:Multiplies._first",
-        "pipes[1].consumer_release(k_state)",
-        "pipes[1].consumer_release(k_state)\npipes[1].consumer_release(k_state)",
-    ),
-    "V is given back while it is being read": _edit(f"{_MMA}:Multiplies._taken", "warpgroup.wait_group(0)", "warpgroup.wait_group(1)"),
-    "V is given back while it is being read, after a guess": _edit(f"{_MMA}:Multiplies._guessed", "0", "1"),
-    "V is not waited for": _edit(f"{_MMA}:Multiplies._step", "pipes[2].consumer_wait(v_state)"),
-    "the last V is not waited for": _edit(f"{_MMA}:Multiplies._steps", "pipes[2].consumer_wait(v_state)"),
-    "the last product is left out": _edit(
-        f"{_MMA}:Multiplies._steps", "self._product(mma_pv, sums[0], p, v[None, None, None, v_state.index], False)"
-    ),
-    "the last product is not waited for": _edit(f"{_MMA}:Multiplies._steps", "warpgroup.wait_group(0)"),
-    "the last V is not given back": _edit(f"{_MMA}:Multiplies._steps", "pipes[2].consumer_release(v_state)"),
-    "the last V is given back twice": _edit(
-        f"{_MMA}:Multiplies._steps",
-        "pipes[2].consumer_release(v_state)",
-        "pipes[2].consumer_release(v_state)\npipes[2].consumer_release(v_state)",
-    ),
-    "P is replaced before its product": _swapped(
-        f"{_MMA}:Multiplies._taken",
-        "warpgroup.wait_group(0)\npipes[2].consumer_release(v_state)",
-        "if const_expr(apart is None): ...",
-    ),
-    "P is replaced before its product, by a guess": _swapped(
-        f"{_MMA}:Multiplies._guessed", "warpgroup.wait_group(0)\npipes[2].consumer_release(v_state)", "if const_expr(apart is None): ..."
-    ),
-    "rows of another row tile drop": _edit(
-        f"{_MMA}:Multiplies._row_tiles",
-        "captured = (*captured, self.words_of_rows(positions, facts, captured))",
-        "captured = (*captured, ('rows', 0))",
-    ),
-    "keys of another tile drop": _edit(
-        f"{_MMA}:Multiplies._step",
-        "dropping = (captured[2], n, self.words_ahead(captured[2], n))",
-        "dropping = (captured[2], n + 1, self.words_ahead(captured[2], n + 1))",
-    ),
-    "a repeated tile drops nothing": _edit(
-        f"{_MMA}:Multiplies._store", "if const_expr(dropping is None): ...", "p.store(narrowed(powers, self.dtype).load())"
-    ),
-    "a wrong guess stays": _edit(f"{_MMA}:Multiplies._guessed", "if is_right: ...", "if True: ..."),
-    "a wrong guess stays in P": _edit(f"{_MMA}:Multiplies._guessed", "rescales = __\nself._store(p, scores, dropping)", "rescales = __"),
-    "a wrong guess at a cap stays in P": _edit(
-        f"{_MMA}:Multiplies._guessed",
-        "self.unshifted(scores, sums, rate, False)\nself._store(p, scores, dropping)",
-        "self.unshifted(scores, sums, rate, False)",
-    ),
-    "the excess of rounded weights starts with the last row tile's": _edit(f"{_MMA}:Multiplies._first", "row_scale.fill(0.0)"),
-    "rounded weights are divided by a sum of others": _edit(
-        f"{_MMA}:Multiplies._ended",
-        "excess = row_scale if const_expr(self.config.is_bounded) else None",
-        "excess = None",
-    ),
-    "sums of guesses are lost": _edit(f"{_MMA}:Multiplies._guessed", "row_sum.store(row_sum.load() + added.load())"),
-    "O is not rescaled after a wrong guess": _edit(f"{_MMA}:Multiplies._taken", "return rescales", "return False")
-    + _edit(f"{_MMA}:Multiplies._guessed", "return rescales", "return False"),
-    "masked tiles are guessed at": _edit(f"{_MMA}:Multiplies._step", "self.guesses and (not asks)", "self.guesses"),
-    "turns are not taken": _edit(f"{_MMA}:Multiplies._first", "self._my_turn(group)")
-    + _edit(f"{_MMA}:Multiplies._step", "self._my_turn(group)"),
-    "turns are not passed on": _edit(f"{_MMA}:Multiplies._first", "self._next_turn(group)")
-    + _edit(f"{_MMA}:Multiplies._step", "self._next_turn(group)"),
-    "the first turn is not given": _edit(f"{_MMA}:Multiplies._first_turn", "group == 0", "group < 0"),
-    "turns go round among two of three": _edit(f"{_MMA}:Multiplies._next_turn", "3", "2"),
-    "V is not wiped": _edit(
-        f"{_MMA}:Multiplies._first",
-        "self._wiped(in_smem[2], pipes[2], v_state, __, thread, group)",
-        "(in_smem[2], pipes[2], v_state, __, thread, group)",
-    ),
-    "V is wiped in the wrong stage": _edit(
-        f"{_MMA}:Multiplies._first",
-        "self._wiped(in_smem[2], pipes[2], v_state, __, thread, group)",
-        "self._wiped(in_smem[2], pipes[2], (v_state.advance(), v_state)[1], __, thread, group)",
-    ),
-    "V is wiped without a fence": _edit(f"{_MMA}:Multiplies._product", "cute.arch.fence_proxy('async.shared', space='cta')")
-    + _edit(f"{_MMA}:Multiplies._wiped", "cute.arch.fence_proxy('async.shared', space='cta')"),
-    "V is wiped from a key too late": _edit(f"{_MMA}:Multiplies._first", "facts.seqlen_k", "facts.seqlen_k + 1"),
-    "V is wiped before it came": _edit(f"{_MMA}:Multiplies._wiped", "pipe.consumer_wait(state)"),
-    "groups meet after wiping at one barrier": _edit(f"{_MMA}:Multiplies._wiped", "_CLEANED + group", "_CLEANED"),
-    "O keeps the row tile before": _edit(f"{_MMA}:Multiplies._first", "acc.fill(0.0)"),
-    "the sums keep the row tile before": _edit(f"{_MMA}:Multiplies._first", "row_sum.fill(0.0)"),
-    "the maximum is that of the row tile before": _edit(f"{_MMA}:Multiplies._first", "row_max.fill(-Float32.inf)"),
-    "the highest scores are those of the row tile before": _edit(f"{_MMA}:Multiplies._first", "tops.fill(-Float32.inf)"),
-    "the highest score is sought before what is hidden is": _swapped(
-        f"{_MMA}:Multiplies._first",
-        "self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)",
-        "if const_expr(tops is not None):\n    self.raise_tops(tops, scores, lifts)",
-    ),
-    "a guessed tile's highest scores are lost": _edit(f"{_MMA}:Multiplies._guessed", "self.raise_tops(tops, scores, lifts)"),
-    "O is not rescaled": _edit(f"{_MMA}:Multiplies._step", "if rescales: ...", "if False: ..."),
-    "a product does not add": _edit(f"{_MMA}:Multiplies._product", "not from_zero", "False"),
-    "a group multiplies another's rows": _edit(
-        f"{_MMA}:Multiplies.multiply", "mma_qk.get_slice(groups(group))", "mma_qk.get_slice(groups(0))"
-    )
-    + _edit(f"{_MMA}:Multiplies.multiply", "groups(group)", "groups(0)"),
-    "registers are not fenced": _edit(f"{_MMA}:Multiplies._product", "warpgroup.fence()"),
-    "masked tiles are one too few": _edit(f"{_MMA}:Multiplies._steps", "facts.masked", "facts.masked - 1"),
-    "tiles behind are forgotten": _edit(f"{_MMA}:Multiplies._steps", "self.config.has_left", "False"),
-    "facts are posted before they are acquired": _edit(f"{_PRODUCER}:Loads._post", "pipe.producer_acquire(state)"),
-    "facts are posted in one slot": _edit(
-        f"{_PRODUCER}:Loads.load",
-        "self._post(board[0], pipes[3], work_state, facts)\nwork_state.advance()",
-        "self._post(board[0], pipes[3], work_state, facts)",
-    ),
-    "the end is not posted": _edit(
-        f"{_PRODUCER}:Loads.load",
-        "self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))\nwork_state.advance()",
-    ),
-    "Q is copied without its memory being free": _edit(
-        f"{_PRODUCER}:Loads.load", "pipes[0].producer_acquire(q_state)", "pipes[0].sync_object_full.arrive(q_state.index, None)"
-    ),
-    "K is copied without its memory being free": _edit(
-        f"{_PRODUCER}:Loads._fetch", "pipe.sync_object_empty.wait(state.index, state.phase)"
-    ),
-    "the loader's Q stage is not advanced": _edit(f"{_PRODUCER}:Loads.load", "q_state.advance()"),
-    "V is told at K's barrier": _edit(f"{_PRODUCER}:Loads.load", "pipes[2]", "pipes[1]"),
-    "V is one tile behind": _edit(
-        f"{_PRODUCER}:Loads.load",
-        "self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)",
-        "self._fetch(pipes[2], v_state, v_copy, after, pages, sizes, None, asked)",
-    ),
-    "the tile goes on the board in another place": _edit(
-        f"{_PRODUCER}:Loads._fetch", "board[state.index] = __", "board[1 - state.index] = __"
-    ),
-    "the last key tile is loaded twice": _edit(f"{_PRODUCER}:Loads.load", "i + 1", "i"),
-    "row tiles are computed that the order does not count": _edit(
-        f"{_TILE_SCHEDULER}:Visits.counted", "tables.order[sizes.rows, 0]", "sizes.rows"
-    ),
-    "a piece is not copied": _edit(
-        f"{_PRODUCER}:Loads._fetch", "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) - 1"
-    ),
-    "a piece too many is copied": _edit(
-        f"{_PRODUCER}:Loads._fetch", "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) + 1"
-    ),
-    "pieces are written one over the other": _edit(f"{_PRODUCER}:Loads._fetch", "group * LANES + i", "0"),
-    "a piece's page is the one of the lane before": _edit(
-        f"{_PRODUCER}:Loads._fetch", "__(pages[group], i)", "__(pages[group], max(i - 1, 0))"
-    ),
-    "a piece's place is the one of the lane before": _edit(
-        f"{_PRODUCER}:Loads._fetch", "__(places[group], i)", "__(places[group], max(i - 1, 0))"
-    ),
-    "pages are those of the tile before": _edit(
-        f"{_PRODUCER}:Loads.load", "n, asked, pages = (after, asks, pages_after)", "n, asked = (after, asks)"
-    ),
-    "V's pages are those of the tile after": _edit(
-        f"{_PRODUCER}:Loads.load",
-        "self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)",
-        "self._fetch(pipes[2], v_state, v_copy, n, pages_after, sizes, None, asked)",
-    ),
-    "pages are those of the first entry": _edit(f"{_PRODUCER}:Loads._page", "entry", "0"),
-    "the table is asked about what lies past the last key": _edit(
-        f"{_PRODUCER}:Loads._page", "at * self.config.piece < seqlen_k", "at >= 0"
-    ),
-    "pages are asked for one piece too late": _edit(f"{_PRODUCER}:Loads._page", "at * self.config.piece", "(at + 1) * self.config.piece"),
-    "pieces are counted by tiles": _edit(f"{_PRODUCER}:Loads._pieces", "n * pieces", "n"),
-    "every page begins where its first piece does": _edit(f"{_PRODUCER}:Loads._fetch", "sizes.pieces_in_page", "1"),
-    "gathered keys are not fenced": _edit(f"{_MMA}:Multiplies._product", "self.config.gathers", "False"),
-    "gathered keys go to the first stage": _edit(f"{_PRODUCER}:Loads._fetch", "(None, None, state.index)", "(None, None, 0)"),
-    "gathered keys are on the pages of the tile after": _edit(f"{_PRODUCER}:Loads._fetch", "self._pieces(n)", "self._pieces(n + 1)"),
-    "keys are divided along the rows": _edit(f"{_PRODUCER}:Loads._sources", "(None, None, None, 0, None)", "(None, None, 0, None, None)"),
-    "heads are cut into a group too many": _edit(
-        f"{_TILE_SCHEDULER}:Visits.packed", "ceil_div(sizes.ratio, most)", "sizes.ratio // most + 1"
-    ),
-    "a smaller group has as many heads": _edit(f"{_TILE_SCHEDULER}:Visits.packed", "minimum(sizes.ratio - before, most)", "most"),
-    "a group's heads are the first ones": _edit(
-        f"{_TILE_SCHEDULER}:Visits.packed", "group // groups * sizes.ratio + before", "group // groups * sizes.ratio"
-    ),
-    "Q is of the first group's heads": _edit(f"{_PRODUCER}:Loads._sources", "head % sizes.ratio", "0"),
-    "Q is as far as heads apart have it": _edit(f"{_PRODUCER}:Loads._sources", "(0, m_block)", "(0, m_block * 4)"),
-    "packed row tiles see what unpacked ones do": _edit(f"{_TILE_SCHEDULER}:Visits.band_visits", "config.tile_q", "config.tiles.tile_m"),
-    "a visit more than loaded": _edit(
-        f"{_TILE_SCHEDULER}:Visits.band_visits", "(total, masked, bare, __, n_max - 1)", "(total, masked, bare + 1, __, n_max - 1)"
-    ),
-}
+def planted(*edits: Mutant) -> Changes:
+    """The texts of the kernel's modules with these edits together."""
+    trees: dict[str, ast.Module] = {}
+    for edit in edits:
+        module = edit.where.partition(":")[0].removeprefix(f"{_KERNEL}.").replace(".", "/")
+        trees[module] = edit.edited(trees.get(module) or ast.parse(text_of(module)))
+    return tuple((module, ast.unparse(tree)) for module, tree in trees.items())
+
+
+def left_out(*modules: str) -> Iterator[tuple[str, Changes]]:
+    """Each statement of the modules' functions that calls or assigns, and the text without it."""
+    for module in modules:
+        text = text_of(module)
+        lines = text.splitlines(keepends=True)
+        functions = [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)]
+        for node in (node for f in functions for node in ast.walk(f)):
+            if isinstance(node, ast.Assign) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)):
+                first = lines[node.lineno - 1]
+                kept = [*lines[: node.lineno - 1], first[: node.col_offset] + "pass\n", *lines[node.end_lineno :]]
+                yield first.strip(), ((module, "".join(kept)),)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import anyattn
 from tests.backends.torch import test_backward as streaming
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
@@ -19,7 +18,6 @@ from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_kvcache as kvcache
 from tests.mutants import cpu_mutants as mutants
-from tests.mutants.mutant import Mutant
 from tests.sequences import test_block_info as blocks
 from tests.support import cases
 from tests.support import sequences as seq
@@ -242,18 +240,3 @@ def test_killed(name):
 def test_the_checks_of_half_precision_pass_on_a_cpu_without_it(name):
     with planned_for(PLAIN):
         CHECKS[name]()
-
-
-def test_there_are_enough():
-    assert len(mutants.MUTANTS) >= 20
-
-
-def test_a_seam_that_moved_is_reported(monkeypatch):
-    mutant = Mutant("moved", "oracle:attention", "no_such_name", "0", "full")
-    monkeypatch.setitem(mutants.MUTANTS, "moved", mutant)
-    with (
-        pytest.raises(LookupError, match=r"moved of oracle:attention: 'no_such_name' stands 0 times in attention"),
-        mutants.active("moved"),
-    ):
-        pass
-    assert anyattn.__version__

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper import backward_launches
-from anyattn.backends.hopper.backward import _of_captured, _totals, backward, ranked
+from anyattn.backends.hopper.backward import _of_captured, _totals, backward
 from anyattn.backends.hopper.backward_config import (
     HEAD_DIMS,
     SHARED_MEMORY,
@@ -26,13 +25,10 @@ from anyattn.backends.hopper.backward_config import (
     padded_for_backward,
 )
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
-from anyattn.backends.hopper.make_backward_config import backward_dispatch, backward_spec, reason_against_backward
+from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.compute import tile_lists
-from tests.support.hopper.masks import MASKS
 from tests.support.hopper.pretended import H200
 from tests.support.processes import python
 
@@ -67,7 +63,7 @@ MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
 # at each width that has tiles of its own the mod that needs most registers, which test_families_compile.py compiles
 FAMILIES = (
     (64, 64, "summed capped", "image"),
-    (128, 128, "packed causal", "tall packed causal", "one tile", "summed by key", "dropout causal"),
+    (128, 128, "tall packed causal", "summed by key", "dropout causal", "rows"),
     (192, 128, "packed window", "capped"),
     (256, 256, "capped"),
 )
@@ -85,9 +81,10 @@ def test_every_kernel_compiles_without_spilling_in_its_loops(dims: tuple[int, in
 def check_loops(parts: tuple[tuple, ...], results: list[dict[str, tuple[int, int]]]) -> None:
     """parts: head dimensions and which kernels of them, all if none is named. results: of each what ``cross_compile_backward`` found."""
     for (head_dim, head_dim_v, *names), found in zip(parts, results, strict=True):
-        of_wide = 18 if fits_halved(head_dim, head_dim_v) else 15
-        count = len(names) or (of_wide if max(head_dim, head_dim_v) > 128 else {64: 37, 96: 36, 128: 36 + 6}[head_dim])
-        assert len(found) == count + 5 * (1 + any(name.startswith("tall") for name in found))
+        of_wide, is_tall = 18 if fits_halved(head_dim, head_dim_v) else 15, any(name.startswith("tall") for name in found)
+        count = of_wide if max(head_dim, head_dim_v) > 128 else {64: 37, 96: 36, 128: 36 + 6}[head_dim]
+        count = len(set(names) - {"rows"}) if names else count
+        assert len(found) == count + 5 * (1 + is_tall) * (not names or "rows" in names)
         spilled = {name: accesses for name, (_, accesses) in found.items() if accesses > (MOST.get(name, 0) if head_dim == 128 else 0)}
         assert not spilled, f"of {head_dim}, {head_dim_v}: {spilled}"
 
@@ -162,22 +159,6 @@ def test_what_a_problem_becomes() -> None:
     assert one.config == other.config and hash(one.config) == hash(other.config)
 
 
-def test_tiles_of_masks_that_are_words() -> None:
-    """At head dimension 64 they are those of no mask, if the lists' tiles have as many rows."""
-    q = torch.randn(1, 2, 300, 64, dtype=torch.bfloat16)
-    wanted = {"neighbourhood": 128, "strided": 128, "random blocks": 128, "literal image": 128, "sinks": 128}
-    wanted |= {"valid": 64, "hashed": 64, "captured image": 64}
-    for name, rows in wanted.items():
-        config = backward_spec(problem(q=q, k=q, v=q, predicates=traced(MASKS[name]))).config
-        assert (config.tiles.tile_m, config.list_cut) == (rows, (128 // rows, 1)), name
-    wide = backward_spec(problem(predicates=traced(MASKS["strided"]))).config
-    assert wide.tiles.tile_m == 64
-    made = tile_lists(*traced(MASKS["strided"]), 1, 1, 300, 300, (64, 128), torch.device("cpu"))
-    lists = BlockSparseTensors(*made, tile=(64, 128), lengths=(300, 300))
-    narrow = backward_spec(problem(q=q, k=q, v=q, predicates=traced(MASKS["strided"]), blocks=lists)).config
-    assert narrow.tiles.tile_m == 64
-
-
 def test_lengths_choose_tall_tiles() -> None:
     """Where they take less time: not where many rows of the last tile do not exist, nor under a causal edge that is most of the work."""
 
@@ -186,25 +167,12 @@ def test_lengths_choose_tall_tiles() -> None:
         return backward_spec(problem(**given, predicates=traced(*mods), **changes)).config.tiles.tile_m
 
     assert [rows(n) for n in (64, 80, 512, 1000, 2048, 8192)] == [64, 64, 64, 80, 80, 80]  # 80 keys are one tile, and dQ^T is not stored
-    assert [rows(n, 128, masks.causal()) for n in (100, 512, 2048, 8192, 131_072)] == [64, 64, 64, 80, 80]
-    assert rows(8192, 104) == 80 and rows(8192, 96) == 64 and rows(8192, 64) == 128
-    assert rows(8192, 128, masks.sliding_window(4000, 0)) == rows(8192, 128, masks.prefix_lm(5)) == 64
-    assert rows(8192, score=trace(lambda s, b, h, i, j: s * 0.5, "score")) == 64
-    few, many, unknown = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 100, 0))
-    assert rows(8192, sequences=few) == 80 and rows(8192, sequences=many) == rows(8192, sequences=unknown) == 64
+    assert [rows(n, 128, masks.causal()) for n in (512, 2048, 8192)] == [64, 64, 80]
+    assert rows(8192, 104) == 80 and rows(8192, 64) == 128 and rows(8192, 128, masks.prefix_lm(5)) == 64
+    few, unknown = (Sequences(*(torch.zeros(n, dtype=torch.int64) for _ in range(7))) for n in (4, 0))
+    assert rows(8192, sequences=few) == 80 and rows(8192, sequences=unknown) == 64
     nothing = dict.fromkeys("qkv", torch.empty(0, 1, 80, 128, dtype=torch.bfloat16))
     assert backward_spec(problem(**nothing, sequences=unknown)).config.tiles.tile_m == 64
-    q = torch.empty(1, 1, 8192, 128, dtype=torch.bfloat16)
-    document = masks.document(torch.zeros(8192, dtype=torch.int32))
-    blocks = anyattn.compute_block_sparsity(128, 128, 1, 1, 8192, 8192, document, device="cpu")
-    for is_deterministic, height in ((False, 64), (True, 80)):
-        given = problem(q=q, k=q, v=q, blocks=blocks, blocks_follow=True, predicates=traced(document), deterministic=is_deterministic)
-        dispatch = backward_dispatch(given)
-        assert dispatch.sequences_spec is not None and dispatch.sequences_spec.config.tiles.tile_m == height
-    for v, runs in ((q, True), (q[..., :96], True), (torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16), False)):
-        wide = torch.empty(1, 1, 8192, 192, dtype=torch.bfloat16)
-        dispatch = backward_dispatch(problem(q=wide, k=wide, v=v, blocks=blocks, blocks_follow=True, predicates=traced(document)))
-        assert (dispatch.sequences_spec is not None) == runs and dispatch.spec.config.tiles.shares_keys
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
@@ -217,24 +185,6 @@ def test_which_sums_a_learned_tensor_has(name: str) -> None:
     assert (spec.config.scratch > 0) == (name == "diagonal")
     plan = planner.choose(p, H200, "hopper")
     assert plan.backward == "hopper" and "backward: hopper" in plan.why
-
-
-def test_sums_of_pairs_and_their_factors() -> None:
-    every, shared = (torch.zeros(n, 2, 64, 64, requires_grad=True) for n in (1, 2))
-    mods = {
-        "alone": lambda s, b, h, i, j: s + every[b, h, i, j],
-        "pair": lambda s, b, h, i, j: s + shared[0, h, i, j],
-        "any": lambda s, b, h, i, j: s + shared[0, h, j, i],
-    }
-    for kind, mod in mods.items():
-        (found,) = backward_spec(problem(score=trace(mod, "score"))).config.sums
-        assert (found.kind, found.factor, found.late, found.has_copies) == (kind, None, None, False)
-    halved, squared = (
-        backward_spec(problem(score=trace(m, "score"))).config.sums[0]
-        for m in (lambda s, b, h, i, j: 2.0 * s + every[b, h, i, j], lambda s, b, h, i, j: s * s + every[0, h, 0, j])
-    )
-    assert halved.factor is not None and halved.late is None
-    assert squared.factor is None and squared.late == 2 and squared.is_running
 
 
 def test_gradients_of_captured_tensors_and_their_totals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,123 +226,58 @@ def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.
         assert len(config.sums) == is_wanted and len(arguments[-1]) == is_wanted
 
 
-def test_ranks_of_tiles_of_keys() -> None:
-    mask = trace(lambda b, h, i, j: (j <= 2 * i) | (j >= 640), "mask")
-    lists = BlockSparseTensors(*tile_lists(mask, 1, 1, 300, 700, (128, 128), torch.device("cpu")), tile=(128, 128), lengths=(300, 700))
-    classes = lists.classes()[0, 0]
-    counts, rows, full_counts, full_rows, ranks = ranked(lists.transposed().classes())
-    assert full_counts is None and full_rows is None and len(set(classes.flatten().tolist())) == 3
-    for m, row in enumerate(classes):
-        seen = [n for n, of in enumerate(row) if of]
-        assert [int(ranks[0, 0, n, m]) for n in seen] == list(range(len(seen)))
-    for n, column in enumerate(classes.T):
-        found = [divmod(int(x), 2) for x in rows[0, 0, n, : counts[0, 0, n]]]
-        assert found == [(m, int(column[m] == 1)) for m in reversed(range(len(column))) if column[m]]
+SQUARE = with_derivatives(trace(lambda s, b, h, i, j: s * s, "score").expr)[0]
+REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [  # what is said, (head dimensions, tile_m, tile_n), other fields
+    ("tile_m=96; wanted 64 or 128", (64, 64, 96, 128), {}),
+    ("tile_m=80 at head_dim 96; wanted 128", (96, 96, 80, 128), {}),
+    ("tile_m=80 with lists", (128, 128, 80, 128), {"lists": "dense"}),
+    ("tile_n=96; wanted 128", (64, 64, 64, 96), {}),
+    ("dq_steps=3", (64, 64, 64, 128), {"dq_steps": 3}),
+    ("holds_k=48; wanted 0, 32, a multiple of 64, or", (64, 64, 64, 128), {"holds_k": 48}),
+    ("holds_v=128; wanted .* the head dimension, 64", (64, 64, 64, 128), {"holds_v": 128}),
+    ("dq_eighths=8; wanted 0 to 7", (64, 64, 64, 128), {"dq_eighths": 8}),
+    ("delta='after' with tile_n=128; wanted one of 'before', 'between', 'behind'", (64, 64, 64, 128), {"delta": "after"}),
+    ("delta='behind' with tile_n=64; wanted 'before'", (64, 64, 64, 64), {}),
+    ("stores_dq with BackwardTiles", (128, 128, 64, 128), {"stores_dq": True, "is_deterministic": True}),
+    ("stores_dq with BackwardTiles", (128, 128, 64, 128), {"stores_dq": True, "has_entries": True}),
+    ("stores_dq with BackwardTiles", (128, 128, 80, 128), {"stores_dq": True}),
+    ("additions from registers have no order", (64, 64, 64, 128), {"dq_eighths": 1, "is_deterministic": True}),
+    ("tile_m=128, ds_stages=2 where warp groups share keys", (64, 64, 128, 64), {}),
+    ("take 160 registers of a thread; wanted at most 128", (192, 128, 64, 128), {}),
+    ("dp_steps=3; wanted 1 or 2", (64, 64, 64, 128), {"dp_steps": 3}),
+    ("delta='behind' with dp_steps=2; wanted 'before'", (64, 64, 64, 128), {"dq_steps": 2, "dp_steps": 2}),
+    ("dq_steps=1 with dp_steps=2; wanted 2", (64, 64, 64, 128), {"dp_steps": 2, "delta": "before"}),
+    ("dp_steps=2 with a score mod", (64, 64, 64, 128), {"dq_steps": 2, "dp_steps": 2, "delta": "before", "score": SQUARE}),
+    ("with entries, whose cut tiles", (256, 256, 64, 64), {"delta": "before", "has_entries": True}),
+    ("bytes of shared memory", (256, 256, 64, 64), {"delta": "before"}),
+    ("q_stages=3", (64, 64, 64, 128), {"q_stages": 3}),
+    ("wanted 2 stages of dS", (64, 128, 64, 128), {"ds_stages": 1, "has_entries": True}),
+    ("head_dim=80", (80, 80, 64, 128), {}),
+    ("bytes of shared memory", (128, 128, 128, 128), {}),
+    ("sums without score", (64, 64, 64, 128), {"sums": (CapturedSum(0, "head", None),)}),
+    ("wanted 128: half of 96", (96, 192, 64, 64), {"delta": "before"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: BackwardTiles(96, 128), "tile_m=96; wanted 64 or 128"),
-        (lambda: BackwardConfig(96, 96, True, BackwardTiles(80, 128)), "tile_m=80 at head_dim 96; wanted 128"),
-        (lambda: BackwardConfig(128, 128, True, BackwardTiles(80, 128), lists="dense"), "tile_m=80 with lists"),
-        (lambda: BackwardTiles(64, 96), "tile_n=96; wanted 128"),
-        (lambda: BackwardTiles(64, 128, dq_steps=3), "dq_steps=3"),
-        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, holds_k=48)), "holds_k=48; wanted 0, 32, a multiple of 64, or"),
-        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, holds_v=128)), "holds_v=128; wanted .* the head dimension, 64"),
-        (lambda: BackwardTiles(64, 128, dq_eighths=8), "dq_eighths=8; wanted 0 to 7"),
-        (lambda: BackwardTiles(64, 128, delta="after"), "delta='after' with tile_n=128; wanted one of 'before', 'between', 'behind'"),
-        (lambda: BackwardTiles(64, 64), "delta='behind' with tile_n=64; wanted 'before'"),
-        *(
-            (lambda fields=fields: BackwardConfig(128, 128, True, stores_dq=True, **fields), "stores_dq with BackwardTiles")
-            for fields in (
-                {"tiles": BackwardTiles(64, 128), "is_deterministic": True},
-                {"tiles": BackwardTiles(64, 128), "has_entries": True},
-                {"tiles": BackwardTiles(80, 128)},
-            )
-        ),
-        (
-            lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128, dq_eighths=1), is_deterministic=True),
-            "dq_eighths=1 with is_deterministic: additions from registers have no order",
-        ),
-        (lambda: BackwardTiles(128, 64), "tile_m=128, ds_stages=2 where warp groups share keys"),
-        (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
-        (lambda: BackwardTiles(64, 128, dp_steps=3), "dp_steps=3; wanted 1 or 2"),
-        (lambda: BackwardTiles(64, 128, dq_steps=2, dp_steps=2), "delta='behind' with dp_steps=2; wanted 'before'"),
-        (lambda: BackwardTiles(64, 128, dp_steps=2, delta="before"), "dq_steps=1 with dp_steps=2; wanted 2"),
-        (
-            lambda: BackwardConfig(
-                64,
-                64,
-                True,
-                BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before"),
-                with_derivatives(trace(lambda s, b, h, i, j: s * s, "score").expr)[0],
-            ),
-            "dp_steps=2 with a score mod",
-        ),
-        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before"), has_entries=True), "with entries, whose cut tiles"),
-        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64, delta="before")), "bytes of shared memory"),
-        (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
-        (lambda: BackwardConfig(64, 128, True, BackwardTiles(64, 128, ds_stages=1), has_entries=True), "wanted 2 stages of dS"),
-        (lambda: BackwardConfig(80, 80, True, BackwardTiles(64, 128)), "head_dim=80"),
-        (lambda: BackwardConfig(128, 128, True, BackwardTiles(128, 128)), "bytes of shared memory"),
-        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128), sums=(CapturedSum(0, "head", None),)), "sums without score"),
-        (lambda: CapturedSum(0, "heads", None), "kind='heads'"),
-    ],
-)
-def test_configs_judge_themselves(make: Any, words: str) -> None:
+@pytest.mark.parametrize(("words", "sizes", "fields"), REFUSED)
+def test_configs_judge_themselves(words: str, sizes: tuple[int, ...], fields: dict[str, Any]) -> None:
+    of_tiles = {name: value for name, value in fields.items() if name in BackwardTiles.__dataclass_fields__}
+    others = {name: value for name, value in fields.items() if name not in of_tiles}
     with pytest.raises(ValueError, match=words):
-        make()
+        BackwardConfig(*sizes[:2], True, BackwardTiles(*sizes[2:], **of_tiles), **others)
 
 
 def test_tiles_of_head_dimensions() -> None:
-    shared = partial(BackwardTiles, 64, 64, delta="before")
-    assert backward_tiles_for(64, 64, True) == BackwardTiles(128, 128, holds_v=64, delta="between")
-    assert backward_tiles_for(64, 64) == BackwardTiles(64, 128, holds_k=64, holds_v=64)
-    assert backward_tiles_for(96, 96, True, True) == BackwardTiles(64, 128, holds_k=96, holds_v=96)
-    assert backward_tiles_for(96, 96, True, True, is_packed=True) == BackwardTiles(64, 128, holds_k=64, holds_v=96)
-    assert backward_tiles_for(96, 96) == BackwardTiles(64, 128, holds_v=32)
-    assert backward_tiles_for(64, 128) == BackwardTiles(64, 128, holds_v=32)
-    assert backward_tiles_for(128, 128) == BackwardTiles(64, 128, delta="before")
-    assert backward_tiles_for(192, 128) == shared(holds_k=128, holds_v=128, dq_eighths=2)
-    halved = BackwardTiles(64, 128, dq_steps=2, dp_steps=2, delta="before")
-    for dims in ((192, 128), (192, 64), (128, 192)):
-        assert backward_tiles_for(*dims, True, True) == backward_tiles_for(*dims, True, True, is_deterministic=True) == halved
-    assert backward_tiles_for(256, 64, True, True) == shared(holds_k=192, holds_v=64, dq_eighths=4)
-    assert backward_tiles_for(192, 192, True, True, is_deterministic=True) == shared(holds_k=64, holds_v=192)
-    assert backward_tiles_for(192, 192, True, True) == shared(holds_k=64, holds_v=192, dq_eighths=2)
-    assert backward_tiles_for(256, 128, True, True) == shared(dq_steps=2, holds_k=64, holds_v=128, dq_eighths=4)
-    assert backward_tiles_for(256, 256) == shared(do_stages=1, dq_steps=2, holds_v=32, dq_eighths=4)
-    assert backward_tiles_for(256, 256, True, True) == shared(do_stages=1, dq_steps=2, holds_v=64, dq_eighths=4)
-    assert [padded_for_backward(*dims) for dims in ((40, 80), (96, 72), (104, 96), (96, 136))] == [
-        (64, 96),
-        (96, 96),
-        (128, 96),
-        (128, 192),
-    ]
-    with pytest.raises(ValueError, match="wanted 128: half of 96"):
-        BackwardConfig(96, 192, True, backward_tiles_for(96, 192))
-    for d in HEAD_DIMS:
-        for dv in HEAD_DIMS:  # whatever the planner chooses, the kernel takes
-            if padded_for_backward(d, dv) != (d, dv):
-                continue
-            config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
-            assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128 and not config.tiles.halves_dp)
-
-
-@pytest.mark.parametrize(
-    ("score", "delta"),
-    [
-        (lambda s, b, h, i, j: s + BIAS[h], "behind"),
-        (lambda s, b, h, i, j: s - BIAS[h] * (i - j), "behind"),
-        (lambda s, b, h, i, j: s + BIAS[(i - j).abs().clamp(max=1)], "before"),
-        (lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0), "before"),
-        (lambda s, b, h, i, j: s * 0.5, "before"),
-    ],
-    ids=["by head", "slopes", "by distance", "capped", "scaled"],
-)
-def test_a_bias_without_loads_for_each_pair_subtracts_delta_from_the_finished_product(score: Any, delta: str) -> None:
-    assert backward_spec(problem(score=trace(score, "score"))).config.tiles == replace(backward_tiles_for(128, 128), delta=delta)
+    """Whatever the planner chooses, the kernel takes."""
+    padded = [padded_for_backward(*dims) for dims in ((40, 80), (96, 72), (104, 96), (96, 136))]
+    assert padded == [(64, 96), (96, 96), (128, 96), (128, 192)]
+    for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        if padded_for_backward(d, dv) != (d, dv):
+            continue
+        for choice in itertools.product((False, True), repeat=4):
+            tiles = backward_tiles_for(d, dv, *choice)
+            config = BackwardConfig(d, dv, True, tiles, is_deterministic=choice[2], has_entries=choice[3] and not tiles.shares_keys)
+            assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128 and not tiles.halves_dp)
 
 
 def test_deterministic_sums_pass_through_shared_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,10 @@ from anyattn.sequences.batch import Sequences
 from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.sparsity.varlen_lists import ragged_lists
+from tests.mutants.hopper_role_mutants import MUTANTS, planted
 from tests.support.hopper.backward_packed_roles import PackedCall, sequences_of
-from tests.support.hopper.backward_roles import Changes, Table, captured_of, run_grid
-from tests.support.hopper.backward_threads import rows_kernel, wiped_by_a_group
+from tests.support.hopper.backward_roles import Table, captured_of, run_grid
+from tests.support.hopper.role_source import Changes, compiled
 from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
@@ -54,23 +56,14 @@ ENDS = torch.tensor([0, 60, 2, 30, 7])
 HALVED = backward_tiles_for(192, 128, is_plain=True, is_bare=True)
 CASES = {
     "packed": Case(),
-    "one": Case(([65], [129])),
     "full tiles": Case(([64, 128], [128, 256])),
     "no queries": Case(([0, 0, 3], [140, 128, 2])),
     "no keys": Case(([70, 64, 3], [0, 0, 2])),
-    "several blocks": Case(heads=(4, 2), workers=3),
     "gaps": Case(gaps=([3, 10, 70, 0], [9, 0, 3, 130])),
     "padded": Case(gaps=([60, 130, 1, 129], [0, 125, 30, 66]), is_padded=True),
     "causal": Case(([100, 70, 1], [100, 70, 1]), mask=masks.causal(), workers=2),
     "interleaved": Case(([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), workers=3),
-    "interleaved, more keys": Case(([200, 70], [300, 200]), heads=(4, 2), mask=lambda b, h, i, j: j <= i + 100 + 30 * b, workers=2),
     "causal, one query head each": Case(([100, 70, 1], [100, 70, 1]), gaps=([3, 5, 0], [9, 0, 4]), heads=(2, 2), mask=masks.causal()),
-    "tall tiles, deterministic": Case(
-        ([200, 90], [300, 90]), gaps=([3, 5], [9, 0]), d=128, tiles=BackwardTiles(80, 128), is_deterministic=True, workers=2
-    ),
-    "window": Case(([100, 200], [150, 200]), gaps=([7, 0], [70, 0]), mask=lambda b, h, i, j: (j <= i + 5 + 40 * b) & (j > i - 60)),
-    "left": Case(([200, 64], [200, 63]), mask=masks.sliding_window(30, None)),
-    "deterministic": Case(([200, 70], [300, 200]), mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2),
     "deterministic gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=masks.sliding_window(90, 100), is_deterministic=True),
     "bands by head": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: j <= i + 100 - 170 * h),
     "lists and gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: (j < 20) | (j > i - 9), kind="flat"),
@@ -81,7 +74,6 @@ CASES = {
     "padded lists": Case(([200, 0, 129, 1], [300, 5, 200, 64]), gaps=([9, 0, 1, 0], [1, 2, 0, 3]), mask=masks.prefix_lm(70), kind="ragged"),
     "lists by head": Case(([200, 70], [300, 200]), mask=lambda b, h, i, j: j < 20 + 150 * h + 10 * b, kind="flat"),
     "large tiles": Case(tiles=BackwardTiles(128, 128, ds_stages=1), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
-    "tall tiles, causal": Case(([100, 170, 1], [100, 170, 1]), d=128, tiles=BackwardTiles(80, 128), mask=masks.causal(), workers=2),
     "tall tiles": Case(d=128, tiles=BackwardTiles(80, 128), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
     "dP by halves": Case(d=128, tiles=HALVED, gaps=([3, 1, 2, 0], [0, 4, 0, 70])),
     "dP by halves, causal": Case(([100, 170, 1], [100, 170, 1]), heads=(4, 2), d=128, tiles=HALVED, mask=masks.causal(), workers=2),
@@ -194,100 +186,25 @@ def test_gradients(name: str, seed: int) -> None:
     assert max(errors.values()) <= MOST, errors
 
 
-PACKED, LOADER, SCHEDULER, MMA, EPILOGUE, ROWS = (
-    "backward/packed", "backward/producer", "backward/scheduler", "backward/mma", "backward/epilogue", "backward/rows",
-)  # fmt: skip
-MUTANTS: dict[str, tuple[str, Changes]] = {
-    "sequences begin with storage": ("packed", ((PACKED, "cute.domain_offset((place[1], 0)", "cute.domain_offset((0, 0)"),)),
-    "every sequence is in the first row of storage": (
-        "padded",
-        ((PACKED, "tensor[None, None, head, place[0]])", "tensor[None, None, head, 0])"),),
-    ),
-    "keys past the last stay": ("gaps", ((MMA, "self.keys_wiped(in_smem, facts, group, thread)", "pass"),)),
-    "rows past the last stay": ("gaps", ((MMA, "self.rows_wiped(in_smem,", "(lambda *_: None)(in_smem,"),)),
-    "rows past the last are thought not to be": ("gaps", ((PACKED, "tile_m != 0", "tile_m < 0"),)),
-    "only the last head's rows past the last are wiped": ("gaps", ((PACKED, "cutlass.max(of_each, 1)", "facts.total"),)),
-    "heads of one more visit than others are not told apart": ("bands by head", ((LOADER, "(of_each == of_head)", "True"),)),
-    "a deterministic pass wipes its last visit": (
-        "deterministic gaps",
-        ((MMA, "                        until = Int32(1)\n", "                        pass\n"),),
-    ),
-    "interleaved: rows past the last are wiped of all heads but one": (
-        "interleaved",
-        ((MMA, "if i + 1 >= self.visits_wiped(", "if i + 2 >= self.visits_wiped("),),
-    ),
-    "interleaved: the last visit is wiped": ("interleaved", ((PACKED, "every = select(group[1] != 0, Int32(1), every, \"int\")", "pass"),)),
-    "one head each: the first visit is wiped": (
-        "causal, one query head each",
-        ((PACKED, "every = select(group[1] != 0, Int32(1), every, \"int\")", "every = Int32(1)"),),
-    ),
-    "lists have their cut row tile last": ("lists and gaps", ((PACKED, "Int32(1) if self.config.lists is not None else", ""),)),
-    "a key past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k + 1 -"),)),
-    "a row past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_q -", "room = facts.seqlen_q + 1 -"),)),
-    "the last key is wiped": ("packed", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k - 1 -"),)),
-    "the last row is wiped": ("packed", ((PACKED, "room = facts.seqlen_q -", "room = facts.seqlen_q - 1 -"),)),
-    "zeros are not fenced": ("packed", ((PACKED, '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),)),
-    "rows are wiped in the first stage": ("gaps", ((PACKED, "in_smem[0][None, None, q_state.index]", "in_smem[0][None, None, 0]"),)),
-    "dO is wiped before it came": ("gaps", ((PACKED, "pipes[1].consumer_wait(do_state)", "pass"),)),
-    "V is not wiped": ("gaps", ((PACKED, "self._wiped(in_smem[3][None", "(lambda *_: None)(in_smem[3][None"),)),
-    "halves: cut tiles are sent whole": ("dP by halves", ((EPILOGUE, "if self.is_cut(group, facts):", "if False:"),)),
-    "cut tiles are sent whole": ("packed", ((EPILOGUE, "if self.is_cut(group, facts):", "if False:"),)),
-    "the second group's keys are not taken for cut": (
-        "packed",
-        ((PACKED, "(group + 1) * 64 > facts.seqlen_k", "group * 64 > facts.seqlen_k"),),
-    ),
-    "a key of the next sequence is written": ("packed", ((PACKED, "if row < end:", "if row <= end:"),)),
-    "the last key is not written": ("packed", ((PACKED, "if row < end:", "if row < end - 1:"),)),
-    "sequences share a row tile": ("packed", ((PACKED, "aligned_offset(start, entry, tile_m)", "aligned_offset(start, 0, tile_m)"),)),
-    "rows of storage share their row tiles": ("padded", ((PACKED, "return row * tiles +", "return"),)),
-    "tiles are taken that there are not": (
-        "packed",
-        ((PACKED, "type(sizes)(tables.order[tables.order.shape[0] - 1, 0],", "type(sizes)(sizes[0],"),),
-    ),
-    "every tile of keys is the first sequence's": ("packed", ((SCHEDULER, "tables.order[n_block, 2]", "tables.order[0, 2]"),)),
-    "dQ goes to the first sequence": ("packed", ((MMA, "return slot, visit.head", "return visit.m_block, visit.head"),)),
-    "statistics are the first sequence's": (
-        "packed",
-        ((LOADER, "statistic[entry, head, slot, None]", "statistic[entry, head, visit.m_block, None]"),),
-    ),
-    "row tiles are those of storage": ("packed", ((LOADER, "entry, seqlens, tables, captured", "entry, lengths, tables, captured"),)),
-    "lengths are those of storage": ("packed", ((LOADER, "visits, *seqlens", "visits, *lengths"),)),
-    "what the board says of the place is a number off": (
-        "packed",
-        ((PACKED, "board[len(facts) + i, state.index]", "board[len(facts) + (i + 1) % 3, state.index]"),),
-    ),
-    "dQ's first row tile is taken for the one before": ("packed", ((ROWS, "tile_m, tiles) <= slot", "tile_m, tiles) < slot"),)),
-    "dQ's row tiles are all the last sequence's": (
-        "packed",
-        ((ROWS, "high = middle - 1", "high = high - 1"), (ROWS, "<= slot:", "<= slot + 3:")),
-    ),
-    "dQ is written past the last row": ("packed", ((ROWS, "rest = seqlen_q - before", "rest = seqlen_q"),)),
-    "lists are the first sequence's": ("flat lists", ((SCHEDULER, "at = tables.entries[entry, 7] + line", "at = line"),)),
-    "flat lists begin with the first index": ("flat lists", ((SCHEDULER, "(tables.entries[entry, 8] + line * rows,)", "(line * rows,)"),)),
-    "flat lists have a row tile more": ("flat lists", ((SCHEDULER, "rows = ceil_div(seqlen_q,", "rows = 1 + ceil_div(seqlen_q,"),)),
-    "lists are the first head's": ("lists by head", ((SCHEDULER, "head = head if const_expr(", "head = Int32(0) if ("),)),
-    "dQ begins with storage": ("packed", ((ROWS, "return row, start + before, rest", "return row, before, rest"),)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.killer.startswith("packed: ")])
 def test_planted_bugs_are_found(name: str) -> None:
-    case, changes = MUTANTS[name]
+    changes = planted(MUTANTS[name])
     for seed in range(8):
         try:
-            if max(run(CASES[case], seed, changes).values()) > MOST:
+            if max(run(CASES[MUTANTS[name].killer.removeprefix("packed: ")], seed, changes).values()) > MOST:
                 return
         except (Broken, IndexError):  # what the machine says, or numpy of a place outside
             return
     pytest.fail("not found")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_warp_group_wipes_every_row_past_the_last_once(head_dim: int) -> None:
-    for rows in (64, 128):
-        for room in (1, 17, rows - 1, rows):
-            found = wiped_by_a_group(rows, head_dim, room)
-            assert sorted(found) == [(row, i) for row in range(room, rows) for i in range(head_dim)]
+def rows_kernel(tile_m: int) -> tuple[Any, Any]:
+    """A row kernel for tiles of so many rows, and ``first_tile``."""
+    names: dict[str, Any] = {"cute": None, "cutlass": SimpleNamespace(range=range, Constexpr=None), "const_expr": bool, "Int32": int}
+    names |= {"BFloat16": None, "Float16": None}
+    for code in compiled(("backward/packed", "backward/rows"))[0]:
+        exec(code, names)
+    return names["RowsAfter"](SimpleNamespace(head_dim=64, head_dim_v=64, is_bf16=True, tile_m=tile_m)), names["first_tile"]
 
 
 @settings(max_examples=200, deadline=None)

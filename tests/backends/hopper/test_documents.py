@@ -156,9 +156,3 @@ def test_ahead_of_time_both_kernels_are_compiled(launched: list[Launch], monkeyp
         call(masks.document(IDS))
         call(masks.document(INTERLEAVED))
     assert [(c.has_entries, c.has_count) for c in found] == [(True, True), (False, True)] * 2 and not launched
-
-
-def test_it_is_explained(launched: list[Launch]) -> None:
-    for mask, said in ((masks.document(IDS), True), (masks.causal(), False)):
-        why = anyattn.explain(*qkv(), block_mask=lists_of(mask), backend="hopper").plan.why
-        assert any("each is run as a sequence" in line for line in why) is said

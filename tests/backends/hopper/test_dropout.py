@@ -17,9 +17,10 @@ from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
-from tests.support.hopper.backward_roles import compiled, fold
+from tests.support.hopper.backward_roles import fold
 from tests.support.hopper.emitted import Int32
 from tests.support.hopper.pretended import H200
+from tests.support.hopper.role_source import compiled
 
 DROPOUT = dropout_of(Seeded(torch.tensor([5, -6], dtype=torch.int32), 0.4))
 assert DROPOUT is not None
@@ -46,9 +47,7 @@ def test_probabilities_are_dropped_by_the_definition(n: int, tile_n: int, warp_g
         "T": None,
         "llvm": None,
     }
-    for code in compiled()[0]:
-        if code.co_filename.endswith("kernel/dropout.py"):
-            exec(code, names)
+    exec(*compiled(("dropout",))[0], names)
     names |= {"fold": lambda a, b: Int32(int(fold(a, b))), "_signs": signs, "_both": lambda a, b: int(a) & int(b)}
     names["cute"].recast_tensor = lambda p, _: p
     names["cute"].size = len

@@ -274,14 +274,6 @@ def test_numbers_that_a_comparison_depends_on_are_rounded_as_torch_rounds_them(m
     assert torch.equal(emitted(mod.expr, mod.scalars, list(mod.tensors)), wanted)
 
 
-def test_a_diagonal_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    monkeypatch.setattr(Array, "__getitem__", lambda self, place: reads.append(place) or self.values[place])
-    mod = trace(BIASES["buckets"], "score")
-    emitted(mod.expr, mod.scalars, list(mod.tensors), torch.zeros(ROWS, COLUMNS))
-    assert len(reads) == ROWS + COLUMNS - 1
-
-
 @cache
 def powers() -> dict[str, Any]:
     """The names of ``powers.py``."""

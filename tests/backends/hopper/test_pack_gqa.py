@@ -74,13 +74,6 @@ def test_asking_for_it_and_against_it() -> None:
     assert why_apart(config_of(by_head, True), 8) == "each head has its own lists of tiles"
 
 
-def test_biases_read_by_distance_have_eight_heads_a_tile() -> None:
-    """Of four heads the numbers on a thread's diagonals do not fit its registers."""
-    table = torch.zeros(99)
-    assert config_of(problem(3, 9, score=lambda s, b, h, i, j: s + table[(i - j).abs()])).heads_per_tile == 8
-    assert config_of(problem(3, 9, score=lambda s, b, h, i, j: s - (i - j).abs())).heads_per_tile == 4
-
-
 @needs_cutlass
 def test_the_plan_says_so() -> None:
     chosen = planner.choose(problem(8, 9), H200)
@@ -99,22 +92,6 @@ def test_what_is_preferred_and_not_followed_is_said() -> None:
     for packs in (False, None):
         assert not any("pack_gqa" in w for w in planner.choose(by_head.like(packs=packs), H200).why)
     assert not any("pack_gqa" in w for w in planner.choose(problem(1, 9, packs=True), H200).why)  # there is nothing to share
-
-
-def test_an_explanation_says_so() -> None:
-    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 9, 16)
-    told = anyattn.explain(q, k, k, enable_gqa=True, kernel_options={"pack_gqa": True})
-    assert "pack_gqa=True is not followed: torch multiplies" in str(told)
-    assert "pack_gqa" not in str(anyattn.explain(q, k, k, enable_gqa=True, kernel_options={"pack_gqa": False}))
-
-
-@needs_cutlass
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_another_backward_pass_is_not_asked_to_pack() -> None:
-    many = problem(8, 5000, packs=True)
-    forward = planner.choose(many, H200)
-    assert (forward.backend, forward.heads_per_tile, forward.backward) == ("hopper", 8, "hopper")
-    assert planner.for_backward(forward, many, H200).backend == "hopper"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

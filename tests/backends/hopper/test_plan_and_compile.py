@@ -14,9 +14,7 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
-from anyattn.backends.hopper import api
 from anyattn.backends.hopper.backward import _tables_of_lists
-from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
 from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
 from anyattn.backends.hopper.make_config import ForwardSpec, forward_spec
@@ -112,20 +110,6 @@ def test_a_comparison_of_floats_that_float32_may_not_decide_is_refused() -> None
         assert reason == f"the score mod computes in torch.{dtype}"
 
 
-def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
-    assert not spec().config.tiles.ping_pong and not spec(wants_lse=True).config.tiles.ping_pong
-    lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
-    for changes in (
-        {"predicates": traced(masks.causal())},
-        {"predicates": traced(masks.prefix_lm(5))},
-        {"predicates": traced(masks.full()), "blocks": lists},
-        {"score": trace(lambda s, b, h, i, j: s + j, "score")},
-        dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)),
-        dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)),
-    ):
-        assert spec(**changes).config.tiles.ping_pong, changes
-
-
 def spec(**changes) -> ForwardSpec:  # type: ignore[no-untyped-def]
     return forward_spec(problem(**changes))
 
@@ -204,22 +188,6 @@ def test_asking_for_the_highest_scores_changes_nothing_else_of_a_kernel(name: st
     assert not alone.has_max and beside.has_max and replace(beside, has_max=False) == alone
 
 
-def test_biases_by_diagonal_are_foreseen() -> None:
-    """What is read by a distance; not what is even, nor what every pair has for itself."""
-    table, pairs = torch.rand(2, 99), torch.rand(64, 64)
-    found = {}
-    for name, score in {
-        "distance": lambda s, b, h, i, j: s + table[h, (i - j).abs()],
-        "clamped": lambda s, b, h, i, j: s + table[h, torch.clamp(i - j, -9, 9) + 9],
-        "line": lambda s, b, h, i, j: s - table[h, 0] * (i - j).abs(),
-        "straight": lambda s, b, h, i, j: s + table[h, i - j],
-        "pairs": lambda s, b, h, i, j: s + pairs[i, j],
-        "place": lambda s, b, h, i, j: s + table[h, (j - 3).abs()],
-    }.items():
-        found[name] = is_foreseen(trace(score, "score").expr)
-    assert found == {"distance": True, "clamped": True, "line": False, "straight": True, "pairs": False, "place": False}
-
-
 @pytest.mark.parametrize(
     "d,dv,wanted", [(64, 64, (64, 64)), (40, 40, (64, 64)), (72, 72, (96, 96)), (192, 128, (192, 128)), (90, 64, (128, 64))]
 )
@@ -227,15 +195,6 @@ def test_head_dimensions_are_padded(d: int, dv: int, wanted: tuple[int, int]) ->
     assert padded(d, dv) == wanted
     with pytest.raises(ValueError, match="at most 256"):
         padded(d, 257)
-
-
-def test_masks_that_compute_much_for_each_pair_have_tiles_of_fewer_keys() -> None:
-    hashed = trace(lambda b, h, i, j: ((i * 1103515245 + j * 2654435761).to(torch.int32) >> (j.to(torch.int8) & 7)) % 7 < 3, "mask")
-    document = trace(masks.document(torch.arange(64) // 9), "mask")
-    for d, keys in ((64, 64), (96, 64), (128, 128)):
-        q = torch.randn(1, 2, 64, d, dtype=torch.bfloat16)
-        given = [forward_spec(problem(q=q, k=q, v=q, predicates=(mask,))).config.tiles.tile_n for mask in (hashed, document)]
-        assert given == [keys, 128]
 
 
 def test_row_tiles_come_longest_first() -> None:
@@ -311,30 +270,6 @@ def test_padded_rows_are_not_gathered() -> None:
     }.items():
         config = forward_spec(paged(*given)).config
         assert not config.gathers and (config.head_dim, config.head_dim_v, config.piece) == wanted
-
-
-@pytest.mark.parametrize(
-    "size,tile_n,piece",
-    [(1, 128, 1), (7, 112, 7), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
-)
-def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
-    config = forward_spec(paged(size)).config
-    assert (config.tiles.tile_n, config.piece) == (tile_n, piece)
-
-
-def test_heads_of_paged_keys_go_side_by_side_like_others() -> None:
-    """It is all of a head's keys that should fit the cache, not those of a page."""
-    lengths, heads = torch.tensor([40_000, 60_000]), 16
-    ends = torch.tensor([0, 100, 300]).int()
-    q, k = torch.zeros(300, heads, 128, dtype=torch.bfloat16), torch.zeros(100_000, 4, 128, dtype=torch.bfloat16)
-    ends_k = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-    packed = flash.varlen_problem(q, k, k, ends, ends_k, None, None, None, None, None, None, Options())
-    found = {api._section(packed, 4)}
-    for size in (16, 1000):
-        pool, table = k.view(-1, size, 4, 128), torch.arange(100_000 // size).view(2, -1).int()
-        p = flash.varlen_problem(q, pool, pool, ends, None, None, None, None, torch.tensor([50_000] * 2), table, None, Options())
-        found.add(api._section(p, 4))
-    assert found == {4}
 
 
 def test_the_size_of_a_page_is_run_time() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import itertools
 import math
 from itertools import pairwise
 from typing import Any
@@ -40,26 +40,32 @@ def has_gaps(s: StoredSequences) -> bool:
     return s.tables.cu_seqlens_q is not None or s.tables.seqused_q is not None
 
 
-def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -> tuple[np.ndarray, ...]:
-    """(entries, order, out, lse, bin_keys): by the kernel; out and lse are poisoned before."""
+def run_kernel(s: StoredSequences, config: TablesConfig, results: tuple[Any, ...], bins: int, grid: tuple[int, int]) -> None:
+    """results: entries and order, then the tensors to clear where no sequence is, of queries and of keys; None: not wanted."""
+    kernel = python.runnable(SequenceTables, THREADS=THREADS)(config)
+    kernel.shared = lambda: {"ends": 2048, "chosen": 2048, "counts": THREADS, "sums": 32}
+    memory = lambda x: None if x is None else python.Memory(x)
+    given = (*(memory(None if t is None else t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
+    entries, order, *of_queries, of_keys = map(memory, results)
+    for place in itertools.product(range(grid[0]), range(grid[1])):
+        python.run_block(lambda: kernel.kernel(given, entries, order, (*of_queries, None), of_keys, bins), THREADS, place, grid)
+
+
+def room_for(s: StoredSequences) -> tuple[int, int]:
+    """Rows of storage, and row tiles."""
     storage = 1 if s.tables.cu_seqlens_q is not None else s.batch
-    most = min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
+    return storage, min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
+
+
+def made(s: StoredSequences, heads: int, ends_with_row: bool) -> tuple[np.ndarray, ...]:
+    """(entries, order, out, lse, bin_keys): by the kernel; out and lse are poisoned before."""
+    storage, most = room_for(s)
     entries, order = np.full((s.batch, 9), -7, np.int32), np.full((most, 3), -7, np.int32)
     out, lse = (np.full((storage, heads, s.sizes.rows_q, *more), np.nan, np.float32) for more in ((8,), ()))
-    bin_keys = ceil_div(s.bound_k + 1, THREADS)
-    kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, ends_with_row, 2048))
-    kernel.shared = lambda: {"ends": 2048, "chosen": 2048, "counts": THREADS, "sums": 32}
-    given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
-    arrays = [python.Memory(x) for x in (entries, order, out, lse)]
-    outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
-    for block in range(blocks if has_gaps(s) else 1):
-        for head in range(heads):
-
-            def call() -> None:
-                kernel.kernel(given, arrays[0], arrays[1], outputs, None, bin_keys)
-
-            python.run_block(call, THREADS, (block, head), (blocks, heads))
-    return entries, order, out, lse, np.array(bin_keys)
+    bins = ceil_div(s.bound_k + 1, THREADS)
+    wiped = (out, lse) if has_gaps(s) else (None, None)
+    run_kernel(s, TablesConfig(TILE, ends_with_row, 2048), (entries, order, *wiped, None), bins, (3 if has_gaps(s) else 1, heads))
+    return entries, order, out, lse, np.array(bins)
 
 
 def cost(row: np.ndarray, entries: np.ndarray, ends_with_row: bool) -> int:
@@ -113,22 +119,14 @@ def test_tables_of_tiles_of_keys(name: str) -> None:
     lengths, rows_q, rows_k = CASES[name]
     s = stored(lengths, rows_q, rows_k).turned()
     assert isinstance(s, StoredSequences)
-    storage, rows = 1 if s.tables.cu_seqlens_q is not None else s.batch, s.sizes.rows_q
-    most = min(s.batch * ceil_div(rows, TILE), storage * rows // TILE + s.batch)
+    turned, (storage, most), rows = s.turned(), room_for(s), s.sizes.rows_q
+    assert isinstance(turned, StoredSequences)
     entries, order = np.full((s.batch, 9), -7, np.int32), np.full((most + 1, 3), -7, np.int32)
     dk, dv = (np.full((storage, 1, rows, 8), np.nan, np.float32) for _ in range(2))
-    turned = s.turned()
-    assert isinstance(turned, StoredSequences)
-    dq = np.full((1 if turned.tables.cu_seqlens_q is not None else s.batch, 2, turned.sizes.rows_q, 8), np.nan, np.float32)
+    dq = np.full((room_for(turned)[0], 2, turned.sizes.rows_q, 8), np.nan, np.float32)
     bin_rows = ceil_div(s.bound_k + 1, THREADS)
-    kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, False, 2048, by_key=True))
-    kernel.shared = lambda: {"ends": 2048, "chosen": 2048, "counts": THREADS, "sums": 32}
-    given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
-    arrays = [python.Memory(x) for x in (entries, order, dk, dv, dq)]
-    outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
-    for block in range(3):
-        call = functools.partial(kernel.kernel, given, arrays[0], arrays[1], outputs, arrays[4] if has_gaps(turned) else None, bin_rows)
-        python.run_block(call, THREADS, (block, 0), (3, 1))
+    wiped = (*((dk, dv) if has_gaps(s) else (None, None)), dq if has_gaps(turned) else None)
+    run_kernel(s, TablesConfig(TILE, False, 2048, by_key=True), (entries, order, *wiped), bin_rows, (3, 1))
     assert entries.tolist() == entries_table(s).tolist()
     count = int(order[most, 0])
     assert (order[count:most] == [-1, 0, 0]).all() and (order[:count, 0] >= 0).all()
@@ -179,7 +177,10 @@ def test_wrong_tables_write_nothing_outside(lengths: dict[str, Any]) -> None:
     assert ((order[:, 0] >= -1) & (order[:, 0] < 40) & (order[:, 2] >= 0) & (order[:, 2] < s.batch)).all()
 
 
-@pytest.mark.parametrize("has_tables,has_results", [(True, True), (True, False), (False, True)])
+SLOW = [pytest.param(True, False, marks=pytest.mark.slow), pytest.param(False, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("has_tables", "has_results"), [(True, True), *SLOW])
 def test_it_compiles(has_tables: bool, has_results: bool) -> None:
     ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     made = (torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)) if has_tables else (None, None)

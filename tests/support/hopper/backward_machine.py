@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
+from tests.support.hopper.schedule import Broken, NamedBarrier, Pipe, Schedule
 
-__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Held", "Mma", "Pipe", "Regs", "Run", "Shared", "View", "narrow"]
+__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Held", "Mma", "Regs", "Run", "Shared", "View", "narrow"]
 
 LANES = np.arange(128, dtype=np.int32)
 ROW = LANES // 32 * 16 + LANES % 32 // 4  # of a wgmma accumulator's 64 rows, the first that a thread holds; the other lies 8 below
@@ -221,70 +221,10 @@ class Box:
         part[:] = values[: part.shape[0], : part.shape[1]]
 
 
-class ByteBarrier(MemoryBarrier):
-    """An mbarrier that counts bytes."""
-
-    def came_bytes(self, count: int) -> None:
-        self.expected -= count
-        if self.expected < 0:
-            raise Broken(f"{self.name} is told of {-self.expected} bytes that it does not expect")
-        self._turn()
-
-
-class Pipe:
-    """``PipelineTmaAsync`` where ``size`` bytes fill a stage, ``PipelineAsync`` where it is 0."""
-
-    def __init__(self, block: Block, name: str, stages: int, groups: int, size: int):
-        self.block, self.size, self.name = block, size, name
-        self.full = [ByteBarrier(block.schedule, f"{name} {i} full", 1) for i in range(stages)]
-        self.empty = [MemoryBarrier(block.schedule, f"{name} {i} empty", groups) for i in range(stages)]
-        self.held = [set[int]() for _ in range(stages)]
-        self.sync_object_empty, self.sync_object_full = _Empty(self), _Full(self)
-
-    def producer_acquire(self, state: Any) -> None:
-        self.sync_object_empty.wait(state.index, state.phase)
-        if self.size:
-            self.sync_object_full.arrive(state.index, None)
-
-    def producer_commit(self, state: Any) -> None:
-        self.sync_object_full.arrive(state.index, None)
-
-    def producer_get_barrier(self, state: Any) -> ByteBarrier:
-        return self.full[state.index]
-
-    def producer_tail(self, state: Any) -> None:
-        for _ in self.full:
-            self.sync_object_empty.wait(state.index, state.phase)
-            state.advance()
-
-    def consumer_wait(self, state: Any) -> None:
-        self.full[state.index].wait(state.phase)
-        self.held[state.index].add(self.block.group.number)
-
-    def consumer_release(self, state: Any) -> None:
-        group = self.block.group
-        if group.number not in self.held[state.index]:
-            raise Broken(f"{self.name} {state.index} is given back by group {group.number}, which does not hold it")
-        if group.reads(self.name, state.index):
-            raise Broken(f"{self.name} {state.index} is given back while a product reads it")
-        self.held[state.index].discard(group.number)
-        self.empty[state.index].arrive()
-
-
-class _Empty:
-    def __init__(self, pipe: Pipe):
-        self.pipe = pipe
-
-    def wait(self, index: int, phase: int) -> None:
-        self.pipe.empty[index].wait(phase)
-
-
-class _Full:
-    def __init__(self, pipe: Pipe):
-        self.pipe = pipe
-
-    def arrive(self, index: int, _: None) -> None:
-        self.pipe.full[index].arrive(self.pipe.size)
+class BlockPipe(Pipe):
+    def released(self, index: int) -> None:
+        if self.block.group.reads(self.name, index):
+            raise Broken(f"{self.name} {index} is given back while a product reads it")
 
 
 class Mma:
@@ -456,7 +396,7 @@ class Block:
                 first, second = (self.memory[name] for name in names)
                 first.same_place, second.same_place = second, first
         self.pipes = tuple(
-            Pipe(self, name, stages, g, size)
+            BlockPipe(self, name, stages, g, size)
             for name, stages, size in (
                 ("q", tiles.q_stages, 2 * m * d + 4 * m), ("dout", tiles.do_stages, 2 * m * dv + 4 * m), ("k", 1, 2 * n * d),
                 ("v", 1, 2 * n * dv), ("work", 2, 0),

@@ -101,17 +101,16 @@ class PackedCall:
 
 
 def with_single_threads(roles: type) -> type:
-    """``roles`` with the parts of ``Packed`` that single threads run: stores by each of the 128 in turn, zeros by all at once."""
+    """``roles`` with the parts of ``Packed`` that single threads run, by each of the 128 of a warp group in turn."""
 
     class Threads(roles):  # type: ignore[misc, valid-type]
         def _wiped(self, tile: View, room: int, rows: int, head_dim: int, thread: Any) -> None:
-            values, group = tile.of.values[tile.index()], tile.of.block.group.number
+            group = tile.of.block.group.number
             (pipe,) = (p for p in tile.of.block.pipes if p.name == tile.of.name)
             if group not in pipe.held[tile.key[-1]]:
                 raise Broken(f"{pipe.name} {tile.key[-1]} is wiped by group {group}, which does not hold it")
-            if values.shape != (rows, head_dim):
-                raise Broken(f"{rows} x {head_dim} are wiped of a tile of {values.shape}")
-            values[max(room, 0) :] = 0.0
+            for lane in range(128):
+                roles._wiped(self, tile, room, rows, head_dim, lane)  # type: ignore[attr-defined]
             tile.of.unwiped.add(group)
 
         def rows_stored(self, acc: Acc, mma: Mma, shape: tuple[int, int], target: Any, rows: Any, thread: Any) -> None:

@@ -1,81 +1,38 @@
 """Source of the Hopper backward roles, run as Python on real numbers in the simulated machine of ``backward_machine.py``.
 
-There is one thread that loads, one or two that add, and one per warp group that multiplies. CuTe DSL is not needed: the source is read from
-its files, and ``cute`` and the other modules are stand-ins.
+There is one thread that loads, one or two that add, and one per warp group that multiplies. CuTe DSL is not needed: ``cute`` and the other
+modules are stand-ins.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
 import functools
 import itertools
 import operator
-from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import anyattn
 from anyattn.backends.hopper.config import sides, slots
 from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Run, Shared, View, narrow
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
 from tests.support.hopper.emitted import Array, least, mask_words, most, run_source
-from tests.support.hopper.protocol import State
+from tests.support.hopper.role_source import Changes, compiled
 from tests.support.hopper.roles import Counter
-from tests.support.hopper.schedule import Broken, Schedule
+from tests.support.hopper.schedule import Broken, Schedule, State
 
-__all__ = ["MODULES", "Call", "Table", "compiled", "run_grid", "vectorised"]
+__all__ = ["MODULES", "Call", "Table", "captured_of", "fold", "run_grid", "vectorised"]
 
-_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "dropout", "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
     "backward/rows",
 )  # fmt: skip
-_KEPT = (
-    "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.backward_config",
-    "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
-    "anyattn.backends.hopper.codegen.score_analysis", "anyattn.mods.dropout",
-)  # fmt: skip
-Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
-
-
-@functools.lru_cache(maxsize=64)
-def compiled(changes: Changes = ()) -> tuple[list[CodeType], dict[str, list[str]]]:
-    """The modules, and their lines."""
-    found, lines = [], {}
-    for module in MODULES:
-        file = str(_FOLDER / f"{module}.py")
-        text = (_FOLDER / f"{module}.py").read_text()
-        for name, old, new in changes:
-            if name == module:
-                if old not in text:
-                    raise ValueError(f"a planted bug replaces {old!r}, which does not stand in {file}; wanted text of today's kernel")
-                text = text.replace(old, new)
-        lines[file] = text.splitlines()
-        found.append(_code(text, file))
-    return found, lines
-
-
-@functools.lru_cache(maxsize=64)
-def _code(text: str, file: str) -> CodeType:
-    tree = ast.parse(text)
-    tree.body = [n for n in tree.body if not isinstance(n, ast.Import) and not (isinstance(n, ast.ImportFrom) and not _is_kept(n))]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list, node.returns = [], None
-            for argument in node.args.args:
-                argument.annotation = None
-    return compile(ast.fix_missing_locations(tree), file, "exec")
-
-
-def _is_kept(node: ast.ImportFrom) -> bool:
-    return str(node.module).startswith(_KEPT)
 
 
 class Call:
@@ -298,7 +255,7 @@ class _Device:
     def load_bytes(self, target: View, source: _Flat, size: int, barrier: Any) -> None:
         def come() -> None:
             target.write(source.of[source.at : source.at + size // 4])
-            barrier.came_bytes(size)
+            barrier.came(size)
 
         self.schedule.under_way.append(come)
 
@@ -327,7 +284,7 @@ class _Device:
 
             def come() -> None:
                 target.write(source.read())
-                tma_bar_ptr.came_bytes(2 * source.shape[0] * source.shape[1])
+                tma_bar_ptr.came(2 * source.shape[0] * source.shape[1])
 
             self.schedule.under_way.append(come)
         elif isinstance(target, Held):
@@ -352,6 +309,8 @@ class _Device:
             target.of.values[:, :, chunk, group] = source.values.T
             target.of.unfenced.add((self.group.number, group))
             target.of.written()
+        elif isinstance(target, _Part):  # zeros of one thread
+            target.of.of.values[target.of.index()][target.slices()] = source.values[0, 0]
         elif isinstance(source, Regs):  # two numbers of one thread, to a row in global memory
             row, at = target
             row.values[2 * at : 2 * at + 2] = source.values[0]
@@ -440,6 +399,9 @@ class _Part(NamedTuple):
     of: View
     place: tuple[int, int]
     shape: tuple[int, int]
+
+    def __getitem__(self, key: Any) -> _Part:  # type: ignore[override]
+        return self
 
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(at * size, (at + 1) * size) for at, size in zip(self.place, self.shape, strict=True))
@@ -530,7 +492,7 @@ def run_grid(
 ) -> np.ndarray:
     """Runs all thread blocks of a launch together; dk, dv and the sums of dq, or dq, are left in ``call``. totals: of captured tensors'
     gradients. is_first_late: the first block begins when the others have ended. Returns dq as the last kernel has it."""
-    codes, lines = compiled(changes)
+    codes, lines = compiled(MODULES, changes)
     config, schedule = call.config, Schedule(seed, lines)
     counter = Counter([], 0)
     device = _Device(schedule, counter, workers)

@@ -1,6 +1,6 @@
 """Cross-compilation of backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products accesses it]}.
 
-Arguments: those of ``cross_compile``. Runs in a separate process for the same reason.
+Arguments: those of ``cross_compile``; "rows" names the kernels of row statistics and of dq. Runs in a separate process for the same reason.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
                 config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
                 result[form] = compile_backward(config, mods, folder / form.replace(" ", "_"), has_order="lists" in fields and not is_fixed)
                 heights.add(tiles.tile_m if form != name else own.tile_m)
-    for tile_m in sorted(heights):
+    for tile_m in sorted(heights) if not only or "rows" in only else ():
         for is_after in (False, True):
             for has_entries in (False, True):
                 config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, has_entries)

@@ -12,12 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
+from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Pipe, Schedule
 
-__all__ = [
-    "PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef",
-    "State",
-]  # fmt: skip
+__all__ = ["PARTS", "Block", "BlockPipe", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 4)  # the barriers at which warp groups take turns
@@ -33,23 +30,6 @@ class RowTile(NamedTuple):
     visits: list[tuple[int, int, bool]]
     sources: tuple[tuple, list[tuple], list[tuple]]
     room: int | None
-
-
-@dataclass
-class State:
-    """``PipelineState``."""
-
-    stages: int
-    index: int
-    phase: int
-
-    def advance(self) -> None:
-        self.index += 1
-        if self.index == self.stages:
-            self.index, self.phase = 0, self.phase ^ 1
-
-    def clone(self) -> State:
-        return State(self.stages, self.index, self.phase)
 
 
 @dataclass
@@ -128,69 +108,25 @@ class Memory:
         return StageRef(self, key[-1])
 
 
-class Pipe:
-    """``PipelineTmaAsync`` with a memory, ``PipelineAsync`` for the board's row tiles. One arrival stands for a warp group's."""
+class BlockPipe(Pipe):
+    """A pipeline of the block, with a memory or with the board's slots."""
 
     def __init__(self, block: Block, name: str, stages: int, groups: int, memory: Memory | None):
-        self.block, self.name, self.memory = block, name, memory
-        self.full = [MemoryBarrier(block.schedule, f"{name} {i} full", 1) for i in range(stages)]
-        self.empty = [MemoryBarrier(block.schedule, f"{name} {i} empty", groups) for i in range(stages)]
-        self.stages = memory.stages if memory else [Stage() for _ in range(stages)]
-        self.sync_object_empty, self.sync_object_full = _Empty(self), _Full(self)
-
-    def at(self, barriers: list[MemoryBarrier], index: int) -> MemoryBarrier:
-        if not 0 <= index < len(barriers):
-            raise Broken(f"{self.name} has no stage {index}")
-        return barriers[index]
-
-    def producer_acquire(self, state: Any) -> None:
-        self.sync_object_empty.wait(state.index, state.phase)
-        if self.memory:
-            self.sync_object_full.arrive(state.index, None)
-
-    def producer_commit(self, state: Any) -> None:
-        if self.memory is None:
-            self.sync_object_full.arrive(state.index, None)
-
-    def producer_get_barrier(self, state: Any) -> MemoryBarrier:
-        return self.at(self.full, state.index)
-
-    def producer_tail(self, state: Any) -> None:
-        for _ in self.full:
-            self.sync_object_empty.wait(state.index, state.phase)
-            state.advance()
+        super().__init__(block, name, stages, groups, memory.pieces if memory else 0)
+        self.memory, self.stages = memory, memory.stages if memory else [Stage() for _ in range(stages)]
+        self.held = [stage.held for stage in self.stages]
 
     def consumer_wait(self, state: Any) -> None:
-        self.at(self.full, state.index).wait(state.phase)
-        self.stages[state.index].held.add(self.block.group.number)
+        super().consumer_wait(state)
         if self.block.gathers and self.memory:
             self.block.group.unfenced.add((self.name, state.index))
 
-    def consumer_release(self, state: Any) -> None:
-        barrier, group = self.at(self.empty, state.index), self.block.group
-        stage = self.stages[state.index]
-        if group.number not in stage.held:
-            raise Broken(f"{self.name} {state.index} is given back by group {group.number}, which does not hold it")
-        if group.number in stage.reading:
-            raise Broken(f"{self.name} {state.index} is given back while it is being read")
-        if self.memory and group.number not in stage.used:
-            raise Broken(f"{self.name} {state.index} ({stage.tag}) is given back before it was used")
-        stage.held.discard(group.number)
-        barrier.arrive()
-
-
-class _Empty(NamedTuple):
-    pipe: Pipe
-
-    def wait(self, index: int, phase: int) -> None:
-        self.pipe.at(self.pipe.empty, index).wait(phase)
-
-
-class _Full(NamedTuple):
-    pipe: Pipe
-
-    def arrive(self, index: int, _: None) -> None:
-        self.pipe.at(self.pipe.full, index).arrive(self.pipe.memory.pieces if self.pipe.memory else 0)
+    def released(self, index: int) -> None:
+        stage, number = self.stages[index], self.block.group.number
+        if number in stage.reading:
+            raise Broken(f"{self.name} {index} is given back while it is being read")
+        if self.memory and number not in stage.used:
+            raise Broken(f"{self.name} {index} ({stage.tag}) is given back before it was used")
 
 
 class Loaded(NamedTuple):
@@ -358,7 +294,7 @@ class Block:
         keys = config.tiles.tile_n
         whole = (keys, keys // config.piece if config.is_paged else 1)
         self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole), Memory(self, "v", stages, *whole)]
-        self.pipes = [Pipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [Pipe(self, "work", 2, count, None)]
+        self.pipes = [BlockPipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [BlockPipe(self, "work", 2, count, None)]
         self.barriers: dict[int, NamedBarrier] = {}
         self.owners: dict[int, int] = {}  # of barriers for one warp group
         self.copied = {"q": 0, "k": 0, "v": 0}

@@ -11,12 +11,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from dataclasses import dataclass
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 from tests.support.limits import HANG
 
-__all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Schedule"]
+__all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Pipe", "Schedule", "State"]
 
 _MOST_STEPS = 30_000  # of one schedule; the longest take some thousands
 
@@ -157,9 +158,11 @@ class MemoryBarrier:
         self.expected += expected
         self._turn()
 
-    def came(self) -> None:
-        """A copy is complete."""
-        self.expected -= 1
+    def came(self, count: int = 1) -> None:
+        """So many of the expected copies, or bytes, are there."""
+        self.expected -= count
+        if self.expected < 0:
+            raise Broken(f"{self.name} is told of {-self.expected} more than it expects")
         self._turn()
 
     def wait(self, parity: int) -> None:
@@ -193,3 +196,66 @@ class NamedBarrier:
             self.arrived, self.waiting, self.generation = 0, 0, mine + 1
         if waits:
             self.schedule.until(lambda: self.generation != mine, f"waits at {self.name}")
+
+
+@dataclass
+class State:
+    """``PipelineState``."""
+
+    stages: int
+    index: int
+    phase: int
+
+    def advance(self) -> None:
+        self.index += 1
+        if self.index == self.stages:
+            self.index, self.phase = 0, self.phase ^ 1
+
+    def clone(self) -> State:
+        return State(self.stages, self.index, self.phase)
+
+
+class Pipe:
+    """``PipelineTmaAsync`` where ``amount`` copies or bytes fill a stage, ``PipelineAsync`` where it is 0. One arrival stands for a warp
+    group's. block: its ``schedule``, and the ``group`` that runs. held: of each stage the groups that have waited for it and not released
+    it."""
+
+    def __init__(self, block: Any, name: str, stages: int, groups: int, amount: int):
+        self.block, self.name, self.amount = block, name, amount
+        self.full = [MemoryBarrier(block.schedule, f"{name} {i} full", 1) for i in range(stages)]
+        self.empty = [MemoryBarrier(block.schedule, f"{name} {i} empty", groups) for i in range(stages)]
+        self.held = [set[int]() for _ in range(stages)]
+        self.sync_object_empty = SimpleNamespace(wait=lambda index, phase: self.empty[index].wait(phase))
+        self.sync_object_full = SimpleNamespace(arrive=lambda index, _: self.full[index].arrive(amount))
+
+    def producer_acquire(self, state: Any) -> None:
+        self.sync_object_empty.wait(state.index, state.phase)
+        if self.amount:
+            self.sync_object_full.arrive(state.index, None)
+
+    def producer_commit(self, state: Any) -> None:
+        if not self.amount:
+            self.sync_object_full.arrive(state.index, None)
+
+    def producer_get_barrier(self, state: Any) -> MemoryBarrier:
+        return self.full[state.index]
+
+    def producer_tail(self, state: Any) -> None:
+        for _ in self.full:
+            self.sync_object_empty.wait(state.index, state.phase)
+            state.advance()
+
+    def consumer_wait(self, state: Any) -> None:
+        self.full[state.index].wait(state.phase)
+        self.held[state.index].add(self.block.group.number)
+
+    def consumer_release(self, state: Any) -> None:
+        number = self.block.group.number
+        if number not in self.held[state.index]:
+            raise Broken(f"{self.name} {state.index} is given back by group {number}, which does not hold it")
+        self.released(state.index)
+        self.held[state.index].discard(number)
+        self.empty[state.index].arrive()
+
+    def released(self, index: int) -> None:
+        """Raises ``Broken`` if the running group is not through with the stage."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.hopper.protocol import State
-from tests.support.hopper.roles import MODULES, View, class_of, compiled, method
+from tests.support.hopper.role_source import compiled
+from tests.support.hopper.roles import View
+from tests.support.hopper.schedule import State
 
 __all__ = ["rows_gathered", "wiped_by_a_group"]
 
@@ -24,13 +25,12 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
     names["again"] = lambda x: x
-    exec(compiled(())[0][MODULES.index("mma")], names)
-    kernel = class_of(names, "Multiplies")()
-    wiped = method(kernel, "_wiped")
+    exec(*compiled(("mma",))[0], names)
+    kernel = names["Multiplies"]()
     kernel.dtype, kernel.holds_thread = "dtype", False
     kernel.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
     for thread in range(128, 256):
-        wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
+        kernel._wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
     return found
 
 
@@ -80,11 +80,11 @@ def rows_gathered(tile_n: int, width: int) -> dict[tuple[int, int], list[tuple[i
         "const_expr": bool,
         "cpasync": SimpleNamespace(CopyG2SOp=lambda _: None, LoadCacheMode=SimpleNamespace(GLOBAL=None)),
     }
-    exec(compiled(())[0][MODULES.index("paged_gather")], names)
-    kernel = class_of(names, "Gathers")()
+    exec(*compiled(("paged_gather",))[0], names)
+    kernel = names["Gathers"]()
     kernel.dtype, kernel._offset = "dtype", lambda _, row, page: [far * key for key in page]
     source = SimpleNamespace(iterator=None)
     pages = tuple(list(range(first, first + 32)) for first in range(0, tile_n, 32))
     for at[0] in range(32):
-        method(kernel, "gather")(source, _Target((tile_n, width)), pages, pages, None)
+        kernel.gather(source, _Target((tile_n, width)), pages, pages, None)
     return found
