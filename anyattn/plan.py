@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,20 +21,28 @@ class Backward(NamedTuple):
     why: tuple[str, ...] = ()
 
 
-class Repeater(Protocol):
+class Repeater:
     """Computes the calls of one plan, and keeps what they share, such as prepared launches: a backend's ``Repeater(problem, plan)``, made
     from the first of the calls. problem: a ``Problem`` with the first one's signature."""
 
     def forward(self, problem: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``backends.result.Result``: (out, lse, max_scores). out is in q's stride order (``tensors.strides.empty_in_order``), lse and
         max_scores are None unless ``problem.wants_lse``, ``wants_max``."""
+        raise NotImplementedError
 
-    def backward(self, problem: Any, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(self, problem: Any, out: Tensor, lse: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients in the order of ``problem.grad_inputs``, None where ``requires_grad`` is False. dout has any strides. lse is None if
         the plan did not need it."""
+        raise NotImplementedError
 
     def reads_lists(self, problem: Any) -> bool:
         """Whether ``forward`` reads the problem's block lists; the same for all calls of the plan."""
+        raise NotImplementedError
+
+    def again(self, problem: Any) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
+        """A function that repeats ``forward(problem)`` with other q, k, v and sink of the same shapes, strides and device; it returns None
+        if it no longer can. None if there is nothing faster than ``forward``."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,8 +170,8 @@ def _call(operands: Attend) -> tuple[Problem, Plan]:
     has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
     is_exact = has_lists and list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
     is_remembered = warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
-    if is_remembered and (warm := warm_attend.warm_call(values, is_exact, reads_lists=True)) is not None:
-        return warm[:2]
+    if is_remembered and (warm := warm_attend.warm_call(values, is_exact)) is not None:
+        return warm
     blocks = lists = None
     if has_lists:
         list_arguments = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact

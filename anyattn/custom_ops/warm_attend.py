@@ -8,6 +8,7 @@ earlier call; neither mods nor block lists are decoded again. A call with other 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.tensors import autocast
 from anyattn.tensors.comparison import comparison
 
 __all__ = ["Reader", "direct", "is_remembered", "remember", "warm_call"]
@@ -45,14 +47,16 @@ class Reader(NamedTuple):
         return Reading(None, self.numbers, tensors[self.start : self.stop])  # type: ignore[arg-type]  # whose pattern is in the key
 
 
-class WarmCall(NamedTuple):
+@dataclass(slots=True)
+class WarmCall:
     """A remembered call, and the tests by which a later call with the same constants is like it.
 
     remembered: the call cache's entry. readers: of its mods; none if the mods have no run-time values. nothing: the empty tensor that is
     returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and the test that other tensors have the same
     types, dtypes, devices, shapes, strides, dispatch keys and requires_grad. same: ``identical`` tensors of the call, () if all differ.
     aligned: ``_alignment``. reads_lists: whether the forward pass reads block lists. sizes, facts: of ``Known``. fields: of the problem;
-    None if mods capture tensors or k and v are expanded.
+    None if mods capture tensors or k and v are expanded. again: ``Repeater.again``, looked for while is_new, that is,
+    until a second call.
     """
 
     remembered: calls.RememberedCall
@@ -66,54 +70,62 @@ class WarmCall(NamedTuple):
     sizes: tuple
     facts: object
     fields: dict[str, Any] | None
+    again: Callable[..., tuple | None] | None = None
+    is_new: bool = True
 
 
-_warm: calls.TwoGenerationCache[tuple[WarmCall, ...]] = calls.TwoGenerationCache()  # by ``_constants``
+_warm: calls.TwoGenerationCache[tuple[WarmCall, ...]] = calls.TwoGenerationCache()  # by all arguments that are no tensors
 
 
-def _constants(values: tuple, is_exact: bool) -> tuple:
-    """All arguments of a call that are not tensors, except exactness."""
-    _, _, _, sink, score, score_numbers, _, masks, mask_numbers, _, _, block_size, _, *rest = values
-    return score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, _is_grad_enabled(), _default_dtype()
+def _parts(values: tuple, is_exact: bool) -> tuple[tuple, tuple[Tensor, ...], list[Tensor]]:
+    """All arguments of a call that are not tensors, except exactness; its tensors; and those of them that its mods capture."""
+    q, k, v, sink, score, score_numbers, score_tensors, masks, mask_numbers, mask_tensors, block_lists, block_size, _, *rest = values
+    captured = [*score_tensors, *mask_tensors] if score_tensors or mask_tensors else []
+    constants = (
+        score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, _is_grad_enabled(), _default_dtype(),
+    )  # fmt: skip
+    return constants, (q, k, v, *captured, *block_lists) if sink is None else (q, k, v, sink, *captured, *block_lists), captured
 
 
-def _tensors(values: tuple) -> tuple[Tensor, ...]:
-    q, k, v, sink, _, _, score_tensors, _, _, mask_tensors, block_lists, *_ = values
-    return (q, k, v, *(() if sink is None else (sink,)), *score_tensors, *mask_tensors, *block_lists)
-
-
-def _alignment(values: tuple) -> tuple:
+def _alignment(values: tuple, captured: list[Tensor]) -> tuple:
     """The alignment of a call's tensors, which ``are_alike`` does not compare."""
-    q, k, v, sink, _, _, score_tensors, _, _, mask_tensors, *_ = values
-    aligned = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, sink is not None and sink.data_ptr() & 15
-    if not score_tensors and not mask_tensors:
+    q, k, v, sink, *_ = values
+    aligned = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    if sink is None and not captured:
         return aligned
-    return *aligned, *[t.data_ptr() & 15 for tensors in (score_tensors, mask_tensors) for t in tensors]
+    return *aligned, *[t.data_ptr() & 15 for t in (*(() if sink is None else (sink,)), *captured)]
 
 
-def warm_call(values: tuple, is_exact: bool, reads_lists: bool) -> tuple[Problem, Plan, Tensor] | None:
-    """The problem, the plan and ``WarmCall.nothing`` of a warm call; None if the call is not warm.
-
-    values: the flat arguments of ``anyattn::attend``. is_exact: ``list_operands.still_follow``. reads_lists: the problem needs its block
-    lists, even if the forward pass does not read them.
-    """
-    alike = _warm.get(_constants(values, is_exact))
+def _known(values: tuple, is_exact: bool, reads_lists: bool) -> tuple[WarmCall, Known | None] | None:
+    """The remembered call that a call is like, and its block lists, where they are read; None if the call is not warm."""
+    constants, tensors, captured = _parts(values, is_exact)
+    alike = _warm.get(constants)
     if alike is None or not _is_usable(values[13]):
         return None
-    tensors, block_lists = _tensors(values), values[10]
     for warm in alike:
         if len(tensors) != warm.tensor_count or (warm.same and identical(tensors) != warm.same):
             continue
         # first, because tensors without memory have no alignment
-        if not warm.are_alike(*(_different(tensors, warm.same) if warm.same else tensors)) or _alignment(values) != warm.aligned:
+        if not warm.are_alike(*(_different(tensors, warm.same) if warm.same else tensors)) or _alignment(values, captured) != warm.aligned:
             continue
+        if not warm.sizes:
+            return warm, None
         lists = None
-        if warm.sizes and (reads_lists or warm.reads_lists or not list_operands.are_counted_unwritten(block_lists)):
-            lists = list_operands.known_by_now(block_lists, warm.sizes, is_exact)
+        if reads_lists or warm.reads_lists or not list_operands.are_counted_unwritten(values[10]):
+            lists = list_operands.known_by_now(values[10], warm.sizes, is_exact)
             if lists is None or lists.facts is not warm.facts:
                 continue
-        return *_filled(warm, values, lists), warm.nothing
+        return warm, lists
     return None
+
+
+def warm_call(values: tuple, is_exact: bool) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a warm call, with its block lists; None if the call is not warm.
+
+    values: the flat arguments of ``anyattn::attend``. is_exact: ``list_operands.still_follow``.
+    """
+    known = _known(values, is_exact, reads_lists=True)
+    return None if known is None else _filled(known[0], values, known[1])
 
 
 def _different(tensors: tuple[Tensor, ...], same: tuple[int, ...]) -> list[Tensor]:
@@ -153,23 +165,22 @@ def remember(
     values: tuple, is_exact: bool, lists: Known | None, remembered: calls.RememberedCall, readers: tuple[Reader, ...], problem: Problem
 ) -> None:
     """Remembers a call that is in the call cache. lists, problem: of the call. readers: of its mods, in the order of ``FlexCall``."""
-    tensors = _tensors(values)
+    constants, tensors, captured = _parts(values, is_exact)
     same = identical(tensors)
     are_alike = comparison(different := _different(tensors, same))
     if not are_alike(*different):  # this torch has no comparison
         return
-    fields = None
+    fields, repeater = None, repeater_of(problem, remembered.plan)
     if all(m is None or m.fixed is not None for m in (remembered.score, *remembered.masks)):
         readers = ()
     if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the mods' numbers are among the constants
         fields = remembered.filled(None, None, None, None, None, _signature(readers, values))
     warm = WarmCall(
         remembered, readers, problem.q.new_empty(0, dtype=problem.stat_dtype), len(tensors), are_alike,
-        same if same != tuple(range(len(tensors))) else (), _alignment(values),
-        remembered.has_lists and (fields is None or repeater_of(problem, remembered.plan).reads_lists(problem)),
+        same if same != tuple(range(len(tensors))) else (), _alignment(values, captured),
+        remembered.has_lists and (fields is None or repeater.reads_lists(problem)),
         () if lists is None else lists.sizes, None if lists is None else lists.facts, fields,
     )  # fmt: skip
-    constants = _constants(values, is_exact)
     _warm.put(constants, (warm, *(_warm.get(constants) or ())[: _MOST - 1]))
 
 
@@ -182,12 +193,19 @@ def direct(operator: Any) -> Callable[..., Any]:
             return operator(*values)
         block_lists, block_size, exactness = values[10:13]
         is_exact = block_size[0] != 0 and list_operands.still_follow(exactness, block_lists, values[7], values[9])
-        warm = warm_call(values, is_exact, reads_lists=False)
-        if warm is None:  # not below autograd: what is remembered holds for the dispatch keys of the thread
+        known = _known(values, is_exact, reads_lists=False)
+        if known is None:  # not below autograd: what is remembered holds for the dispatch keys of the thread
             return run(*values) if may_pass(*values) else operator(*values)
-        problem, plan, nothing = warm
-        out, lse, highest = autograd.forward(problem, plan)
-        return out, lse, nothing if highest is None else highest
+        warm, lists = known
+        results = None if warm.again is None or autocast.is_on() else warm.again(*values[:4])
+        if results is None:
+            problem, plan = _filled(warm, values, lists)
+            results = autograd.forward(problem, plan)
+            if warm.is_new and warm.fields is not None:
+                warm.again = repeater_of(problem, plan).again(problem)
+            warm.is_new = False
+        out, lse, highest = results
+        return out, lse, warm.nothing if highest is None else highest
 
     call.may_pass = may_pass  # type: ignore[attr-defined]
     return call

@@ -82,6 +82,31 @@ class ForwardLaunches:
             return _launch_prepared(problem, spec, prepared)
         return self._run_first(problem, config)
 
+    def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
+        """``plan.Repeater.again``; None for a call whose launch is not prepared, reads block lists or a varlen batch's tables, or passes
+        captured tensors."""
+        if problem.sequences is not None or self.reads_lists:
+            return None
+        prepared = self.prepared.get(self.spec.config_for(problem))
+        numbers, captured = self.spec.captured(problem)
+        if prepared is None or captured:
+            return None
+        kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
+        of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
+        wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
+
+        def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple | None:
+            if not known:
+                return None
+            out = empty(*of_out, dtype)
+            lse = empty(*of_rows, torch.float32) if wants_lse else None
+            highest = empty(*of_rows, torch.float32) if wants_max else None
+            sink = None if sink is None else _float_sink(sink)
+            kernel(q, k, v, out, lse, highest, sink, *prepared.visits, counter_of(device), scale, *prepared.numbers, numbers, ())
+            return out, lse, highest
+
+        return again
+
     def _run_by_documents(self, problem: Problem, dispatch: ByDocument) -> Result:
         """Launches the two kernels of ``documents.dispatch``, which write to the same results."""
         # both kernels read the documents' tables, so these are made even where they cannot be cached
@@ -173,7 +198,11 @@ def _store(prepared: dict[Config, _PreparedLaunch], config: Config, arguments: t
 
 
 def _sink(problem: Problem) -> Tensor | None:
-    return None if problem.sink is None else problem.sink.detach().float().contiguous()
+    return None if problem.sink is None else _float_sink(problem.sink)
+
+
+def _float_sink(sink: Tensor) -> Tensor:
+    return sink.detach().float().contiguous()
 
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from anyattn import plan
 from anyattn.backends.hopper.api import ForwardLaunches
 from anyattn.backends.hopper.backward import BackwardLaunches
 from anyattn.backends.hopper.make_backward_config import tall_pays
@@ -16,7 +18,7 @@ from anyattn.problem import Problem
 __all__ = ["Repeater"]
 
 
-class Repeater:
+class Repeater(plan.Repeater):
     """Computes the calls of one plan. What the plan's signature leaves open selects their launches."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -29,6 +31,9 @@ class Repeater:
 
     def forward(self, problem: Problem) -> Result:
         return self._launches(problem).run(problem)
+
+    def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
+        return self._launches(problem).again(problem)
 
     def _launches(self, problem: Problem) -> ForwardLaunches:
         key = problem.wants_lse, problem.scale > 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import forward as forward_pass
@@ -22,7 +23,7 @@ from anyattn.problem import Problem
 __all__ = ["Repeater"]
 
 
-class Repeater:
+class Repeater(plan.Repeater):
     """Computes the calls of one plan by torch operations; they share nothing but the plan."""
 
     def __init__(self, problem: Problem, plan: TorchPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.triton import backward_pass
 from anyattn.backends.triton.api import FormPlan, forward, plan_of_documents
@@ -17,7 +18,7 @@ from anyattn.problem import Problem
 __all__ = ["Repeater"]
 
 
-class Repeater:
+class Repeater(plan.Repeater):
     """Computes the calls of one plan. An autotuned launch is looked up at every call."""
 
     def __init__(self, problem: Problem, plan: TritonPlan) -> None:
