@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from anyattn import hardware
-from anyattn.backends import backend_module
+from anyattn.backends import repeater_of
 from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.tracing.default_device import UsersDefaultDevice, without_default_device
 from anyattn.mods.tracing.trace import TracedMod
@@ -22,7 +22,7 @@ from anyattn.sparsity.derived import write_counts
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.dynamo import opaque
 
-__all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_derivative", "wanting"]
+__all__ = ["backward", "compute", "forward", "refuse_second_derivative", "wanting"]
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -30,17 +30,12 @@ _is_profiled = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined
 _is_grad_enabled, _is_autocast = torch.is_grad_enabled, autocast.is_on  # looked up once
 
 
-def backend_of(plan: Plan) -> Any:
-    """The module with ``forward`` of the plan's backend, imported when first used."""
-    return backend_module(plan.backend)
-
-
 def forward(problem: Problem, plan: Plan) -> Any:
     """The backend's result, outside autograd and autocast."""
-    if autocast.is_on():
+    if _is_autocast():
         with autocast.disabled():
-            return backend_of(plan).forward(problem, plan)
-    return backend_of(plan).forward(problem, plan)
+            return forward(problem, plan)
+    return repeater_of(problem, plan).forward(problem)
 
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -49,18 +44,15 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
         with autocast.disabled():
             return backward(problem, plan, *results)
     chosen = plan
-    if plan.backward:  # another backend's plan, or another plan; both depend on the same properties of the call as ``plan``
-        chosen = plan.prepared.get("backward plan") or _plan_backward(problem, plan)
-    run = backend_module(chosen.backend).backward
+    if plan.backward != plan.backend:  # that plan depends on the same properties of the call as ``plan``
+        if plan.backward_plan is None:
+            plan.keep(backward_plan=for_backward(plan, problem, hardware.of(problem.q.device.type)))
+        chosen = plan.backward_plan  # type: ignore[assignment]
+    repeater = repeater_of(problem, chosen)
     if _is_profiled():
         with record_function(f"anyattn::attention_backward ({chosen.backend})"):
-            return run(problem, chosen, *results)  # type: ignore[no-any-return]
-    return run(problem, chosen, *results)  # type: ignore[no-any-return]
-
-
-def _plan_backward(problem: Problem, plan: Plan) -> Plan:
-    found = plan.prepared["backward plan"] = for_backward(plan, problem, hardware.of(problem.q.device.type))
-    return found
+            return repeater.backward(problem, *results)  # type: ignore[arg-type]
+    return repeater.backward(problem, *results)  # type: ignore[arg-type]
 
 
 @opaque
@@ -76,8 +68,7 @@ def compute(problem: Problem, plan: Plan, is_named: bool = False) -> tuple[Tenso
         with record_function(f"anyattn::attention ({plan.backend})"):
             return compute(problem, plan, True)
     if not problem.needs_grad:
-        result = backend_of(plan).forward(problem, plan)
-        return result.out, result.lse, result.max_scores
+        return repeater_of(problem, plan).forward(problem)
     if _are_transforms_active():
         raise TypeError(
             f"attention is called inside torch.func.{kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
@@ -107,7 +98,7 @@ class _Attention(torch.autograd.Function):
             if problem.sequences is not None:
                 fields["sequences"] = problem.sequences.kept()
             problem = Problem.of_fields(fields)
-        out, lse, highest = backend_module(plan.backend).forward(problem, plan)
+        out, lse, highest = repeater_of(problem, plan).forward(problem)
         ctx.call = _without_inputs(fields), plan, None if problem.blocks is None else write_counts(problem.blocks)
         if problem.predicates:  # the backward pass reads the masks' tensors again, though no gradient flows to them
             inputs = (*inputs, out, lse, *[t for p in problem.predicates for t in p.tensors if not t.is_inference()])

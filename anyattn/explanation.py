@@ -88,10 +88,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [str(m) for m in self.mods]
         p = self.plan
-        lines.append(
-            f"plan      backend {p.backend}, {p.tile_m} query rows x {p.tile_n} keys to a tile, "
-            f"{p.pairs_at_once} (batch, head) pairs at once"
-        )
+        lines.append(f"plan      backend {p.backend}, {p.tiles}")
         lines += [f"    {why}" for why in p.why]
         if self.dropout_p:
             lines.append(f"    dropout {self.dropout_p}: by a hash of a seed, b, h, q_idx and kv_idx; no mask is stored")

@@ -2,61 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
-__all__ = ["BACKENDS", "BY_DOCUMENT", "Backward", "Plan"]
+__all__ = ["BACKENDS", "BY_DOCUMENT", "Backward", "Plan", "Repeater"]
 
 BACKENDS = ("torch", "triton", "hopper")
 BY_DOCUMENT = "documents: each is run as a sequence of its own; by block lists where one id is at several places, or many are short"
 
 
 class Backward(NamedTuple):
-    """The backend of the backward pass of a GPU forward pass. against: the reason against Triton, for people; empty if there is none."""
+    """The backend of the backward pass. why: lines for people: a reason against each backend that is passed over, and what it must do."""
 
     backend: str
-    against: str = ""
     why: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+class Repeater:
+    """Computes the calls of one plan, and keeps what they share, such as prepared launches: a backend's ``Repeater(problem, plan)``, made
+    from the first of the calls. problem: a ``Problem`` with the first one's signature."""
+
+    def forward(self, problem: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``backends.result.Result``: (out, lse, max_scores). out is in q's stride order (``tensors.strides.empty_in_order``), lse and
+        max_scores are None unless ``problem.wants_lse``, ``wants_max``."""
+        raise NotImplementedError
+
+    def backward(self, problem: Any, out: Tensor, lse: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of ``problem.grad_inputs``, None where ``requires_grad`` is False. dout has any strides. lse is None if
+        the plan did not need it."""
+        raise NotImplementedError
+
+    def reads_lists(self, problem: Any) -> bool:
+        """Whether ``forward`` reads the problem's block lists; the same for all calls of the plan."""
+        raise NotImplementedError
+
+    def again(self, problem: Any) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
+        """A function that repeats ``forward(problem)`` with other q, k, v and sink of the same shapes, strides and device; it returns None
+        if it no longer can. None if there is nothing faster than ``forward``."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decision for one call. backend: of the forward pass; backward: backend of the backward pass, empty if the same.
+    """The decision for one call, as far as all backends have it in common; each backend's own plan adds its fields.
 
-    tile_m, tile_n: query rows and keys of one tile (torch's backward pass keeps two tiles of scores at once and takes narrower ones).
-    pairs_at_once: number of (batch, head) pairs that torch's passes compute together.
+    backend: of the forward pass. backward: backend of the backward pass. why: one line per decision, for people.
 
-    num_splits: number of parts of each row tile's keys (split-KV). product_dtype: the dtype of the two matrix products.
-    needs_lse: the backward pass reads the forward pass's log-sum-exp. why: one line per decision, for people.
+    tile_m, tile_n: query rows and keys of one tile. num_splits: number of parts of each row tile's keys (split-KV).
+    heads_per_tile: query heads that share a row tile. needs_lse: the backward pass reads the forward pass's log-sum-exp.
     is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), for any contents of its tensors.
-    has_asked_tiles: kernel_options set the tiles, for both passes. is_tuned: kernel_options ask for measured tiles (Triton).
-    heads_per_tile: query heads that share a row tile. num_warps, num_stages: of a Triton kernel's programs.
-    prepared: the backend's cache for the calls that share this plan; its contents must depend on that signature alone.
+    is_tuned: kernel_options ask for measured tiles (Triton).
+
+    repeater: of the calls that share this plan, once there is one (``backends.repeater_of``). backward_plan: the plan of their backward
+    pass where another backend computes it, once there is one.
     """
 
     backend: str
+    backward: str
     tile_m: int
     tile_n: int
-    tile_n_backward: int
-    pairs_at_once: int
-    product_dtype: torch.dtype
-    needs_lse: bool = True
     num_splits: int = 1
-    backward: str = ""
+    heads_per_tile: int = 1
+    needs_lse: bool = True
     why: tuple[str, ...] = ()
     is_reusable: bool = True
-    has_asked_tiles: bool = False
     is_tuned: bool = False
-    heads_per_tile: int = 1
-    num_warps: int = 4
-    num_stages: int = 2
-    prepared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    repeater: Repeater | None = field(default=None, init=False, compare=False, repr=False)
+    backward_plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
-        for name in ("tile_m", "tile_n", "tile_n_backward", "pairs_at_once", "num_splits"):
+        for name in ("tile_m", "tile_n", "num_splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def tiles(self) -> str:
+        """The tiles, for people."""
+        return f"{self.tile_m} query rows x {self.tile_n} keys to a tile"
+
+    def keep(self, **parts: Any) -> None:
+        """Sets ``repeater`` or ``backward_plan``, which the calls of a plan share and its value does not have."""
+        assert parts.keys() <= {"repeater", "backward_plan"}
+        vars(self).update(parts)

@@ -136,23 +136,10 @@ def _warn_of_torch(problem: Problem, plan: Plan) -> None:
 
 
 def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """The plan that backend ``name`` makes; GPU backends receive the choice of the backward pass's backend."""
-    if name == "torch":
-        from anyattn.backends.torch.plan import plan_of
-
-        made = plan_of(problem, hardware, reason, options)
-    elif name == "hopper":
-        from anyattn.backends.hopper.make_backward_config import reason_against_backward
-        from anyattn.backends.hopper.plan import plan_of as hopper_plan_of
-
-        against = reason_against_backward(problem)
-        backward = Backward("hopper") if against is None else _backward_of(problem, hardware)
-        made = hopper_plan_of(problem, reason, options, backward, against)
-    else:
-        from anyattn.backends.triton.plan import plan_of as triton_plan_of
-
-        return triton_plan_of(problem, hardware, reason, options, _backward_of(problem, hardware))
-    if not options.get("autotune"):
+    """The plan that backend ``name`` makes."""
+    module = importlib.import_module(f"anyattn.backends.{name}.plan")
+    made: Plan = module.plan_of(problem, hardware, reason, options, _backward_of(name, problem, hardware))
+    if not options.get("autotune") or name == "triton":
         return made
     return replace(made, is_tuned=True, why=(*made.why, f"autotune: {name} itself has no tiles to measure"))
 
@@ -169,20 +156,28 @@ def _check_native(problem: Problem, backend: str | None, against: str | None) ->
 
 
 def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
-    """The plan of the backward pass after ``plan``'s forward pass."""
-    if not plan.backward:
-        return plan
+    """The plan of the backward pass after ``plan``'s forward pass, which another backend computes."""
     options = {"autotune": 1} if plan.is_tuned else None
     # packed row tiles are a choice of the forward pass alone
     return choose(problem.like(packs=None), hardware, plan.backward, options)
 
 
-def _backward_of(problem: Problem, hardware: Hardware) -> Backward:
-    """The backend of a backward pass that Hopper's kernel cannot run: Triton if it can, else torch."""
+def _backward_of(name: str, problem: Problem, hardware: Hardware) -> Backward:
+    """The backend of the backward pass of a call whose forward pass is ``name``'s: that one if it can, else Triton, else torch."""
+    if name == "torch":
+        return Backward("torch")
+    why = ""
+    if name == "hopper":
+        from anyattn.backends.hopper.make_backward_config import reason_against_backward as reason_against_hopper
+
+        if (against := reason_against_hopper(problem)) is None:
+            return Backward("hopper", ("backward: hopper",))
+        why = f", for hopper, {against}"
     from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
 
-    against = _reason_against_triton(hardware) or reason_against_backward(problem)
-    return Backward("torch", against) if against else Backward("triton", why=why_deterministic(problem))
+    if against := _reason_against_triton(hardware) or reason_against_backward(problem):
+        return Backward("torch", (f"backward: torch{why}; for triton, {against}",))
+    return Backward("triton", ((f"backward: triton{why}",) if why else ()) + why_deterministic(problem))
 
 
 def _reason_against_problem(name: str, problem: Problem) -> str | None:

@@ -39,13 +39,12 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def stubbed() -> Iterator[None]:
     """Plans calls on CPU tensors for Hopper, whose forward pass and kernels do nothing, and neither do Triton's."""
     run = importlib.import_module("anyattn.backends.hopper.api")
-    backend = importlib.import_module("anyattn.backends.hopper")
     launches = importlib.import_module("anyattn.backends.hopper.backward_launches")
     compiling = importlib.import_module("anyattn.backends.hopper.compile.launch")
     counter = torch.zeros(2, dtype=torch.int32)
     made: dict[Any, Any] = {}
 
-    def forward(problem: Any, chosen: Any) -> Any:
+    def forward(launches: Any, problem: Any) -> Any:
         key = (problem.q.shape, problem.wants_lse)
         if key not in made:
             lse = torch.empty(problem.q.shape[:3]) if problem.wants_lse else None
@@ -55,7 +54,7 @@ def stubbed() -> Iterator[None]:
     attention.clear()
     pretended = (
         mock.patch.object(hardware, "of", lambda *a: _HOPPER),
-        mock.patch.object(backend, "forward", forward),
+        mock.patch.object(run.ForwardLaunches, "run", forward),
         mock.patch.object(compiling, "_found_or_made", lambda config, kinds: lambda *arguments: None),
         mock.patch.object(compiling.build, "has_tvm_ffi", lambda: True),
         mock.patch.object(launches, "counter_of", lambda device: counter),  # of a GPU's stream there is one
@@ -167,7 +166,6 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     """Calls by Triton's kernels, and the backend's own part of one of them."""
     if not _HAS_TRITON:
         return {}
-    run = importlib.import_module("anyattn.backends.triton.api")
     q, k, v = _tensors(device)
     q4, k4, v4 = _tensors(device, heads_first=False)
     table, most = torch.zeros(_SHAPE[1], 2 * _SHAPE[2], device=device), _SHAPE[2]
@@ -185,7 +183,7 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
         "flex, block mask, by triton": _flex(device, block_mask=listed, **by),
         "flex, mask mod, by triton": _flex(device, mask_mod=causal, **by),
         "flex, relative bias, by triton": _flex(device, score_mod=relative, mask_mod=causal, **by),
-        "  triton's backend alone": lambda: run.forward(problem, chosen),
+        "  triton's backend alone": lambda: autograd.forward(problem, chosen),
         "flash, causal, by triton": lambda: anyattn.flash_attn_func(q4, k4, v4, causal=True, **by),
         "varlen, causal, by triton": lambda: anyattn.flash_attn_varlen_func(packed, packed, packed, causal=True, **ends, **by),
         "decode, keys in one piece, by triton": _decode(device, num_splits=1),

@@ -6,10 +6,22 @@ import importlib
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["backend_module"]
+from anyattn.plan import Plan, Repeater
+from anyattn.problem import Problem
+
+__all__ = ["backend_module", "repeater_of"]
 
 
 @lru_cache(maxsize=8)
 def backend_module(name: str) -> Any:
-    """The module of the backend called ``name``, with ``forward`` and ``backward``; imported when first used."""
+    """The module of the backend called ``name``, with its ``Repeater``; imported when first used."""
     return importlib.import_module(f"anyattn.backends.{name}")
+
+
+def repeater_of(problem: Problem, plan: Plan) -> Repeater:
+    """The repeater of the calls that share ``plan``, made for the first of them."""
+    repeater = plan.repeater
+    if repeater is None:
+        repeater = backend_module(plan.backend).Repeater(problem, plan)
+        plan.keep(repeater=repeater)
+    return repeater

@@ -31,7 +31,7 @@ _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``run`` directly where the dispatcher would do nothing but call it, and else the operator.
 
-    Its attribute ``may_pass`` is the condition on a call's arguments; ``needs_dispatcher`` is the condition on modes.
+    Its attributes: ``run``, and ``may_pass``, the condition on a call's arguments; ``needs_dispatcher`` is the condition on modes.
     """
     are_plain = arguments.are_plain
 
@@ -44,7 +44,7 @@ def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Call
         with _Below():
             return run(*values)
 
-    call.may_pass = may_pass  # type: ignore[attr-defined]
+    call.run, call.may_pass = run, may_pass  # type: ignore[attr-defined]
     return call
 
 

@@ -167,16 +167,16 @@ class Attend(NamedTuple):
 def _call(operands: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = operands
+    has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
+    is_exact = has_lists and list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
+    is_remembered = warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
+    if is_remembered and (warm := warm_attend.warm_call(values, is_exact)) is not None:
+        return warm
     blocks = lists = None
-    if any(block_size):
-        is_exact = list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
+    if has_lists:
         list_arguments = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
         lists = list_operands.known_by_now(*list_arguments)
         blocks = list_operands.stand_in(*list_arguments) if lists is None else lists.stands_for
-    is_looked_up = (blocks is None or lists is not None) and not has_dropout(of_masks.mask_programs)
-    key = warm_attend.key_of(operands, lists) if is_looked_up else None
-    if key is not None and (warm := warm_attend.warm_call(key, operands, lists)) is not None:
-        return warm
     score = next(iter(mods_of_operands("score", *of_score)), None)
     masks, dropout = masks_of_operands(*of_masks)
     listed = None
@@ -184,12 +184,13 @@ def _call(operands: Attend) -> tuple[Problem, Plan]:
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed)
-    problem_and_plan = attention.flex_call(call, backend or None, _options(options), is_operator=True)
-    if key is not None and (remembered := attention.known_flex(call, backend or None, _options(options))) is not None:
+    problem, plan = attention.flex_call(call, backend or None, _options(options), is_operator=True)  # type: ignore[misc]
+    is_remembered = is_remembered and has_lists is (lists is not None) and attend.direct.may_pass(*values)
+    if is_remembered and (remembered := attention.known_flex(call, backend or None, _options(options))) is not None:
         read = (*mods_and_places("score", *of_score[:2]), *mods_and_places("mask", *of_masks[:2]))
         readers = [warm_attend.Reader(mod.kind == "score", list(mod.scalars), start, stop) for mod, start, stop in read]
-        warm_attend.remember(key, remembered, tuple(readers))
-    return problem_and_plan  # type: ignore[return-value]
+        warm_attend.remember(values, is_exact, lists, remembered, tuple(readers), problem)
+    return problem, plan
 
 
 def _fake(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:

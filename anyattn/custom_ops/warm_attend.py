@@ -1,37 +1,37 @@
 """Warm calls of ``anyattn::attend`` and its backward pass: finds the call cache's entry by the operators' own arguments.
 
-The key contains what ``call_cache.signature`` reads of the corresponding ``FlexCall``, but the programs' texts instead of mods; so a second
-call neither decodes mods nor reads a block mask. It contains all captured numbers:
-a call with other numbers is looked up in the call cache.
-
-A direct call is first compared with the latest one of the same constants (``Repeated``), which takes one comparison of all tensors instead
-of a key built from their properties.
+What ``call_cache.signature`` reads of mods and a block mask is constant in a compiled graph: the programs' texts and the captured numbers.
+So calls are looked up by the arguments that are not tensors, and one comparison in C++ tells whether the tensors are like those of an
+earlier call; neither mods nor block lists are decoded again. A call with other numbers is looked up in the call cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn import autograd
+from anyattn.backends import repeater_of
 from anyattn.call_cache import attention, calls
-from anyattn.call_cache.signature import PLAIN, Kind, NotCacheable, Signature, bypasses_cache, identical, tensor_key
+from anyattn.call_cache.signature import Signature, bypasses_cache, identical
 from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.direct import needs_dispatcher
 from anyattn.custom_ops.list_operands import Known
 from anyattn.mods.float32_scores import LARGEST_SCALE
-from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import autocast
 from anyattn.tensors.comparison import comparison
 
-__all__ = ["Reader", "direct", "key_of", "remember", "warm_call"]
+__all__ = ["Reader", "direct", "is_remembered", "remember", "warm_call"]
+
+_MOST = 8  # remembered calls that differ in tensors' properties alone, as a model's layers may
+_is_grad_enabled, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # looked up once
 
 
 class Reader(NamedTuple):
@@ -47,216 +47,165 @@ class Reader(NamedTuple):
         return Reading(None, self.numbers, tensors[self.start : self.stop])  # type: ignore[arg-type]  # whose pattern is in the key
 
 
-class WarmCall(NamedTuple):
-    """remembered: the call cache's entry. readers: of its mods; none if the mods have no run-time values."""
+@dataclass(slots=True)
+class WarmCall:
+    """A remembered call, and the tests by which a later call with the same constants is like it.
+
+    remembered: the call cache's entry. readers: of its mods; none if the mods have no run-time values. nothing: the empty tensor that is
+    returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and the test that other tensors have the same
+    types, dtypes, devices, shapes, strides, dispatch keys and requires_grad. same: ``identical`` tensors of the call, () if all differ.
+    aligned: ``_alignment``. reads_lists: whether the forward pass reads block lists. sizes, facts: of ``Known``. fields: of the problem;
+    None if mods capture tensors or k and v are expanded. again: ``Repeater.again``, looked for while is_new, that is,
+    until a second call.
+    """
 
     remembered: calls.RememberedCall
     readers: tuple[Reader, ...]
-
-
-class Repeated(NamedTuple):
-    """A call that may skip the dispatcher, and the tests by which a later call with the same constants has the same key.
-
-    nothing: the empty tensor that is returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and the test
-    that other tensors have the same types, dtypes, devices, shapes, strides, dispatch keys and requires_grad. captured: ``_captured`` of
-    the tensors besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists. sizes, facts: of
-    ``Known``. launch: a backend's ``repeater``. fields: of the problem. launch and fields are None if mods capture tensors or k and v are
-    expanded.
-    """
-
-    warm: WarmCall
     nothing: Tensor
     tensor_count: int
     are_alike: Callable[..., bool]
-    captured: tuple | None
+    same: tuple[int, ...]
+    aligned: tuple
     reads_lists: bool
     sizes: tuple
     facts: object
-    launch: Callable[..., tuple | None] | None
     fields: dict[str, Any] | None
-    plan: Plan
-    backend: Any
+    again: Callable[..., tuple | None] | None = None
+    is_new: bool = True
 
 
-_warm: calls.TwoGenerationCache[WarmCall] = calls.TwoGenerationCache()
-_direct: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()
-_latest: calls.TwoGenerationCache[Repeated] = calls.TwoGenerationCache()  # by all arguments that are not tensors
+_warm: calls.TwoGenerationCache[tuple[WarmCall, ...]] = calls.TwoGenerationCache()  # by all arguments that are no tensors
 
 
-def _mods_key(programs: str, numbers: list[int], tensors: list[Tensor]) -> tuple:
-    count = _tensors_of(programs)
-    if not count:
-        return programs, *numbers
-    captured = tensors[:count]
-    return programs, *numbers, tuple([tensor_key(t) for t in captured]), identical(captured)
+def _parts(values: tuple, is_exact: bool) -> tuple[tuple, tuple[Tensor, ...], list[Tensor]]:
+    """All arguments of a call that are not tensors, except exactness; its tensors; and those of them that its mods capture."""
+    q, k, v, sink, score, score_numbers, score_tensors, masks, mask_numbers, mask_tensors, block_lists, block_size, _, *rest = values
+    captured = [*score_tensors, *mask_tensors] if score_tensors or mask_tensors else []
+    constants = (
+        score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, _is_grad_enabled(), _default_dtype(),
+    )  # fmt: skip
+    return constants, (q, k, v, *captured, *block_lists) if sink is None else (q, k, v, sink, *captured, *block_lists), captured
 
 
-@lru_cache(maxsize=1024)
-def _tensors_of(programs: str) -> int:
-    return sum(len(codec.decode(program).tensor_slots) for program in codec.separated(programs))
+def _alignment(values: tuple, captured: list[Tensor]) -> tuple:
+    """The alignment of a call's tensors, which ``are_alike`` does not compare."""
+    q, k, v, sink, *_ = values
+    aligned = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    if sink is None and not captured:
+        return aligned
+    return *aligned, *[t.data_ptr() & 15 for t in (*(() if sink is None else (sink,)), *captured)]
 
 
-def _refuse() -> Any:
-    raise NotCacheable
-
-
-_KEY = f"""(
-    _is_grad_enabled(), _default_dtype(), {", ".join([Kind.TENSOR.format(x=name) for name in ("q", "k", "v", "sink")])},
-    _mods_key(score_program, score_numbers, score_tensors) if score_program else None,
-    _mods_key(mask_programs, mask_numbers, mask_tensors) if mask_programs else None,
-    None if lists is None else lists.facts, wants_max, deterministic, options, backend,
-)"""
-_NAMES = (
-    "q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size, "
-    "exactness, scale, wants_max, deterministic, options, backend"
-)
-_scope = {
-    "PLAIN": PLAIN, "_refuse": _refuse, "_is_grad_enabled": torch.is_grad_enabled, "_default_dtype": torch.get_default_dtype,
-    "_mods_key": _mods_key,
-}  # fmt: skip
-_key: Callable[..., tuple] = eval(f"lambda {_NAMES}, lists: {_KEY}", _scope)
-
-
-def key_of(operands: Any, lists: Known | None) -> tuple | None:
-    """The key of an operator's call, whose operands are an ``Attend``; None if it is not remembered. lists: its block lists."""
-    if not _is_usable(operands.scale) or bypasses_cache():
+def _known(values: tuple, is_exact: bool, reads_lists: bool) -> tuple[WarmCall, Known | None] | None:
+    """The remembered call that a call is like, and its block lists, where they are read; None if the call is not warm."""
+    constants, tensors, captured = _parts(values, is_exact)
+    alike = _warm.get(constants)
+    if alike is None or not _is_usable(values[13]):
         return None
-    try:
-        return _key(*operands[:4], *operands.score, *operands.masks, *operands[6:], lists)
-    except NotCacheable:
-        return None
+    for warm in alike:
+        if len(tensors) != warm.tensor_count or (warm.same and identical(tensors) != warm.same):
+            continue
+        # first, because tensors without memory have no alignment
+        if not warm.are_alike(*(_different(tensors, warm.same) if warm.same else tensors)) or _alignment(values, captured) != warm.aligned:
+            continue
+        if not warm.sizes:
+            return warm, None
+        lists = None
+        if reads_lists or warm.reads_lists or not list_operands.are_counted_unwritten(values[10]):
+            lists = list_operands.known_by_now(values[10], warm.sizes, is_exact)
+            if lists is None or lists.facts is not warm.facts:
+                continue
+        return warm, lists
+    return None
+
+
+def warm_call(values: tuple, is_exact: bool) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a warm call, with its block lists; None if the call is not warm.
+
+    values: the flat arguments of ``anyattn::attend``. is_exact: ``list_operands.still_follow``.
+    """
+    known = _known(values, is_exact, reads_lists=True)
+    return None if known is None else _filled(known[0], values, known[1])
+
+
+def _different(tensors: tuple[Tensor, ...], same: tuple[int, ...]) -> list[Tensor]:
+    """Each tensor once. same: ``identical`` tensors."""
+    return [t for i, t in enumerate(tensors) if same[i] == i]
+
+
+def _filled(warm: WarmCall, values: tuple, lists: Known | None) -> tuple[Problem, Plan]:
+    q, k, v, sink, scale = *values[:4], values[13]
+    remembered, fields = warm.remembered, warm.fields
+    if fields is not None:
+        blocks = lists.read_blocks() if lists is not None and remembered.has_lists else None
+        return Problem.of_fields({**fields, "q": q, "k": k, "v": v, "sink": sink, "scale": scale, "blocks": blocks}), remembered.plan
+    signature = _signature(warm.readers, values)
+    if lists is not None and remembered.has_lists:
+        signature.blocks = lists.read_blocks()
+    return attention.flex_again(remembered, q, k, v, sink, scale, signature, None if lists is None else lists.stands_for)
+
+
+def _signature(readers: tuple[Reader, ...], values: tuple) -> Signature:
+    signature = Signature()
+    if readers:
+        signature.readings = tuple([reader.read(values[6], values[9]) for reader in readers])
+    return signature
 
 
 def _is_usable(scale: Any) -> bool:
     return type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE
 
 
-def warm_call(key: tuple, operands: Any, lists: Known | None) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a warm call; None if the call is not warm."""
-    warm = _warm.get(key)
-    if warm is None:
-        return None
-    q, k, v, sink = operands[:4]
-    return _filled(warm, q, k, v, sink, operands.score.score_tensors, operands.masks.mask_tensors, operands.scale, lists)  # type: ignore[no-any-return]
+def is_remembered(values: tuple) -> bool:
+    """Whether a call may be looked up and remembered."""
+    return _is_usable(values[13]) and not bypasses_cache()
 
 
-def _filled(warm: WarmCall, q: Tensor, k: Tensor, v: Tensor, sink: Any, score: Any, mask: Any, scale: float, lists: Any) -> Any:
-    remembered, readers = warm
-    signature = _signature(readers, score, mask)
-    if lists is None:
-        return attention.flex_again(remembered, q, k, v, sink, scale, signature, None)
-    if remembered.has_lists:
-        signature.blocks = lists.read_blocks()
-    return attention.flex_again(remembered, q, k, v, sink, scale, signature, lists.stands_for)
-
-
-def _signature(readers: tuple[Reader, ...], score: list[Tensor], mask: list[Tensor]) -> Signature:
-    signature = Signature()
-    if readers:
-        signature.readings = tuple([reader.read(score, mask) for reader in readers])
-    return signature
-
-
-def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader, ...]) -> None:
-    """Remembers a call that is in the call cache. readers: of its mods, in the order of ``FlexCall``."""
-    is_fixed = all(m is None or m.fixed is not None for m in (remembered.score, *remembered.masks))
-    _warm.put(key, WarmCall(remembered, () if is_fixed else readers))
-
-
-_CONSTANTS = """(
-    score_program, *score_numbers, mask_programs, *mask_numbers, *block_size, is_exact, scale, wants_max, deterministic, options, backend,
-    sink is None, _is_grad_enabled(), _default_dtype(),
-)"""
-_TENSORS = "(q, k, v, *(() if sink is None else (sink,)), *score_tensors, *mask_tensors, *block_lists)"
+def remember(
+    values: tuple, is_exact: bool, lists: Known | None, remembered: calls.RememberedCall, readers: tuple[Reader, ...], problem: Problem
+) -> None:
+    """Remembers a call that is in the call cache. lists, problem: of the call. readers: of its mods, in the order of ``FlexCall``."""
+    constants, tensors, captured = _parts(values, is_exact)
+    same = identical(tensors)
+    are_alike = comparison(different := _different(tensors, same))
+    if not are_alike(*different):  # this torch has no comparison
+        return
+    fields, repeater = None, repeater_of(problem, remembered.plan)
+    if all(m is None or m.fixed is not None for m in (remembered.score, *remembered.masks)):
+        readers = ()
+    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the mods' numbers are among the constants
+        fields = remembered.filled(None, None, None, None, None, _signature(readers, values))
+    warm = WarmCall(
+        remembered, readers, problem.q.new_empty(0, dtype=problem.stat_dtype), len(tensors), are_alike,
+        same if same != tuple(range(len(tensors))) else (), _alignment(values, captured),
+        remembered.has_lists and (fields is None or repeater.reads_lists(problem)),
+        () if lists is None else lists.sizes, None if lists is None else lists.facts, fields,
+    )  # fmt: skip
+    _warm.put(constants, (warm, *(_warm.get(constants) or ())[: _MOST - 1]))
 
 
 def direct(operator: Any) -> Callable[..., Any]:
-    """The direct call of ``anyattn::attend`` (``direct.py``), with a fast path for repeated calls."""
-    source = f"""
-def call({_NAMES}):
-    if not (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE) or needs_dispatcher():
-        return first({_NAMES})
-    is_exact = block_size[0] != 0 and still_follow(exactness, block_lists, mask_programs, mask_tensors)
-    constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
-    repeated = latest(constants)
-    if (
-        repeated is None or len(tensors) != repeated.tensor_count or not repeated.are_alike(*tensors)
-        or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-        or (repeated.captured is not None and repeated.captured != captured(sink, score_tensors, mask_tensors))
-        or (block_lists and not repeated.reads_lists and not are_counted_unwritten(block_lists))
-    ):
-        repeated = None
-    if block_size[0] and (repeated is None or repeated.reads_lists):
-        sizes = (tuple(block_size), (q.shape[2], k.shape[2])) if repeated is None else repeated.sizes
-        lists = known_lists(block_lists, sizes, is_exact)
-        if lists is None:
-            return first({_NAMES})
-        if repeated is not None and lists.facts is not repeated.facts:
-            repeated = None
-    if repeated is None:
-        try:
-            key = {_KEY}
-        except NotCacheable:
-            return first({_NAMES})
-        repeated = get(key)
-        if repeated is None:
-            return first_call(first, ({_NAMES}), key, lists, constants, tensors)
-        put_latest(constants, repeated)
-    if repeated.launch is not None and not is_autocast():
-        results = repeated.launch(q, k, v, sink)
-        if results is not None:
-            return results if wants_max else (results[0], results[1], repeated.nothing)
-    if repeated.fields is None:
-        problem, plan = filled(repeated.warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
-    else:
-        plan = repeated.plan
-        problem = problem_of({{
-            **repeated.fields, "q": q, "k": k, "v": v, "sink": sink, "scale": scale,
-            "blocks": lists.read_blocks() if repeated.reads_lists else None,
-        }})
-    result = forward(problem, plan) if is_autocast() else repeated.backend.forward(problem, plan)
-    return result.out, result.lse, result.max_scores if wants_max else repeated.nothing
-"""
-    scope = {
-        **_scope, "LARGEST_SCALE": LARGEST_SCALE, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
-        "known_lists": list_operands.known_by_now, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
-        "forward": autograd.forward, "latest": _latest.get, "put_latest": _latest.put, "captured": _captured, "is_autocast": autocast.is_on,
-        "are_counted_unwritten": list_operands.are_counted_unwritten, "problem_of": Problem.of_fields,
-        "still_follow": list_operands.still_follow,
-    }  # fmt: skip
-    exec(compile(source, "<direct call of attend>", "exec"), scope)
-    return scope["call"]  # type: ignore[no-any-return]
+    """The direct call of ``anyattn::attend`` (``direct.py``), which looks for a warm call first."""
+    run, may_pass = operator.direct.run, operator.direct.may_pass
 
+    def call(*values: Any) -> Any:
+        if needs_dispatcher():
+            return operator(*values)
+        block_lists, block_size, exactness = values[10:13]
+        is_exact = block_size[0] != 0 and list_operands.still_follow(exactness, block_lists, values[7], values[9])
+        known = _known(values, is_exact, reads_lists=False)
+        if known is None:  # not below autograd: what is remembered holds for the dispatch keys of the thread
+            return run(*values) if may_pass(*values) else operator(*values)
+        warm, lists = known
+        results = None if warm.again is None or autocast.is_on() else warm.again(*values[:4])
+        if results is None:
+            problem, plan = _filled(warm, values, lists)
+            results = autograd.forward(problem, plan)
+            if warm.is_new and warm.fields is not None:
+                warm.again = repeater_of(problem, plan).again(problem)
+            warm.is_new = False
+        out, lse, highest = results
+        return out, lse, warm.nothing if highest is None else highest
 
-def _captured(sink: Tensor | None, *of_mods: list[Tensor]) -> tuple:
-    """The properties of a call's other tensors that ``are_alike`` does not compare: alignment, and which of them are the same object."""
-    aligned = [t.data_ptr() & 15 for tensors in of_mods for t in tensors]
-    return sink is not None and sink.data_ptr() & 15, *aligned, *map(identical, of_mods)
-
-
-def _first_call(first: Callable[..., Any], values: tuple, key: tuple, lists: Known | None, constants: tuple, tensors: tuple) -> Any:
-    """Runs a call, and remembers it if the next one may skip the dispatcher and the call cache has its entry."""
-    results = first(*values)
-    # the key contains the negative bits, and requires_grad as far as it matters
-    if (warm := _warm.get(key)) is not None and first.may_pass(*values):  # type: ignore[attr-defined]
-        repeated = _repeated(warm, values, lists, tensors, results[1].new_empty(0))
-        _direct.put(key, repeated)
-        _latest.put(constants, repeated)
-    return results
-
-
-def _repeated(warm: WarmCall, values: tuple, lists: Known | None, tensors: tuple, nothing: Tensor) -> Repeated:
-    q, k, v, sink, score_tensors, mask_tensors, scale = *values[:4], values[6], values[9], values[13]
-    remembered, readers = warm
-    backend = autograd.backend_of(remembered.plan)
-    problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
-    captured = None if sink is None and not score_tensors and not mask_tensors else _captured(sink, score_tensors, mask_tensors)
-    fields = repeater = None
-    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the mods' numbers are among the constants
-        fields = remembered.filled(None, None, None, None, None, _signature(readers, score_tensors, mask_tensors))
-        repeater = getattr(backend, "repeater", None)
-    reads_lists = remembered.has_lists and (fields is None or backend.reads_lists(problem, plan))
-    return Repeated(
-        warm, nothing, len(tensors), comparison(tensors), captured, reads_lists, () if lists is None else lists.sizes,
-        None if lists is None else lists.facts, None if repeater is None else repeater(problem, plan), fields, plan, backend,
-    )  # fmt: skip
+    call.may_pass = may_pass  # type: ignore[attr-defined]
+    return call

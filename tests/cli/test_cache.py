@@ -148,7 +148,6 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
 
     import anyattn
     from anyattn import hardware, masks
-    from anyattn.backends import hopper
     from anyattn.backends.hopper import api
     from anyattn.backends.result import Result
     from anyattn.call_cache import attention
@@ -158,13 +157,13 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     asked = []
 
-    def forward(problem, plan):  # type: ignore[no-untyped-def]
+    def forward(launches, problem):  # type: ignore[no-untyped-def]
         asked.append(api.config_of(problem))
         out = problem.q.new_zeros(*problem.q.shape[:3], problem.v.shape[3])
         return Result(out, torch.zeros(out.shape[:3]), None)
 
     monkeypatch.setattr(hardware, "of", lambda *_: h200)
-    monkeypatch.setattr(hopper, "forward", forward)
+    monkeypatch.setattr(api.ForwardLaunches, "run", forward)
     attention.clear()
     shown = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(37, 0)}[mask]
     band = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (37, 0)}}[mask]

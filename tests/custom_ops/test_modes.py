@@ -97,9 +97,9 @@ def test_selective_checkpointing_saves_what_its_policy_names(
 ) -> None:
     inputs = torch.randn(3, 2, 4, S, 16, requires_grad=True).unbind()
     want = torch.autograd.grad(CALLS[name](*inputs).square().sum(), inputs)
-    torchs, runs = backend_module("torch"), []
-    forward = torchs.forward
-    monkeypatch.setattr(torchs, "forward", lambda *given: runs.append(1) or forward(*given))
+    repeater, runs = backend_module("torch").Repeater, []
+    forward = repeater.forward
+    monkeypatch.setattr(repeater, "forward", lambda *given: runs.append(1) or forward(*given))
     contexts = partial(create_selective_checkpoint_contexts, policy)
     out = checkpoint(lambda q, k, v: CALLS[name](q * 1, k * 1, v * 1).square(), *inputs, use_reentrant=False, context_fn=contexts)
     got = torch.autograd.grad(out.sum(), inputs)

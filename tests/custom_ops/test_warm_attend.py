@@ -47,15 +47,15 @@ def operands(
 
 def cold(args: tuple) -> tuple:
     """The operator's results where nothing is remembered."""
-    kept = [(cache, cache.young, cache.old) for cache in (warm_attend._warm, warm_attend._direct)]
+    cache = warm_attend._warm
+    young, old = cache.young, cache.old
     objects, list_operands._by_object = list_operands._by_object, {}
     try:
         attention.clear()
         return attend(*args)  # type: ignore[no-any-return]
     finally:
         list_operands._by_object = objects
-        for cache, young, old in kept:
-            cache.young, cache.old = young, old
+        cache.young, cache.old = young, old
 
 
 def check(args: tuple, call: Callable[..., tuple] | None = None) -> None:
@@ -244,6 +244,6 @@ def test_clear_forgets() -> None:
     args = operands(made())
     for _ in range(3):
         attend.direct(*args)
-    assert warm_attend._direct.young
+    assert warm_attend._warm.young
     attention.clear()
-    assert not warm_attend._direct.young and not warm_attend._warm.young
+    assert not warm_attend._warm.young

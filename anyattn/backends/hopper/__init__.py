@@ -5,10 +5,9 @@ For users of CuTe itself the package also exports ``HopperForward``; ``cute_api`
 
 from typing import Any
 
-from anyattn.backends.hopper.api import forward, reads_lists, repeater
-from anyattn.backends.hopper.backward import backward
+from anyattn.backends.hopper.repeater import Repeater
 
-__all__ = ["HopperForward", "backward", "forward", "reads_lists", "repeater"]
+__all__ = ["HopperForward", "Repeater"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The Hopper backend's forward pass: launches the kernel that a plan selects for a problem."""
+"""The launches of the Hopper backend's forward pass."""
 
 from __future__ import annotations
 
@@ -20,30 +20,15 @@ from anyattn.backends.hopper.make_config import ByDocument, ForwardSpec, by_docu
 from anyattn.backends.hopper.pack_gqa import groups_of
 from anyattn.backends.result import Result
 from anyattn.documents.dispatch import dispatched
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 
-__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "reads_lists", "repeater", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "ForwardLaunches", "config_of", "counter_of", "multiprocessors", "runs_documents"]
 
-_Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, highest scores
 _NOTHING: Mapping[Config, Any] = {}
 CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache for K and V of heads computed side by side
-
-
-class _Shared(NamedTuple):
-    """State that the calls of one plan share.
-
-    prepared: launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
-    documents, None if they are not. prepared_for: the launches of calls with block lists or document tables, by these.
-    """
-
-    spec: ForwardSpec
-    prepared: dict[Config, _PreparedLaunch]
-    documents: ByDocument | None
-    prepared_for: WeakKeyDictionary[Any, dict[Config, _PreparedLaunch]]
 
 
 class _PreparedLaunch(NamedTuple):
@@ -66,48 +51,95 @@ class _PreparedLaunch(NamedTuple):
     visits: tables.TablesOnHost = tables.TablesOnHost()
 
 
-def forward(problem: Problem, plan: Plan) -> Result:
-    """out and the statistics of a problem that ``plan.reason_against`` accepts."""
-    shared = _shared(problem, plan)
-    if shared.documents is not None:
-        return _by_documents(problem, shared, shared.documents)
-    spec = shared.spec
-    config = spec.config_for(problem)
-    known: Mapping[Config, _PreparedLaunch] = shared.prepared
-    if spec.listed is not None:
-        known = _NOTHING if problem.blocks is None else shared.prepared_for.get(problem.blocks, _NOTHING)
-    prepared = known.get(config)
-    if prepared is not None and prepared.known:
-        return _launch_prepared(problem, spec, prepared)
-    return _first(problem, shared, config)
+class ForwardLaunches:
+    """The forward launches of calls that share a plan, and the sign of the scale and whether lse is wanted.
 
+    prepared: launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
+    documents, None if they are not. prepared_for: the launches of calls with block lists or document tables, by these.
+    """
 
-def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem with block lists reads them; all calls of a plan agree."""
-    shared = _shared(problem, plan)
-    return shared.documents is not None or shared.spec.listed is not None
+    def __init__(self, problem: Problem, packs: bool) -> None:
+        self.spec = forward_spec(problem, packs)
+        self.documents = None if packs else by_document(problem)
+        self.prepared: dict[Config, _PreparedLaunch] = {}
+        self.prepared_for: WeakKeyDictionary[Any, dict[Config, _PreparedLaunch]] = WeakKeyDictionary()
 
+    @property
+    def reads_lists(self) -> bool:
+        return self.documents is not None or self.spec.listed is not None
 
-def _by_documents(problem: Problem, shared: _Shared, dispatch: ByDocument) -> Result:
-    """Launches the two kernels of ``documents.dispatch``, which write to the same results."""
-    # both kernels read the documents' tables, so these are made even where they cannot be cached
-    call = dispatched(problem, dispatch.form, needs_cache=False, needs_both=is_compiling())
-    assert call is not None
-    documents, config = call.tables, dispatch.sequences_spec.config_for(problem)  # the config depends on the score mod alone
-    if call.answer:
-        prepared = shared.prepared_for.get(documents, _NOTHING).get(config)
+    def run(self, problem: Problem) -> Result:
+        """out and the statistics of a problem that ``plan.reason_against`` accepts."""
+        if self.documents is not None:
+            return self._run_by_documents(problem, self.documents)
+        spec = self.spec
+        config = spec.config_for(problem)
+        known: Mapping[Config, _PreparedLaunch] = self.prepared
+        if spec.listed is not None:
+            known = _NOTHING if problem.blocks is None else self.prepared_for.get(problem.blocks, _NOTHING)
+        prepared = known.get(config)
         if prepared is not None and prepared.known:
-            return _launch_prepared(call.over_sequences() if prepared.captures else problem, dispatch.sequences_spec, prepared)
-    results = _results(problem)
-    if call.by_sequences:
-        visits = tables.visits_of_documents(documents, config)
-        arguments = _launched(call.over_sequences(), dispatch.sequences_spec, config, visits, results)
+            return _launch_prepared(problem, spec, prepared)
+        return self._run_first(problem, config)
+
+    def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
+        """``plan.Repeater.again``; None for a call whose launch is not prepared, reads block lists or a varlen batch's tables, or passes
+        captured tensors."""
+        if problem.sequences is not None or self.reads_lists:
+            return None
+        prepared = self.prepared.get(self.spec.config_for(problem))
+        numbers, captured = self.spec.captured(problem)
+        if prepared is None or captured:
+            return None
+        kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
+        of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
+        wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
+
+        def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple | None:
+            if not known:
+                return None
+            out = empty(*of_out, dtype)
+            lse = empty(*of_rows, torch.float32) if wants_lse else None
+            highest = empty(*of_rows, torch.float32) if wants_max else None
+            sink = None if sink is None else _float_sink(sink)
+            kernel(q, k, v, out, lse, highest, sink, *prepared.visits, counter_of(device), scale, *prepared.numbers, numbers, ())
+            return out, lse, highest
+
+        return again
+
+    def _run_by_documents(self, problem: Problem, dispatch: ByDocument) -> Result:
+        """Launches the two kernels of ``documents.dispatch``, which write to the same results."""
+        # both kernels read the documents' tables, so these are made even where they cannot be cached
+        call = dispatched(problem, dispatch.form, needs_cache=False, needs_both=is_compiling())
+        assert call is not None
+        documents, config = call.tables, dispatch.sequences_spec.config_for(problem)  # the config depends on the score mod alone
         if call.answer:
-            _store(shared.prepared_for.setdefault(documents, {}), config, arguments, visits)
-    if call.by_lists:
-        visits = tables.visits_beside_documents(problem, dispatch.lists_spec, documents)
-        _launched(problem, dispatch.lists_spec, dispatch.lists_spec.config_for(problem), visits, results)
-    return results
+            prepared = self.prepared_for.get(documents, _NOTHING).get(config)
+            if prepared is not None and prepared.known:
+                return _launch_prepared(call.over_sequences() if prepared.captures else problem, dispatch.sequences_spec, prepared)
+        results = _results(problem)
+        if call.by_sequences:
+            visits = tables.visits_of_documents(documents, config)
+            arguments = _launched(call.over_sequences(), dispatch.sequences_spec, config, visits, results)
+            if call.answer:
+                _store(self.prepared_for.setdefault(documents, {}), config, arguments, visits)
+        if call.by_lists:
+            visits = tables.visits_beside_documents(problem, dispatch.lists_spec, documents)
+            _launched(problem, dispatch.lists_spec, dispatch.lists_spec.config_for(problem), visits, results)
+        return results
+
+    def _run_first(self, problem: Problem, config: Config) -> Result:
+        spec, results = self.spec, _results(problem)
+        if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not visit them
+            results.out.zero_()
+        visits = tables.visits_of(problem, spec, results)
+        arguments = _launched(problem, spec, config, visits, results)
+        if problem.sequences is None:
+            if spec.listed is None:
+                _store(self.prepared, config, arguments, visits)
+            elif problem.blocks is not None:  # frozen, as are their tables; a modified list is read again
+                _store(self.prepared_for.setdefault(problem.blocks, {}), config, arguments, visits)
+        return results
 
 
 def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLaunch) -> Result:
@@ -122,51 +154,6 @@ def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLau
         problem.scale * LOG2E, *prepared.numbers, numbers, captured if prepared.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
-
-
-def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], _Results | None] | None:
-    """A function that repeats a call's launch with other q, k, v and sink of the same shapes, strides and device, all else unchanged.
-
-    The function returns None if the kernel is no longer loaded. The result is None for a call whose launch is not prepared, reads block
-    lists or a varlen batch's tables, or passes captured values.
-    """
-    shared = _shared(problem, plan)
-    if problem.sequences is not None or shared.documents is not None or shared.spec.listed is not None:
-        return None
-    prepared = shared.prepared.get(shared.spec.config_for(problem))
-    numbers, captured = shared.spec.captured(problem)
-    if prepared is None or captured:
-        return None
-    kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
-    of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
-    wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
-
-    def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> _Results | None:
-        if not known:
-            return None
-        out = empty(*of_out, dtype)
-        lse = empty(*of_rows, torch.float32) if wants_lse else None
-        highest = empty(*of_rows, torch.float32) if wants_max else None
-        sink = None if sink is None else _float_sink(sink)
-        kernel(q, k, v, out, lse, highest, sink, *prepared.visits, counter_of(device), scale, *prepared.numbers, numbers, ())
-        return out, lse, highest
-
-    return again
-
-
-def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
-    spec = shared.spec
-    results = _results(problem)
-    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not visit them
-        results.out.zero_()
-    visits = tables.visits_of(problem, spec, results)
-    arguments = _launched(problem, spec, config, visits, results)
-    if problem.sequences is None:
-        if spec.listed is None:
-            _store(shared.prepared, config, arguments, visits)
-        elif problem.blocks is not None:  # frozen, as are their tables; a modified list is read again
-            _store(shared.prepared_for.setdefault(problem.blocks, {}), config, arguments, visits)
-    return results
 
 
 def _results(problem: Problem) -> Result:
@@ -226,16 +213,6 @@ def config_of(problem: Problem, packs: bool | None = None) -> Config:
 def runs_documents(problem: Problem) -> bool:
     """Whether ``problem`` is run as one sequence per document if its ids are documents."""
     return by_document(problem) is not None
-
-
-def _shared(problem: Problem, plan: Plan) -> _Shared:
-    key = ("hopper", problem.wants_lse, problem.scale > 0)
-    found = plan.prepared.get(key)  # type: ignore[call-overload]
-    if found is None:
-        packs = plan.heads_per_tile > 1
-        made = _Shared(forward_spec(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
-        found = plan.prepared[key] = made  # type: ignore[index]
-    return found
 
 
 def _section(problem: Problem, groups: int) -> int:

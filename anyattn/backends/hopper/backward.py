@@ -19,70 +19,58 @@ from anyattn.backends.hopper.backward_tables import (
     ragged_lists_by_key,
 )
 from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
-from anyattn.backends.hopper.make_backward_config import BackwardDispatch, BackwardSpec, backward_dispatch, tall_pays
+from anyattn.backends.hopper.make_backward_config import BackwardDispatch, BackwardSpec, backward_dispatch
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.derived import derived
 from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
 
-__all__ = ["backward"]
+__all__ = ["BackwardLaunches"]
 
 _NO_TABLES = Tables()
 _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
-class _Shared:
-    """The state shared by the backward passes of one plan that compute gradients of the same captured tensors.
+class BackwardLaunches:
+    """The backward launches of calls that share a plan and compute gradients of the same captured tensors.
 
-    empty: allocates on the device. dense: for the latest call without sequences, the strides of q, k, v, out and dout (the latter two after
-    ``_readable``), and the layouts of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change
-    strides, and dout may have any strides.
+    dense: for the latest call without sequences, the strides of q, k, v, out and dout (the latter two after ``_readable``), and the layouts
+    of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change strides, and dout may have any
+    strides.
     """
-
-    __slots__ = ("dense", "dispatch", "empty")
 
     def __init__(self, problem: Problem) -> None:
         self.dispatch = backward_dispatch(problem)
         self.empty = allocator(problem.q.device)
         self.dense: tuple[tuple, tuple[Layout, ...]] = ((), ())
 
-
-def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
-    # a backward pass may want the gradients of only some of the inputs that require them
-    wanted = () if problem.score is None else problem.wanted_slots
-    key: Any = ("hopper backward", wanted) if wanted else "hopper backward"
-    if problem.sequences is not None:  # the numbers of packed rows are not in the signature, but choose the tiles
-        key = key, tall_pays(problem)
-    shared: _Shared | None = plan.prepared.get(key)
-    if shared is None:
-        shared = plan.prepared[key] = _Shared(problem)
-    dispatch, q, k, v, (strides, layouts) = shared.dispatch, problem.q, problem.k, problem.v, shared.dense
-    if strides != (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()) or (out.data_ptr() | dout.data_ptr()) & 15:
-        out, dout = _readable(out), _readable(dout)
-        strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-        layouts = dense_layout(q.shape, strides[0]), dense_layout(k.shape, strides[1]), dense_layout(v.shape, strides[2])
-        if problem.sequences is None:
-            shared.dense = strides, layouts
-    empty = allocator(q.device, passes_dispatcher=False) if _count_modes() else shared.empty
-    dtype, (of_q, of_k, of_v) = q.dtype, layouts
-    dq, dk, dv = gradients = empty(*of_q, dtype), empty(*of_k, dtype), empty(*of_v, dtype)
-    results = out, lse, dout, dlse, None if problem.sink is None else _delta_of_rows(problem)
-    totals = _totals(problem, dispatch.spec) if wanted else ()
-    if dispatch.form is None or dispatch.sequences_spec is None:
-        launch_all(problem, dispatch.spec, _tables(problem, dispatch.spec, gradients), results, gradients, empty, totals)
-    else:
-        _by_documents(problem, dispatch, results, gradients, empty)
-    needed = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
-    if problem.sink is None and problem.score is None:
-        return *needed, None
-    return *needed, _of_sink(problem, results), *_of_captured(problem, dispatch.spec, totals)
+    def run(self, problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
+        dispatch, q, k, v, (strides, layouts) = self.dispatch, problem.q, problem.k, problem.v, self.dense
+        if strides != (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()) or (out.data_ptr() | dout.data_ptr()) & 15:
+            out, dout = _readable(out), _readable(dout)
+            strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+            layouts = dense_layout(q.shape, strides[0]), dense_layout(k.shape, strides[1]), dense_layout(v.shape, strides[2])
+            if problem.sequences is None:
+                self.dense = strides, layouts
+        empty = allocator(q.device, passes_dispatcher=False) if _count_modes() else self.empty
+        dtype, (of_q, of_k, of_v) = q.dtype, layouts
+        dq, dk, dv = gradients = empty(*of_q, dtype), empty(*of_k, dtype), empty(*of_v, dtype)
+        results = out, lse, dout, dlse, None if problem.sink is None else _delta_of_rows(problem)
+        totals = _totals(problem, dispatch.spec) if problem.score is not None and dispatch.spec.wanted else ()
+        if dispatch.form is None or dispatch.sequences_spec is None:
+            launch_all(problem, dispatch.spec, _tables(problem, dispatch.spec, gradients), results, gradients, empty, totals)
+        else:
+            _by_documents(problem, dispatch, results, gradients, empty)
+        needed = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
+        if problem.sink is None and problem.score is None:
+            return *needed, None
+        return *needed, _of_sink(problem, results), *_of_captured(problem, dispatch.spec, totals)
 
 
 def _by_documents(problem: Problem, dispatch: BackwardDispatch, results: Results, gradients: Gradients, empty: Allocator) -> None:

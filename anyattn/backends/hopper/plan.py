@@ -12,6 +12,7 @@ from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POS
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
+from anyattn.hardware import Hardware
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.expr import Node, category, is_weak
 from anyattn.mods.tracing.cute_mod import has_native
@@ -94,23 +95,20 @@ def _against_layout(problem: Problem) -> str | None:
     return None
 
 
-def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward, against: str | None) -> Plan:
+def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
     """The plan; does not read the mask's row ranges, for which it would have to synchronise. options: ``validate.flex.kernel_options``.
-    against: why the backward pass is another backend's (``reason_against_backward``)."""
+    reason: for choosing Hopper, for people."""
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
-    against_triton = f"; for triton, {backward.against}" if backward.against else ""
-    why_backward = "" if against is None else f", for hopper, {against}{against_triton}"
-    why = [f"hopper: {reason}", f"backward: {backward.backend}{why_backward}"]
+    why = [f"hopper: {reason}", backward.why[0]]
     if packed == 1 and runs_documents(problem):
         why.append(BY_DOCUMENT)
-    why += backward.why
+    why += backward.why[1:]
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
     elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):
         why.append(f"pack_gqa=True is not followed: {against}")
     return Plan(
-        "hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward.backend, why=tuple(why),
-        heads_per_tile=packed,
-    )  # fmt: skip
+        backend="hopper", tile_m=tiles.tile_m, tile_n=tiles.tile_n, backward=backward.backend, why=tuple(why), heads_per_tile=packed
+    )

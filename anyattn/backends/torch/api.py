@@ -1,4 +1,4 @@
-"""Entry points of the torch backend: compute the results of a problem and its plan."""
+"""The torch backend's forward and backward pass."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import forward as forward_pass
@@ -14,33 +15,44 @@ from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.coverage import cover, split_of
 from anyattn.backends.torch.drops import Drops
+from anyattn.backends.torch.plan import TorchPlan
 from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
 from anyattn.backends.torch.workspace import Workspace
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["backward", "forward", "reads_lists"]
+__all__ = ["Repeater"]
 
 
-def _call(problem: Problem, plan: Plan) -> Call:
+class Repeater(plan.Repeater):
+    """Computes the calls of one plan by torch operations; they share nothing but the plan."""
+
+    def __init__(self, problem: Problem, plan: TorchPlan) -> None:
+        self.plan = plan
+
+    def reads_lists(self, problem: Problem) -> bool:
+        return problem.blocks is not None
+
+    def forward(self, problem: Problem) -> Result:
+        plan = self.plan
+        if plan.num_splits > 1:
+            return _forward_by_splits(problem, plan)
+        call = _call(problem, plan)
+        by_spans = not (plan.needs_lse or problem.wants_lse or problem.wants_max)
+        return Result(unstreamed.forward(call), None, None) if by_spans else forward_pass.forward(call)
+
+    def backward(self, problem: Problem, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call = _call(problem, self.plan)
+        if lse is None:  # the forward pass computed whole spans
+            return *unstreamed.backward(call, dout), None
+        return backward_pass.backward(call, out, lse, dout, dlse)
+
+
+def _call(problem: Problem, plan: TorchPlan) -> Call:
     coverage = cover(problem, plan.tile_m, plan.pairs_at_once)
     return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device), Drops(problem))
 
 
-def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem reads its block lists; the same for all calls of a plan."""
-    return problem.blocks is not None
-
-
-def forward(problem: Problem, plan: Plan) -> Result:
-    """out, lse and max_scores (the last two None unless wanted) of ``problem``."""
-    if plan.num_splits > 1:
-        return _forward_by_splits(problem, plan)
-    call = _call(problem, plan)
-    return Result(unstreamed.forward(call), None, None) if _by_spans(problem, plan) else forward_pass.forward(call)
-
-
-def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
+def _forward_by_splits(problem: Problem, plan: TorchPlan) -> Result:
     """Forward pass with split-KV: each split covers its keys of every row tile,
     in the statistics' dtype; the sink is added when combining."""
     call = _call(problem.like(sink=None, wants_lse=True), plan)
@@ -55,15 +67,3 @@ def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
     highest = torch.stack([p.max_scores for p in parts if p.max_scores is not None]).amax(0) if problem.wants_max else None
     merged = rows_of_queries(problem, out.shape[3], problem.q.dtype).copy_(out)
     return Result(merged, lse if problem.wants_lse else None, highest)
-
-
-def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed."""
-    call = _call(problem, plan)
-    if lse is None:  # the forward pass computed whole spans
-        return *unstreamed.backward(call, dout), None
-    return backward_pass.backward(call, out, lse, dout, dlse)
-
-
-def _by_spans(problem: Problem, plan: Plan) -> bool:
-    return not (plan.needs_lse or problem.wants_lse or problem.wants_max)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from anyattn.hardware import Hardware
-from anyattn.plan import Plan
+from anyattn.plan import Backward, Plan
 from anyattn.problem import Problem
 from anyattn.sequences.split_kv import MOST_SPLITS
 
-__all__ = ["plan_of"]
+__all__ = ["TorchPlan", "plan_of"]
 
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which fits a CPU's last-level cache
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
@@ -21,15 +21,32 @@ _LONGEST_SPAN = 2**15
 _FEW_ROWS = 16
 
 
-def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """The torch backend's plan. options: ``validate.flex.kernel_options``. reason: for choosing torch, for people."""
+@dataclass(frozen=True, kw_only=True)
+class TorchPlan(Plan):
+    """tile_n_backward: keys of a tile of the backward pass, which keeps two tiles of scores at once. pairs_at_once: number of (batch, head)
+    pairs that are computed together. product_dtype: the dtype of the two matrix products."""
+
+    backend: str = "torch"
+    backward: str = "torch"
+    tile_n_backward: int
+    pairs_at_once: int
+    product_dtype: torch.dtype
+
+    @property
+    def tiles(self) -> str:
+        return f"{super().tiles}, {self.pairs_at_once} (batch, head) pairs at once"
+
+
+def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> TorchPlan:
+    """The torch backend's plan, whose gradients are its own. options: ``validate.flex.kernel_options``. reason: for choosing torch, for
+    people. Reads the row ranges of masks."""
     plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
     if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
     return plan
 
 
-def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
+def _with_options(plan: TorchPlan, problem: Problem, options: dict[str, int]) -> TorchPlan:
     """The plan with the requested tiles; a row tile must divide the block mask's, so with one the nearest smaller divisor is used."""
     if "tile_m" in options:
         tile_m = options["tile_m"]
@@ -56,7 +73,7 @@ def _divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
+def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> TorchPlan:
     why = [f"torch: {reason}"]
     dtype = problem.q.dtype
     if dtype not in hardware.fast_dtypes:
@@ -79,7 +96,10 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     tile_n_backward = min(tile_n, 2**16 // tile_m)
     # the widths of rows may have been read from tensors that masks capture
     is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
-    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, not whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
+    return TorchPlan(
+        tile_m=tile_m, tile_n=tile_n, tile_n_backward=tile_n_backward, pairs_at_once=pairs, product_dtype=dtype,
+        needs_lse=not whole_spans, num_splits=splits, why=tuple(why), is_reusable=is_reusable,
+    )  # fmt: skip
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:

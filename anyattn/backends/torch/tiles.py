@@ -15,10 +15,10 @@ from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
+from anyattn.backends.torch.plan import TorchPlan
 from anyattn.backends.torch.workspace import Workspace, empty, empty_in_order
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 
 __all__ = [
@@ -293,7 +293,7 @@ class Call:
     """One pass over a problem: its plan, tiles, masks, dropout, scratch memory and the dtype of its products."""
 
     problem: Problem
-    plan: Plan
+    plan: TorchPlan
     coverage: Coverage
     masks: Masks
     workspace: Workspace

@@ -1,7 +1,8 @@
-"""Forward entry point of the Triton backend: computes the results of a problem and its plan."""
+"""The Triton backend's forward pass: one launch for each form of a call, or split-KV."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from anyattn.backends.triton import autotune, tile_config
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
 from anyattn.backends.triton.combine import merge
-from anyattn.backends.triton.documents import Form, forms_of
+from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
     CacheSizes,
@@ -24,7 +25,7 @@ from anyattn.backends.triton.kernels.arguments import (
     Lists,
     Sizes,
 )
-from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key, launches_of
+from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import (
     MOST_BLOCKS,
     forward_shape,
@@ -35,15 +36,15 @@ from anyattn.backends.triton.launch_shape import (
     rows_of,
     tiles_per_group,
 )
+from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
 from anyattn.backends.triton.tile_config import Tiles, TmaUse
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["forward", "source_of"]
+__all__ = ["FormPlan", "forward", "plan_of_documents", "source_of"]
 
 
 _LEAST_SCALE = 1e-30  # positive; times the limits of a score it is neither 0 nor infinite
@@ -73,52 +74,51 @@ class _Target(NamedTuple):
     parts: tuple[int, int, int] = (1, 0, 0)
 
 
-def forward(problem: Problem, plan: Plan) -> Result:
+class FormPlan(NamedTuple):
+    """A form in which a call is launched, with its plan and the prepared launches of its kernel."""
+
+    form: Form
+    plan: TritonPlan
+    launches: LaunchCache
+
+
+def forward(problem: Problem, plan: TritonPlan, forms: Sequence[FormPlan]) -> Result:
     """out and the statistics of a problem that ``plan.reason_against`` accepts."""
-    return _forward(problem, plan, forms_of(problem, plan))
-
-
-def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
     # rows of no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
-        return _forward_by_splits(problem, plan, fill)
+        return _forward_by_splits(problem, forms[0], fill)
     out = empty_in_order(problem.q, last=problem.v.shape[3])
     if fill:
         out.zero_()
     rest = -torch.inf if fill else None
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
     for form in forms:
-        _launch(form, _planned(form, problem, plan), _Target(out, lse, highest))
+        _launch(form, _Target(out, lse, highest))
     return Result(out, lse, highest)
 
 
-def _planned(form: Form, problem: Problem, plan: Plan) -> Plan:
-    """The plan for one form of ``problem``; ``plan`` is that of the problem itself."""
-    if form.problem is problem:
-        return plan
-    key = "documents", form.problem.batch
-    form_plan: Plan | None = plan.prepared.get(key)  # type: ignore[call-overload]
-    if form_plan is None:
-        shape, capability, packed = forward_shape(form.problem), tile_config.capability_of(problem.q.device), plan.heads_per_tile
-        tiles = tile_config.forward_tiles(shape, capability, rows_of(form.problem, packed), has_few_rows(form.problem, capability))
-        if plan.has_asked_tiles:
-            tiles = tile_config.fitting("forward", replace(tiles, tile_m=plan.tile_m, tile_n=plan.tile_n), shape, capability)
-        form_plan = plan.prepared[key] = _with(plan, tiles)  # type: ignore[index]
-    return form_plan
+def plan_of_documents(problem: Problem, plan: TritonPlan) -> TritonPlan:
+    """The plan for ``problem``, which is over the documents of one with ``plan``."""
+    shape, capability, packed = forward_shape(problem), tile_config.capability_of(problem.q.device), plan.heads_per_tile
+    tiles = tile_config.forward_tiles(shape, capability, rows_of(problem, packed), has_few_rows(problem, capability))
+    if plan.has_asked_tiles:
+        tiles = tile_config.fitting("forward", replace(tiles, tile_m=plan.tile_m, tile_n=plan.tile_n), shape, capability)
+    return _with(plan, tiles)
 
 
-def _with(plan: Plan, tiles: Tiles) -> Plan:
+def _with(plan: TritonPlan, tiles: Tiles) -> TritonPlan:
     return replace(plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
-def _tuned(problem: Problem, plan: Plan, call_program: CallProgram) -> Plan:
+def _tuned(problem: Problem, plan: TritonPlan, call_program: CallProgram) -> TritonPlan:
     """The plan with the fastest measured tiles."""
     plan = replace(plan, is_tuned=False)
     question = autotune.forward_question(problem, call_program.program, plan.heads_per_tile, plan.num_splits)
 
     def measure(tiles: Tiles) -> float:
-        return autotune.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
+        form = FormPlan(Form(problem), _with(plan, tiles), LaunchCache())
+        return autotune.seconds(lambda: forward(problem, form.plan, [form]), problem.q.device)
 
     return _with(plan, autotune.best(question, problem.q.device, measure))
 
@@ -130,14 +130,14 @@ def source_of(problem: Problem) -> str:
     return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
-def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
+def _forward_by_splits(problem: Problem, form: FormPlan, fill: bool) -> Result:
     """Forward pass with split-KV: each split writes its part of every row, in float32; the sink is added when they are combined."""
-    q, count = problem.q, plan.num_splits
+    q, count = problem.q, form.plan.num_splits
     shape = _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
     lses = _statistic(problem, (count,), torch.inf if fill else None)  # +inf, which no split can compute, marks rows of no sequence
     highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
-    _launch(Form(problem), plan, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
+    _launch(form, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
     out = empty_in_order(q, last=shape[3])
     lse = _statistic(problem, (), None) if problem.wants_lse else None
     sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
@@ -145,10 +145,9 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
     return Result(out, lse, None if highest is None else highest.amax(0))
 
 
-def _launch(form: Form, plan: Plan, target: _Target) -> None:
+def _launch(form_plan: FormPlan, target: _Target) -> None:
+    form, plan, launches = form_plan
     problem = form.problem
-    # the key of an autotuned launch is looked up at every call
-    launches = LaunchCache() if plan.is_tuned else launches_of(plan, "forward" if form.documents is None else "forward by documents")
     call_program = None if launches.knows_lists else program_of(problem)
     if call_program is not None and plan.is_tuned:
         plan = _tuned(problem, plan, call_program)
@@ -168,14 +167,16 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
 
 class _Call(NamedTuple):
     form: Form
-    plan: Plan
+    plan: TritonPlan
     target: _Target
     call_program: CallProgram
     tables: Tables
     is_raw: bool
 
 
-def _launch_spec(form: Form, plan: Plan, target: _Target, call_program: CallProgram | None, tables: Tables, is_raw: bool) -> LaunchSpec:
+def _launch_spec(
+    form: Form, plan: TritonPlan, target: _Target, call_program: CallProgram | None, tables: Tables, is_raw: bool
+) -> LaunchSpec:
     problem, packed = form.problem, plan.heads_per_tile
     call_program = program_of(problem) if call_program is None else call_program
     call = _Call(form, plan, target, call_program, tables, is_raw)
@@ -251,7 +252,7 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
     return (together, groups) if max(grid[0], groups * grid[2]) <= MOST_BLOCKS else (0, 1)
 
 
-def _tma_use(most: TmaUse, form: Form, plan: Plan, tables: Tables, target: _Target) -> TmaUse:
+def _tma_use(most: TmaUse, form: Form, plan: TritonPlan, tables: Tables, target: _Target) -> TmaUse:
     """The greatest value up to ``most`` whose conditions a call meets; its addresses and strides are multiples of 16 bytes."""
     problem, is_dense = form.problem, tables.entries is None
     k, v = problem.k, problem.v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from anyattn.backends.triton.codegen.programs import (
     slots_alone,
     slots_copied,
 )
-from anyattn.backends.triton.documents import Form, forms_of
+from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
     BackwardSizes,
@@ -39,15 +40,15 @@ from anyattn.backends.triton.kernels.arguments import (
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
+from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["backward"]
+__all__ = ["Passes", "backward", "over_pages", "passes_of"]
 
 _REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
@@ -82,42 +83,40 @@ class _Results(NamedTuple):
     dlse: Tensor | None
 
 
-def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(
+    problem: Problem, passes: Sequence[FormPasses], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None for those that are not needed. dout: any strides."""
-    if problem.sequences is not None and problem.sequences.page_table is not None:
-        return _of_pages(problem, plan, out, lse, dout, dlse)
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
-    results = _Results(out, lse, dout, dlse)
-    return _gradients(problem, [(form, _passes(form, plan, results)) for form in forms_of(problem, plan)], results)
+    return _gradients(problem, passes, _Results(out, lse, dout, dlse))
 
 
-class _Passes(NamedTuple):
-    """Properties that the calls of a plan share. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the prepared
-    launches of each kernel."""
+class Passes(NamedTuple):
+    """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the
+    prepared launches of each kernel."""
 
     tiles: dict[str, Tiles]
     range_count: int
     launches: dict[str, LaunchCache]
 
     @classmethod
-    def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> _Passes:
+    def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> Passes:
         return cls(tiles, program_of(problem).program.range_count, {name: LaunchCache() for name in ("prepare", "dq", "dkdv")})
 
 
-def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
-    if plan.is_tuned:  # autotuned launches are looked up at every call
-        return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
-    key = "backward" if form.documents is None else "backward by documents"
-    passes = plan.prepared.get(key)
-    if passes is None:
-        passes = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
-    return passes  # type: ignore[no-any-return]
+FormPasses = tuple[Form, Passes]
 
 
-def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
-    """``backward`` for keys in pages; results: its other arguments."""
+def passes_of(problem: Problem, plan: TritonPlan, *results: Any) -> Passes:
+    """The passes of a problem's calls. results: out, lse, dout and dlse of one, by which tiles are measured if the plan asks for that."""
+    tiles = _tiles(problem, plan)
+    return Passes.of(problem, _tuned(problem, tiles, results) if plan.is_tuned else tiles)
+
+
+def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """The gradients of a problem with keys in pages. run: gives those of one with its keys brought together."""
     assert problem.sequences is not None
-    dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
+    dq, dk, dv, *others = run(brought_together(problem))
     of_pools = [
         add_to_pages(d, pool, problem.sequences) if d is not None and pool.requires_grad else None
         for d, pool in ((dk, problem.k), (dv, problem.v))
@@ -125,13 +124,13 @@ def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | Non
     return dq, *of_pools, *others
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
+def _tuned(problem: Problem, tiles: dict[str, Tiles], results: tuple[Any, ...]) -> dict[str, Tiles]:
     """The fastest tiles of each kernel, measured one kernel after the other."""
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        passes = _Passes.of(problem, {**tiles, name: other})
-        return autotune.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
+        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}))]
+        return autotune.seconds(lambda: backward(problem, passes, *results), device)
 
     for name in _kernels_of(problem):  # for a kernel that is not launched all tiles would take the same time
         question = autotune.backward_question(name, problem, program, _words_of(name, problem))
@@ -180,7 +179,7 @@ class _RowStatistics(NamedTuple):
     tile_m: int
 
 
-def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
+def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: the forms in which the call is launched, each with its passes."""
     wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     gradients = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
@@ -235,7 +234,7 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
     return tuple(total(slot) for slot in wanted)
 
 
-def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
+def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
     shape, capability = (
         replace(shape_of(problem), is_band=program_of(problem).program.has_band),
         tile_config.capability_of(problem.q.device),
@@ -262,7 +261,7 @@ def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | No
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _row_statistics(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _RowStatistics:
+def _row_statistics(form: Form, passes: Passes, results: _Results, delta_of_rows: Tensor | None) -> _RowStatistics:
     """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     launches, tile_m, count = passes.launches["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
@@ -320,7 +319,7 @@ def _slots_per_head(problem: Problem, tile_m: int) -> int:
 def _launch(
     name: str,
     form: Form,
-    passes: _Passes,
+    passes: Passes,
     shared: _Shared,
     statistics: _RowStatistics,
     totals: tuple[Tensor, ...],

@@ -10,10 +10,9 @@ from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.documents.dispatch import dispatched, over_unknown_documents
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.analysis.document_masks import DocumentForm
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Form", "form_of_documents", "forms_of", "reads_lists"]
+__all__ = ["Form", "form_of_documents", "forms_of"]
 
 
 class Form(NamedTuple):
@@ -34,22 +33,8 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
     return None if masks_of(over_documents).has_lists else form
 
 
-def reads_lists(problem: Problem, plan: Plan) -> bool:
-    """Whether the forward pass of a problem reads its block lists; the same for all calls of a plan."""
-    return masks_of(problem).uses_blocks or _document_form(problem, plan) is not None
-
-
-def _document_form(problem: Problem, plan: Plan) -> DocumentForm | None:
-    if "document form" not in plan.prepared:
-        plan.prepared["document form"] = form_of_documents(problem, plan.num_splits)
-    return plan.prepared["document form"]  # type: ignore[no-any-return]
-
-
-def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
-    """The forms in which a call is launched; all write to the same tensors."""
-    if problem.blocks is None:
-        return (Form(problem),)
-    form = _document_form(problem, plan)
+def forms_of(problem: Problem, form: DocumentForm | None) -> tuple[Form, ...]:
+    """The forms in which a call is launched; all write to the same tensors. form: ``form_of_documents``."""
     dispatch = None if form is None else dispatched(problem, form, needs_cache=True)
     if dispatch is None:
         return (Form(problem),)

@@ -18,11 +18,10 @@ from anyattn.backends.triton.tables import Tables
 from anyattn.backends.triton.tile_config import padded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
-from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.triton_tools.fast_launch import Handle
 
-__all__ = ["LaunchCache", "LaunchSpec", "launch_cached", "launch_key", "launches_of"]
+__all__ = ["LaunchCache", "LaunchSpec", "launch_cached", "launch_key"]
 
 _MOST = 64  # most launches of a plan, and most descriptors of a launch
 _UNKNOWN = object()
@@ -48,14 +47,6 @@ class LaunchCache:
             self.by_key.clear()
         self.lists = lists
         self.by_key[key] = launch
-
-
-def launches_of(plan: Plan, name: str) -> LaunchCache:
-    """The prepared launches that a plan stores under ``name``."""
-    launches = plan.prepared.get(name)
-    if launches is None:
-        launches = plan.prepared[name] = LaunchCache()
-    return launches  # type: ignore[no-any-return]
 
 
 class Sources(NamedTuple):

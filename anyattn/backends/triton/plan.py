@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from anyattn.backends.triton import deterministic_sum, tile_config
@@ -15,7 +17,7 @@ from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
 from anyattn.problem import Problem
 
-__all__ = ["plan_of", "reason_against", "reason_against_backward", "why_deterministic"]
+__all__ = ["TritonPlan", "plan_of", "reason_against", "reason_against_backward", "why_deterministic"]
 
 _WIDEST = 256
 _MANY = 4096  # rows
@@ -55,7 +57,17 @@ def reason_against_backward(problem: Problem) -> str | None:
     return reason_against(problem) or next((r for r in reasons if r is not None), None)
 
 
-def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class TritonPlan(Plan):
+    """has_asked_tiles: kernel_options set the tiles, for both passes. num_warps, num_stages: of the forward kernel's programs."""
+
+    backend: str = "triton"
+    has_asked_tiles: bool
+    num_warps: int
+    num_stages: int
+
+
+def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> TritonPlan:
     """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: for choosing Triton, for people."""
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
@@ -64,12 +76,10 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     is_tuned = bool(options.get("autotune"))
     if is_tuned:
         why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")
-    is_own = backward.backend == "triton"
-    why += backward.why if is_own else (f"backward: {backward.backend}; for triton, {backward.against}",)
-    return Plan(
-        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, num_splits=splits,
-        backward="" if is_own else backward.backend, why=tuple(why), has_asked_tiles="tile_m" in options or "tile_n" in options,
-        heads_per_tile=packed, is_tuned=is_tuned, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    return TritonPlan(
+        tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_splits=splits, backward=backward.backend,
+        why=(*why, *backward.why), has_asked_tiles="tile_m" in options or "tile_n" in options, heads_per_tile=packed, is_tuned=is_tuned,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 

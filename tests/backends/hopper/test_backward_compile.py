@@ -13,8 +13,9 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.backends import repeater_of
 from anyattn.backends.hopper import backward_launches
-from anyattn.backends.hopper.backward import _of_captured, _totals, backward
+from anyattn.backends.hopper.backward import _of_captured, _totals
 from anyattn.backends.hopper.backward_config import (
     HEAD_DIMS,
     SHARED_MEMORY,
@@ -220,7 +221,7 @@ def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.
     for is_wanted in (False, True, False):
         head.requires_grad_(is_wanted)
         launched.clear()
-        found = backward(p, plan, p.q, torch.zeros(1, 2, 64), p.q, None)
+        found = repeater_of(p, plan).backward(p, p.q, torch.zeros(1, 2, 64), p.q, None)
         assert len(found) == 5 and (found[4] is not None) == is_wanted
         config, arguments = launched[1]
         assert len(config.sums) == is_wanted and len(arguments[-1]) == is_wanted

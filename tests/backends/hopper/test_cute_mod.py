@@ -13,6 +13,7 @@ import torch
 
 import anyattn
 from anyattn import hardware, masks, planner
+from anyattn.backends import repeater_of
 from anyattn.backends.hopper import api, cute_api
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
@@ -302,7 +303,7 @@ def test_tensors_of_any_kind_and_scores_of_any_float(monkeypatch: pytest.MonkeyP
     aux = [torch.ones(64, dtype=torch.bool), torch.tensor(1.0)]
     problem = flex(qkv(), halved, mask=flagged, aux=aux)
     with launch.compiling_only():
-        assert api.forward(problem, planner.choose(problem, H200)).out.shape == problem.q.shape
+        assert repeater_of(problem, planner.choose(problem, H200)).forward(problem).out.shape == problem.q.shape
 
 
 @pytest.mark.parametrize("which", ["query", "table"])
@@ -328,7 +329,7 @@ def test_wrong_results_are_named_while_the_kernel_is_built(options: dict, words:
     monkeypatch.setenv("ANYATTN_CACHE", "0")
     problem = flex(qkv(), **options)
     with pytest.raises(TypeError, match=words), launch.compiling_only():
-        api.forward(problem, planner.choose(problem, H200))
+        repeater_of(problem, planner.choose(problem, H200)).forward(problem)
 
 
 # ---- compiling
@@ -365,7 +366,7 @@ def test_the_arguments_are_those_of_the_front_door(monkeypatch: pytest.MonkeyPat
     table, launched = torch.zeros(8, 900), []
     monkeypatch.setattr(api, "launch", lambda config, given: launched.append((config, given)))
     problem = check.flex_problem(q, k, k, biased, None, masks.causal(), [table], None, True, None, True, False, False)
-    result = api.forward(problem, planner.choose(problem, H200))
+    result = repeater_of(problem, planner.choose(problem, H200)).forward(problem)
     found = described(q, k, score_mod=biased, mask_mod=masks.causal(), aux_tensors=[table], has_lse=True)
     ((config, wanted),) = launched
     given = cute_api.arguments(found, q, k, k, result.out, wanted[14], lse=result.lse, workers=1)

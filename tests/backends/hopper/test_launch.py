@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from anyattn import disk_cache, masks, planner
+from anyattn.backends import repeater_of
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, cache_key, launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
@@ -60,7 +61,7 @@ def named(p: Problem) -> tuple[Config, tuple]:
     found: list[tuple] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "launch", lambda c, arguments: found.append((c, launch.kinds_of(arguments)[0])))
-        api.forward(p, planner.choose(p, H200))
+        repeater_of(p, planner.choose(p, H200)).forward(p)
     return found[0]
 
 
@@ -192,7 +193,7 @@ ran: list[tuple] = []
 
 
 def go(p: Problem) -> None:
-    api.forward(p, planner.choose(p, H200))
+    repeater_of(p, planner.choose(p, H200)).forward(p)
 
 
 def test_a_thousand_shapes_and_new_closures_compile_once(built: list[tuple]) -> None:

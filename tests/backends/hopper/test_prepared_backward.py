@@ -14,7 +14,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.backends.hopper import backward, backward_launches, forward, make_backward_config
+from anyattn.backends import repeater_of
+from anyattn.backends.hopper import backward_launches, make_backward_config
 from anyattn.backends.hopper.backward_config import BackwardConfig
 from anyattn.backends.hopper.compile import launch
 from anyattn.call_cache import attention
@@ -238,15 +239,16 @@ def test_gradients_of_some_are_those_that_were_asked_for(launched: list[Launch])
     """Also by one plan, as a backend is told by the inputs' flags."""
     inputs = qkv()
     problem, plan = planned(inputs)
+    repeater = repeater_of(problem, plan)
     with torch.no_grad():
-        out, lse, _ = forward(problem, plan)
+        out, lse, _ = repeater.forward(problem)
         for wanted, launches in (("k", 2), ("qkv", 3), ("kv", 2), ("q", 3), ("", 2), ("qkv", 3)):
             given = dict(
                 zip("qkv", (t.detach().requires_grad_(name in wanted) for t, name in zip(inputs, "qkv", strict=True)), strict=True)
             )
             for _ in range(2):
                 launched.clear()
-                found = backward(problem.like(**given), plan, out, lse, out, None)
+                found = repeater.backward(problem.like(**given), out, lse, out, None)
                 dk, dv = launched[1][1][4:6]
                 written = (launched[2][1][1] if launches == 3 else None, dk, dv)
                 assert len(launched) == launches and found[3] is None
@@ -257,14 +259,15 @@ def test_passes_of_one_plan_have_statistics_of_other_kinds(launched: list[Launch
     """Gradients of the log-sum-exp, or none, in any strides; a sink's gradient, or none; results as a compiled graph may bring them."""
     inputs, sink, rows = qkv(), torch.zeros(2).requires_grad_(), (1, 2, 64)
     problem, plan = planned(inputs, sink)
+    repeater = repeater_of(problem, plan)
     with torch.no_grad():
-        out, lse, _ = forward(problem, plan)
+        out, lse, _ = repeater.forward(problem)
         gradients = [None, torch.zeros(rows), torch.zeros(1).expand(rows), torch.zeros(rows, dtype=torch.float64)] * 2
         cases = [(lse, out, dlse, given) for dlse in gradients for given in (sink, sink.detach())]
         cases += [(torch.zeros(1, 2, 128)[..., ::2], out, None, sink), (lse, out.half(), None, sink), (lse, out, None, sink)] * 2
         for own_lse, dout, dlse, given in cases:
             launched.clear()
-            found = backward(problem.like(sink=given), plan, out, own_lse, dout, dlse)
+            found = repeater.backward(problem.like(sink=given), out, own_lse, dout, dlse)
             config, arguments = launched[0]
             assert config.has_dlse is (dlse is not None) and len(launched) == 3
             assert all(x is y for x, y in zip(arguments[:4], (out, dout, own_lse, dlse), strict=True))

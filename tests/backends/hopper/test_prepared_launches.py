@@ -292,7 +292,7 @@ def test_compiled_calls_read_no_lists_that_the_kernel_does_not(launched: list[La
         direct_call(qkv(512), lists)
     news, count = [causal_lists() for _ in range(3)], len(launched)
     with monkeypatch.context() as patch:
-        for name in ("forward", "launch", "kinds_of"):
+        for name in ("launch", "kinds_of"):
             patch.setattr(api, name, None)
         patch.setattr(list_operands, "read_lists", None)
         for given in (lists, *news):

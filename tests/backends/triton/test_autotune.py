@@ -21,7 +21,7 @@ from tests.support.command_line import call
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
-    from anyattn.backends.triton import api, autotune, backward_pass, tile_config
+    from anyattn.backends.triton import Repeater, api, autotune, backward_pass, tile_config
     from anyattn.triton_tools import jit_source
     from tests.support.triton import ahead
 
@@ -52,11 +52,12 @@ def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = Fal
     monkeypatch.setattr(autotune, "seconds", seconds)
     chosen = ahead.planned(problem, (9, 0), {"autotune": True})
     with ahead.caught((9, 0)) as made:
-        found = api.forward(problem, chosen)
+        repeater = Repeater(problem, chosen)
+        found = repeater.forward(problem)
         if backward:
             made.clear()
             measured.clear()
-            backward_pass.backward(problem, chosen, found.out, found.lse, found.out, None)  # type: ignore[arg-type]
+            repeater.backward(problem, found.out, found.lse, found.out, None)  # type: ignore[arg-type]
     last = [x for x in made if "TILE_N" in x.options][-2 if backward else -1 :]
     return [(x.options["TILE_M"], x.options["TILE_N"]) for x in last], len(measured)
 
@@ -102,7 +103,8 @@ def asked(door: Callable[[], Any], capability: tuple[int, int] = (9, 0)) -> tupl
     """What the forward pass of a call would ask if it were tuned, and its plan as it is not."""
     seen: list[tuple[autotune.Question, Plan]] = []
 
-    def launch(form: Any, plan: Plan, target: Any) -> None:
+    def launch(form_plan: Any, target: Any) -> None:
+        form, plan, _ = form_plan
         program = api.program_of(form.problem).program
         seen.append((autotune.forward_question(form.problem, program, plan.heads_per_tile, plan.num_splits), plan))
 

@@ -28,7 +28,7 @@ def key_of(launch: Any) -> tuple:
 
 def keys_of(draws: int, capability: tuple[int, int], width: int, backward: bool = False) -> set[tuple]:
     """The draws of the probe ``compilations-triton`` of ``benchmarks.gpu``. backward: what launches gradients, with a score mod's."""
-    from anyattn.backends.triton import api, backward_pass
+    from anyattn.backends.triton import Repeater
 
     pick, mask, found = random.Random(0), windowed(width), set()
     slopes = torch.full((12,), 0.01 * width, requires_grad=True)
@@ -42,11 +42,12 @@ def keys_of(draws: int, capability: tuple[int, int], width: int, backward: bool 
             problem = flex.flex_problem(q, k, v, score, None, mask, None, None, ratio > 1, None, backward, False, False)
             chosen = ahead.planned(problem, capability)
             made.clear()
-            result = api.forward(problem, chosen)
+            repeater = Repeater(problem, chosen)
+            result = repeater.forward(problem)
             if backward:
                 assert result.lse is not None
                 made.clear()
-                backward_pass.backward(problem, chosen, result.out, result.lse, torch.empty_like(result.out), None)
+                repeater.backward(problem, result.out, result.lse, torch.empty_like(result.out), None)
             found |= {key_of(launch) for launch in made}
     return found
 

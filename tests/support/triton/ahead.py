@@ -196,15 +196,14 @@ def planned(problem: Problem, capability: tuple[int, int], options: dict[str, An
 
 def launches(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None, backward: bool = False) -> list[Launch]:
     """What a call would launch: the forward pass, or the three kernels of the backward."""
-    from anyattn.backends.triton import api as run
-    from anyattn.backends.triton import backward_pass
+    from anyattn.backends.triton import Repeater
 
-    chosen = planned(problem, capability, options)
+    repeater = Repeater(problem, planned(problem, capability, options))
     with caught(capability) as made:
-        found = run.forward(problem, chosen)
+        found = repeater.forward(problem)
         if backward:
             made.clear()
-            backward_pass.backward(problem, chosen, found.out, found.lse, torch.zeros_like(found.out), None)  # type: ignore[arg-type]
+            repeater.backward(problem, found.out, found.lse, torch.zeros_like(found.out), None)  # type: ignore[arg-type]
     return made
 
 
