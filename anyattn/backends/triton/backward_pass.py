@@ -25,13 +25,16 @@ from anyattn.backends.triton.codegen.programs import (
     slots_copied,
 )
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
     BackwardSizes,
     BackwardStrides,
     BackwardTensors,
+    DkdvConstants,
+    DqConstants,
     Lists,
     ListSpans,
+    PrepareConstants,
     PrepareSpans,
     PrepareStrides,
     PrepareTensors,
@@ -52,24 +55,14 @@ __all__ = ["backward"]
 _REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
 
-def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
-    groups = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
-    return Signature(f"backward.{body}", groups, FUNCTIONS, constants, scatters)
-
-
-_COMMON = (
-    "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
-)  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HAS_DQ"), scatters=True)
-_DKDV = _signature(
-    "dkdv_tile",
-    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV"),
-)
+_GROUPS = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
+_DQ = Signature("backward.dq_tile", _GROUPS, PARTS, DqConstants)
+_DKDV = Signature("backward.dkdv_tile", _GROUPS, PARTS, DkdvConstants)
 _PREPARE = Signature(
     "backward.prepare_tile",
     (Group("pointer", PrepareTensors), Group("stride", PrepareStrides), Group("long", PrepareSpans), *_REST),
-    FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
+    PARTS,
+    PrepareConstants,
 )
 
 
