@@ -28,6 +28,7 @@ _PACKAGES = (
     "anyattn.tensors.privatized_sum",
     "anyattn.triton_tools",
     "anyattn.sparsity.kernels",
+    "anyattn.backends.sink_gradient",
     "anyattn.documents.device",
     "anyattn.documents.kernels",
 )
@@ -41,7 +42,6 @@ _COMBINE = "backends.triton.kernels.combine"
 _DROPOUT = "backends.triton.kernels.dropout"
 _MATMUL = "backends.triton.kernels.matmul"
 _PAGED_KV = "backends.triton.kernels.paged_kv"
-_BACKWARD_PASS = "backends.triton.backward_pass"
 _CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
 _PROGRAMS = "backends.triton.codegen.programs"
 _DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
@@ -203,7 +203,7 @@ MUTANTS = by_name(
     Mutant("derivative_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "of_score[1].to(tl.float32)", "1.0", "softcap"),
     Mutant("mask_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "is_shown", "kv >= 0", "dilated"),
     Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "kv >= 0", "dilated"),
-    Mutant("sink_gradient_sign", f"{_BACKWARD_PASS}:_of_sink", "-__", "__", "sink"),
+    Mutant("sink_gradient_sign", "backends.sink_gradient:sink_gradient", "-__", "__", "sink"),
     Mutant(
         "captured_derivative_forgotten", f"{_CAPTURED_GRADIENTS}:scatter_source",
         "text('ds * found[{load.factor}].to(tl.float32)')", "text('ds')", "gated",

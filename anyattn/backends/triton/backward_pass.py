@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.backends.triton import autotune, deterministic_sum, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
@@ -182,7 +183,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
             if gradient is not None:
                 gradient.zero_()
     shared = _Shared(*operands, results.dout, *gradients)
-    delta = _delta_of_rows(problem)
+    delta = delta_of_rows(problem)
     for form, passes in forms:
         statistics = _row_statistics(form, passes, results, delta)
         for name in _kernels_of(problem):
@@ -191,7 +192,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _gradient_of_captured(total, own)
-    return *gradients, _of_sink(problem, results.lse, delta), *captured
+    return *gradients, sink_gradient(problem, results.lse, delta), *captured
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
@@ -240,22 +241,7 @@ def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
     return tiles
 
 
-def _delta_of_rows(problem: Problem) -> Tensor | None:
-    """A buffer (B, Hq, Sq) for delta if the sink's gradient is needed, else None."""
-    sink, q = problem.sink, problem.q
-    return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
-
-
-def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """The gradient of the sink's logits: minus the sink's probability times delta in each row, summed per head."""
-    sink = problem.sink
-    if sink is None or delta is None:
-        return None
-    share = torch.exp(sink.detach().float()[:, None] - lse)
-    return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
-
-
-def _row_statistics(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _RowStatistics:
+def _row_statistics(form: Form, passes: _Passes, results: _Results, delta: Tensor | None) -> _RowStatistics:
     """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     launches, tile_m, count = passes.launches["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
@@ -265,8 +251,8 @@ def _row_statistics(form: Form, passes: _Passes, results: _Results, delta_of_row
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     tables = tables_of(problem, None, tile_m, form.documents)
-    tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
-    key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
+    tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta)  # ``PrepareTensors``
+    key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta is None, guard is None, tile_m)
     launch_cached(launches, key, problem, tensors, _NO_LISTS, _prepare_spec, (form, tables, tensors, slots_per_head, tile_m))
     return _RowStatistics(of_lse, of_delta, spans, tile_m)
 
