@@ -42,37 +42,37 @@ MUTANTS = {
         "if const_expr(self.config.q_stages == 1):\n    self._give_back(pipes[0], q_state, thread)",
     ),
     "one of two Qs is given back at once and once more": _edit(f"{_MMA}:Multiplies._row_tiles", "self.config.q_stages == 1", "True"),
-    "owed is never set": _edit(f"{_MMA}:Multiplies._row_tiles", "owed = Int32(1)"),
-    "owed is set before a Q is": _swapped(
+    "due is never set": _edit(f"{_MMA}:Multiplies._row_tiles", "due = Int32(1)"),
+    "due is set before a Q is": _swapped(
         f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
-        "owed = Int32(1)",
+        "if due != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
+        "due = Int32(1)",
     ),
-    "owed is said from the start": _edit(f"{_MMA}:Multiplies._row_tiles", "Int32(0)", "Int32(1)"),
-    "what is owed is not given back in the loop": _edit(
+    "due is set from the start": _edit(f"{_MMA}:Multiplies._row_tiles", "Int32(0)", "Int32(1)"),
+    "what is due is not given back in the loop": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "owed = Int32(1)",
+        "if due != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\ndue = Int32(1)",
+        "due = Int32(1)",
     ),
-    "what is owed is not given back at the end": _edit(
+    "what is due is not given back at the end": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
+        "if const_expr(self.config.q_stages > 1):\n    if due != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
         "if const_expr(self.config.q_stages > 1):\n    pass",
     ),
-    "what is owed is the new Q": _edit(
+    "what is due is the new Q": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(q_state.index), thread)\nowed = Int32(1)",
+        "if due != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\ndue = Int32(1)",
+        "if due != 0:\n    self._give_back(pipes[0], _Stage(q_state.index), thread)\ndue = Int32(1)",
     ),
-    "what is owed at the end is the Q before": _edit(
+    "what is due at the end is the Q before": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
-        "if const_expr(self.config.q_stages > 1):\n    if owed != 0:\n        self._give_back(pipes[0], _Stage(q_state.index), thread)",
+        "if const_expr(self.config.q_stages > 1):\n    if due != 0:\n        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)",
+        "if const_expr(self.config.q_stages > 1):\n    if due != 0:\n        self._give_back(pipes[0], _Stage(q_state.index), thread)",
     ),
-    "what is owed is given back after Q has advanced": _edit(
+    "what is due is given back after Q has advanced": _edit(
         f"{_MMA}:Multiplies._row_tiles",
-        "if owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
-        "q_state.advance()\nif owed != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\nowed = Int32(1)",
+        "if due != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\ndue = Int32(1)",
+        "q_state.advance()\nif due != 0:\n    self._give_back(pipes[0], _Stage(1 - q_state.index), thread)\ndue = Int32(1)",
     ),
     "Q's state is not advanced": _edit(f"{_MMA}:Multiplies._row_tiles", "q_state.advance()"),
     "Q's state is advanced before O is stored": _edit(

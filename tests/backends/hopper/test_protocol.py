@@ -100,7 +100,7 @@ def test_planted_bugs_are_found(name: str) -> None:
 
 
 def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
-    told = found_by(planted(MUTANTS["owed is never set"]), rows=12)
+    told = found_by(planted(MUTANTS["due is never set"]), rows=12)
     assert told.startswith("Broken: deadlock")
     assert "loader (waits for q" in told and "pipes[0].producer_acquire(q_state)" in told
     assert "pipes[3].consumer_wait(work_state)" in told
