@@ -32,7 +32,7 @@ def _forward(where: str, name: str, old: str, new: str = "pass") -> Mutant:
 MUTANTS = by_name(
     # deadlocks, and memory that is released too often
     _forward(_MULTIPLIES, "Q is never released", "pipe.consumer_release(state)"),
-    _forward(_MULTIPLIES, "a Q that waits is never noted", "owed = Int32(1)"),
+    _forward(_MULTIPLIES, "a Q that waits is never noted", "due = Int32(1)"),
     _forward(_MULTIPLIES, "a work slot is released twice", "pipes[3].consumer_release(__)",
              "pipes[3].consumer_release(__); pipes[3].consumer_release(__)"),
     _forward(_LOADS, "the loader's Q stage is not advanced", "q_state.advance()"),
@@ -66,14 +66,14 @@ MUTANTS = by_name(
     # ---- backward: what waits for whom
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
     Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),
-    Mutant("dQ is not fenced", f"{_BACK}._told", _FENCE, "pass", "full"),
+    Mutant("dQ is not fenced", f"{_BACK}._post_dq", _FENCE, "pass", "full"),
     Mutant("S is not waited for", f"{_BACK}._row_tile", "warpgroup.wait_group(1); self.probabilities(scores, lse, scales[1])",
            "self.probabilities(scores, lse, scales[1])", "full"),
     Mutant("Q is not released", f"{_BACK}._row_tile", "pipes[0].consumer_release(q_state)", "pass", "full"),
     Mutant("the adder is not told of the end", _BACK, "Int32(END)", "Int32(0)", "full"),
     Mutant("dQ is overwritten while it is leaving", _ADDS,
            "if const_expr(turns is None):\n    cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass", "full"),
-    Mutant("dS is written while dV leaves", _BACK, "self.keys_left()", "pass", "window"),
+    Mutant("dS is written while dV leaves", _BACK, "self.await_dv_read()", "pass", "window"),
     Mutant("dV is called gone before it is read", _ADDS, "cute.arch.cp_async_bulk_wait_group(1, read=True)",
            "cute.arch.cp_async_bulk_wait_group(2, read=True)", "window"),
     Mutant("dK leaves when one group has written it", _ADDS, "group == groups - 1", "group == 0", "window"),
@@ -86,7 +86,7 @@ MUTANTS = by_name(
     # two adding warps and their turns
     Mutant("both adding warps take the first part", _ADDS, "cute.arch.barrier(barrier_id=_YOURS + warp, number_of_threads=__)", "pass",
            "deterministic"),
-    Mutant("the end leaves the next part to nobody", _ADDS, "self._freed(); self._left_to(1 - warp)", "self._freed()", "deterministic"),
+    Mutant("the end leaves the next part to nobody", _ADDS, "self._freed(); self._hand_to(1 - warp)", "self._freed()", "deterministic"),
     Mutant("the other adding warp is not told of the end", _BACK, "self.config.adding_warps - 1", "0", "deterministic"),
     Mutant("a turn is passed on before the sums are written", f"{_ADDS}._pass_on", "cute.arch.cp_async_bulk_wait_group(0, read=False)",
            "pass", "deterministic lists"),
@@ -137,7 +137,7 @@ MUTANTS = by_name(
            "i + 2 >= self.visits_wiped(board[0], work_state)", "packed: interleaved"),
     Mutant("zeros are not fenced", _PACKED, _FENCE, "pass", "packed: packed"),
     Mutant("a key of the next sequence is written", _PACKED, "row < end", "row <= end", "packed: packed"),
-    Mutant("cut tiles are sent whole", f"{_KEYS}._keys_told", "self.is_cut(group, facts)", "False", "packed: packed"),
+    Mutant("cut tiles are sent whole", f"{_KEYS}._post_keys", "self.is_cut(group, facts)", "False", "packed: packed"),
     Mutant("tiles are taken that there are not", _PACKED, "tables.order[tables.order.shape[0] - 1, 0]", "sizes[0]", "packed: packed"),
     Mutant("every tile of keys is the first sequence's", _SCHEDULER, "tables.order[n_block, 2]", "tables.order[0, 2]", "packed: packed"),
     Mutant("dQ goes to the first sequence", _BACK, "(slot, visit.head, entry, turn)", "(visit.m_block, visit.head, entry, turn)",

@@ -28,6 +28,7 @@ _PACKAGES = (
     "anyattn.tensors.privatized_sum",
     "anyattn.triton_tools",
     "anyattn.sparsity.kernels",
+    "anyattn.backends.sink_gradient",
     "anyattn.documents.device",
     "anyattn.documents.kernels",
 )
@@ -41,7 +42,6 @@ _COMBINE = "backends.triton.kernels.combine"
 _DROPOUT = "backends.triton.kernels.dropout"
 _MATMUL = "backends.triton.kernels.matmul"
 _PAGED_KV = "backends.triton.kernels.paged_kv"
-_BACKWARD_PASS = "backends.triton.backward_pass"
 _CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
 _PROGRAMS = "backends.triton.codegen.programs"
 _DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
@@ -65,7 +65,7 @@ MUTANTS = by_name(
     ),
     Mutant("left_limit_off_by_one", f"{_DEVICE_MATH}:between", "place - lo", "place - lo - 1", "window"),
     Mutant("mask_forgotten", f"{_FORWARD}:scores_of", "seen & __", "seen | __", "dilated"),
-    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:scores_of", "if HAS_ALWAYS: ...", "if False: ...", "beside_lists"),
+    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:scores_of", "if mods.always.exists: ...", "if False: ...", "beside_lists"),
     Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "kv = lane[None, :]", "kv = (lane - first)[None, :]", "alibi"),
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
     Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
@@ -97,7 +97,7 @@ MUTANTS = by_name(
     ),
     Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
     Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
-    Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward_tile", "acc = acc * factor_of(captured)", "pass", "dropout"),
+    Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward_tile", "acc = acc * factor_of(mods)", "pass", "dropout"),
     Mutant(
         "dropped_lanes_of_the_first_tile", f"{_DROPOUT}:kept_of",
         "places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "places(first * 0, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "dropout",
@@ -105,16 +105,16 @@ MUTANTS = by_name(
     Mutant("dropped_eight_rows_for_eight_keys", f"{_DROPOUT}:kept_of", "down * 2 + along", "down + along * 2", "dropout"),
     Mutant(
         "dv_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
-        "plus_product(dv, None, kept_p, dout, PRECISION)",
-        "plus_product(dv, None, p, dout, PRECISION)", "dropout",
+        "plus_product(dv, None, kept_p, dout, c.PRECISION)",
+        "plus_product(dv, None, p, dout, c.PRECISION)", "dropout",
     ),
     Mutant(
         "dq_of_dropped_weights", f"{_BACKWARD}:_visit_keys",
-        "kept_of(dp, b, h, first, rows.dropout, captured, DROPOUT, q.shape[0], TILE_N, False)", "dp", "dropout",
+        "kept_of(dp, b, h, first, rows.dropout, mods.dropout, False)", "dp", "dropout",
     ),
     Mutant(
         "dk_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
-        "kept_of(dp, b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True)", "dp", "dropout",
+        "kept_of(dp, b, h, n_first, rows, mods.dropout, True)", "dp", "dropout",
     ),
     Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
@@ -136,11 +136,11 @@ MUTANTS = by_name(
     Mutant("queries_of_the_first_sequence", f"{_FORWARD}:forward_tile", "sequence.q_start + position", "position", "packed"),
     Mutant(
         "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
-        "first + tl.arange(0, TILE_N) + key.start", "first + tl.arange(0, TILE_N)", "packed",
+        "first + tl.arange(0, c.TILE_N) + key.start", "first + tl.arange(0, c.TILE_N)", "packed",
     ),
     Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + indices", "pages + (tl.maximum(indices, 1) - 1)", "pages"),
     Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),
-    Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % PAGE_SIZE", "(lane + 1) % PAGE_SIZE", "pages"),
+    Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % c.PAGE_SIZE", "(lane + 1) % c.PAGE_SIZE", "pages"),
     Mutant(
         "page_table_of_the_first_sequence", f"{_FORWARD}:forward_tile",
         "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages",
@@ -157,7 +157,7 @@ MUTANTS = by_name(
     Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "total += share", "total += 2 * share", "splits"),
     # the backward pass
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
-    Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if HAS_DLSE: ...", "if False: ...", "full"),
+    Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if c.HAS_DLSE: ...", "if False: ...", "full"),
     Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
     Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:_slot", "__ + b", "__", "packed"),
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
@@ -169,11 +169,11 @@ MUTANTS = by_name(
     Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
     Mutant(
         "dv_overwritten", f"{_BACKWARD}:_visit_either",
-        "plus_product(dv, None, p, dout, PRECISION)", "plus_product(dv * 0, None, p, dout, PRECISION)", "window",
+        "plus_product(dv, None, p, dout, c.PRECISION)", "plus_product(dv * 0, None, p, dout, c.PRECISION)", "window",
     ),
     Mutant(
         "dv_overwritten_in_two_loops", f"{_BACKWARD}:_visit_rows",
-        "plus_product(dv, None, kept_p, dout, PRECISION)", "plus_product(dv * 0, None, kept_p, dout, PRECISION)", "full",
+        "plus_product(dv, None, kept_p, dout, c.PRECISION)", "plus_product(dv * 0, None, kept_p, dout, c.PRECISION)", "full",
     ),
     Mutant(
         "rows_filled_in_part", f"{_ROW_TILE_BOUNDS}:_spans_of",
@@ -203,7 +203,7 @@ MUTANTS = by_name(
     Mutant("derivative_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "of_score[1].to(tl.float32)", "1.0", "softcap"),
     Mutant("mask_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "is_shown", "kv >= 0", "dilated"),
     Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "kv >= 0", "dilated"),
-    Mutant("sink_gradient_sign", f"{_BACKWARD_PASS}:_of_sink", "-__", "__", "sink"),
+    Mutant("sink_gradient_sign", "backends.sink_gradient:sink_gradient", "-__", "__", "sink"),
     Mutant(
         "captured_derivative_forgotten", f"{_CAPTURED_GRADIENTS}:scatter_source",
         "text('ds * found[{load.factor}].to(tl.float32)')", "text('ds')", "gated",

@@ -22,6 +22,7 @@ from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
 from anyattn.backends.hopper.make_backward_config import BackwardDispatch, BackwardSpec, backward_dispatch
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
+from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.problem import Problem
@@ -61,7 +62,7 @@ class BackwardLaunches:
         empty = allocator(q.device, passes_dispatcher=False) if _count_modes() else self.empty
         dtype, (of_q, of_k, of_v) = q.dtype, layouts
         dq, dk, dv = gradients = empty(*of_q, dtype), empty(*of_k, dtype), empty(*of_v, dtype)
-        results = out, lse, dout, dlse, None if problem.sink is None else _delta_of_rows(problem)
+        results = out, lse, dout, dlse, None if problem.sink is None else delta_of_rows(problem)
         totals = _totals(problem, dispatch.spec) if problem.score is not None and dispatch.spec.wanted else ()
         if dispatch.form is None or dispatch.sequences_spec is None:
             launch_all(problem, dispatch.spec, _tables(problem, dispatch.spec, gradients), results, gradients, empty, totals)
@@ -70,7 +71,7 @@ class BackwardLaunches:
         needed = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
         if problem.sink is None and problem.score is None:
             return *needed, None
-        return *needed, _of_sink(problem, results), *_of_captured(problem, dispatch.spec, totals)
+        return *needed, sink_gradient(problem, lse, results[-1]), *_of_captured(problem, dispatch.spec, totals)
 
 
 def _by_documents(problem: Problem, dispatch: BackwardDispatch, results: Results, gradients: Gradients, empty: Allocator) -> None:
@@ -186,18 +187,3 @@ def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:
     is_one = torch.arange(tiles, device=classes.device) < counts[..., None]
     ranks = is_listed.cumsum(-2, dtype=torch.int32) - is_listed.to(torch.int32)
     return counts, torch.where(is_one, 2 * row + is_partial, 0).to(torch.int32), None, None, ranks
-
-
-def _delta_of_rows(problem: Problem) -> Tensor | None:
-    """Memory for each row's delta, (B, Hq, Sq) zeros, if the sink needs a gradient, else None."""
-    sink, q = problem.sink, problem.q
-    return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
-
-
-def _of_sink(problem: Problem, results: Results) -> Tensor | None:
-    """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
-    sink, (_, lse, _, _, delta) = problem.sink, results
-    if sink is None or delta is None:
-        return None
-    share = torch.exp(sink.detach().float()[:, None] - lse)
-    return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
-from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
+from anyattn.backends.hopper.config import HEAD_DIMS, SHARED_MEMORY, Ask, ModsOfConfig
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
@@ -25,8 +25,6 @@ __all__ = [
     "tall_tiles_for",
 ]
 
-SHARED_MEMORY = 227 * 1024
-HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only (``padded_for_backward``)
 TILE_N = 128  # keys per tile, 64 for each consumer warp group
 TALL = 80  # query rows of a tall tile, not a multiple of 64
 SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ
@@ -158,10 +156,10 @@ class BackwardConfig(ModsOfConfig):
     stores_dq: bool = False
     has_dropout: bool = False
 
+    __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
+
     def __post_init__(self) -> None:
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
+        self.check_mods()
         count = 2 + sum(s.late is not None for s in self.sums)
         if self.score is not None and len(self.score.outputs) != count:
             given = len(self.score.outputs)
@@ -172,10 +170,6 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError("sums without score; wanted the score mod that reads the captured tensors")
         if self.lists not in (None, "dense") and not (self.has_entries and self.lists in ("ragged", "flat")):
             raise ValueError(f"lists={self.lists!r}; wanted None or 'dense', or with entries 'ragged' or 'flat'")
-        if any(sides(band) is None for band in self.bands):
-            raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
-        if self.lists is not None and self.bands:
-            raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.frees_keys and self.head_dim_v > (room := self.tiles.exchanged * self.tiles.tile_m):
             raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
         if self.tiles.halves_dp and self.score is not None:
@@ -207,13 +201,6 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(
                 f"{self.tiles} at head_dim {self.head_dim} takes {self.shared_memory} bytes of shared memory; an SM has {SHARED_MEMORY}"
             )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     @property
     def shared_memory(self) -> int:
@@ -271,11 +258,6 @@ class BackwardConfig(ModsOfConfig):
     def sums_while_made(self) -> bool:
         """Whether gradients of captured tensors are summed while the scores' gradients are computed: then masks are applied first."""
         return any(s.is_running for s in self.sums)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether threads copy keys out of pages, as ``Config.gathers``: never, since this backend has no paged backward pass."""
-        return False
 
     @property
     def has_ranks(self) -> bool:

@@ -17,7 +17,7 @@ from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, row_tiles
-from anyattn.backends.hopper.compile.any_config import AnyConfig
+from anyattn.backends.hopper.compile.cache_key import AnyConfig
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
 from anyattn.backends.hopper.make_backward_config import BackwardSpec
 from anyattn.problem import Problem

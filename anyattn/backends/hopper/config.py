@@ -19,7 +19,10 @@ from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = [
+    "HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "Ask", "Config", "ModsOfConfig", "Tiles", "padded", "sides",
+    "slots", "tiles_for",
+]  # fmt: skip
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only
 MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30 keys, each up to 2^75, times values still fits float32
@@ -27,12 +30,9 @@ MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30
 PACKED = (4, 8)
 TILE_M = 128  # query rows per tile of every kernel that reads lists
 LEAST_PIECE = 2  # rows of a page piece; for smaller ones threads copy faster than TMA
-_SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = 227 * 1024
 # per thread of the MMA and of the loading warps where K and V are gathered by pieces of pages; with 24 the loading warp spills
-_REGISTERS_FOR_PIECES = (
-    232,
-    40,
-)
+_REGISTERS_FOR_PIECES = (232, 40)
 _NARROW = 96  # largest head dimension with a third stage
 _MUCH_WORK = 7  # operations per (row, key) pair
 _SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller tile
@@ -90,10 +90,32 @@ class Ask:
 class ModsOfConfig:
     """Properties of a config's mods, bands and predicates; the configs of both passes have these fields."""
 
+    head_dim: int
+    head_dim_v: int
+    is_bf16: bool
+    lists: str | None
     score: Expr | None
     bands: tuple[Expr, ...]
     partial: Ask | None
     always: tuple[Ask, ...]
+    gathers: bool = False  # threads copy keys out of pages: never in a backward pass
+
+    def check_mods(self) -> None:
+        """Raises ``ValueError`` for head dimensions or bands that no kernel has."""
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) not in HEAD_DIMS:
+                raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
+        if any(sides(band) is None for band in self.bands):
+            raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
+        if self.lists is not None and self.bands:
+            raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))  # type: ignore[attr-defined]
 
     @cached_property
     def has_left(self) -> bool:
@@ -109,10 +131,14 @@ class ModsOfConfig:
         return any(d.h for band in self.bands for d in dependence(band))
 
     @property
+    def asks(self) -> tuple[Ask, ...]:
+        """The predicates besides bands."""
+        return ((self.partial,) if self.partial else ()) + self.always
+
+    @property
     def exprs(self) -> tuple[Expr, ...]:
         """All expressions, in the order in which their captured numbers and tensors are passed: score, bands, partial, always."""
-        asked = ((self.partial,) if self.partial else ()) + self.always
-        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
+        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in self.asks)
 
 
 @dataclass(frozen=True)
@@ -162,18 +188,14 @@ class Config(ModsOfConfig):
     has_max: bool = False
     has_dropout: bool = False
 
+    __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
+
     def __post_init__(self) -> None:
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
+        self.check_mods()
         if self.lists not in (None, "dense", "ragged", "flat") or self.spread not in ("all", "heads", "none"):
             raise ValueError(f"lists={self.lists!r}, spread={self.spread!r}; wanted names that the kernel knows")
         if self.head_dim != self.head_dim_v and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}; wanted 128 instead of 96, for O takes Q's place")
-        if any(sides(band) is None for band in self.bands):
-            raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
-        if self.lists is not None and self.bands:
-            raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.has_count and not self.has_order:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16):
@@ -190,15 +212,8 @@ class Config(ModsOfConfig):
                 f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
             )
         needed = self.shared_memory(1)
-        if needed > _SHARED_MEMORY:
-            raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+        if needed > SHARED_MEMORY:
+            raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {SHARED_MEMORY}")
 
     def shared_memory(self, q_stages: int) -> int:
         """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""
@@ -208,7 +223,7 @@ class Config(ModsOfConfig):
     @property
     def q_stages(self) -> int:
         """Tiles of Q in flight: with two, the next row tile's Q is loaded before this one's output has left shared memory."""
-        return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
+        return 2 if self.shared_memory(2) <= SHARED_MEMORY else 1
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import (
-    HEAD_DIMS,
     BackwardConfig,
     BackwardTiles,
     backward_tiles_for,
@@ -23,10 +22,10 @@ from anyattn.backends.hopper.backward_config import (
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
-from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
-from anyattn.backends.hopper.make_config import tile_of
+from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, Ask, sides
+from anyattn.backends.hopper.make_config import ABILITIES, captured_by, mods_of, tile_of
 from anyattn.documents.dispatch import over_unknown_documents
-from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
+from anyattn.mask_plan import mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.document_masks import DocumentForm
 from anyattn.mods.ir.dependence import dependence
@@ -44,7 +43,6 @@ __all__ = [
 ]
 
 
-_ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 _MOST_WORK = 64  # operations per pair of the mod and its derivative together; see ``plan``
 _WIDEST_SUMS = 128  # head dimension of the kernels whose fragments support captured sums
 _MOST_SUMS = 4  # loads whose derivatives are summed
@@ -75,30 +73,17 @@ class BackwardSpec:
         return self.config.has_dropout or any(numbers or tensors for _, numbers, tensors in self.sources)
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The captured numbers and tensors of ``config.exprs``, expression by expression."""
-        numbers: list[int | float] = []
-        tensors: list[Tensor] = []
-        for at, count, tensor_count in self.sources:
-            mod = problem.score if at < 0 else problem.predicates[at]
-            assert mod is not None
-            numbers += mod.scalars[:count]
-            tensors += [t.detach() for t in mod.tensors[:tensor_count]]
-        if problem.dropout is not None:
-            more, seed = problem.dropout.captured
-            return (*numbers, *more), (*tensors, *seed)
-        return tuple(numbers), tuple(tensors)
+        """See ``captured_by``."""
+        numbers, tensors = captured_by(self.sources, problem)
+        return tuple(numbers), tuple([t.detach() for t in tensors])
 
 
 def backward_spec(problem: Problem) -> BackwardSpec:
     """The ``BackwardSpec`` of ``problem``; reads no tensor."""
-    plan = mask_plan(problem, _ABILITIES)
-    listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
-    partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
-    sources = [] if score is None else [(-1, *slots(score))]
-    sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
+    sources, listed, fields = mods_of(problem, score)
+    asks = tuple(ask for ask in (fields.get("partial"), *fields["always"]) if ask is not None)
     d, dv = _padded(problem)
-    asks = tuple(_ask(part) for part in (*partial, *plan.always))
     has_dropout = problem.dropout is not None
     is_bare = score is None and not asks and listed is None and not has_dropout
     is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asks))
@@ -108,25 +93,22 @@ def backward_spec(problem: Problem) -> BackwardSpec:
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     stores_dq = _has_one_key_tile(problem, tiles)
     tall = tall_tiles_for(d, dv, is_packed) if is_bare and not stores_dq else None
-    if tall is not None and _pays(problem, [_ask(part).expr for part in plan.ranged]):
+    if tall is not None and _pays(problem, fields.get("bands", ())):
         tiles = tall
     if has_dropout:
         tiles = replace(tiles, delta="behind")  # the gradient of a dropped weight is minus delta
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": is_packed}
-    list_tile = None
-    if listed is None:
-        flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
-    else:
+    fields["has_entries"], list_tile = is_packed, None
+    if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles)
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
         kind = "dense" if problem.sequences is None else _layout(problem.blocks)
-        flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
+        fields |= {"lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
     config = BackwardConfig(
-        d, dv, is_bf16, tiles, score, **flags, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout
+        d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout
     )
-    return BackwardSpec(config, tuple(sources), listed, list_tile, problem.wanted_slots)
+    return BackwardSpec(config, sources, listed, list_tile, problem.wanted_slots)
 
 
 def _has_one_key_tile(problem: Problem, tiles: BackwardTiles) -> bool:
@@ -199,7 +181,7 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
     return {"per_entry": problem.batch > 1 and any(d.b for d in depends), "per_head": problem.heads_q > 1 and any(d.h for d in depends)}
 
 
-def _pays(problem: Problem, bands: list[Expr]) -> bool:
+def _pays(problem: Problem, bands: tuple[Expr, ...]) -> bool:
     """Whether tall tiles are taken. Windows, whose length is a captured number, and documents, whose number is unknown here, keep the other
     tiles; deterministic sums of documents do not: fewer visits take fewer turns."""
     return all(sides(band) == (False, True) for band in bands) and tall_pays(problem)[bool(bands)]
@@ -243,10 +225,6 @@ def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:
     return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tiles.tile_n) * tiles.tile_n
 
 
-def _ask(part: MaskPart) -> Ask:
-    return Ask(part.mask.expr, False) if part.ranges is None else Ask(part.ranges.expr, True)
-
-
 def reason_against_backward(problem: Problem) -> str | None:
     """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else the reason against it, as text."""
     if has_native((problem.score, *problem.predicates)):
@@ -265,7 +243,7 @@ def reason_against_backward(problem: Problem) -> str | None:
     against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
     if against:
         return against
-    plan = mask_plan(problem, _ABILITIES)
+    plan = mask_plan(problem, ABILITIES)
     if sequences is not None and problem.deterministic and plan.has_lists:
         return "its backward kernel adds in no fixed order where lists of packed sequences say which tiles are visited"
     blocks = problem.blocks
@@ -285,7 +263,7 @@ def _against_wide_sequences(problem: Problem) -> str | None:
     if not fits_halved(d, dv):
         most = "192 with value head dimension 128, or 128 with 192"
         return f"its backward kernel takes packed and padded sequences up to head dimension {most}; these have {d} and {dv}, padded"
-    plan = mask_plan(problem, _ABILITIES)
+    plan = mask_plan(problem, ABILITIES)
     if problem.score is not None or plan.has_lists or plan.always:
         kinds = "score mods, block lists and masks other than bands"
         return f"its backward kernel takes packed and padded sequences of head dimensions above {_WIDEST_SUMS} without {kinds}"

@@ -23,10 +23,13 @@ from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["ByDocument", "ForwardSpec", "by_document", "fitting", "forward_spec", "is_bounded", "list_tile_misfit", "tile_of"]
+__all__ = [
+    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "fitting", "forward_spec", "is_bounded", "list_tile_misfit",
+    "mods_of", "tile_of",
+]  # fmt: skip
 
 # The kernel keeps two ranges per row in registers. Tiles follow from bands alone, of which there may be several.
-_ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
+ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 # How many of 8 exponentials after a cap are polynomials: then 104 operations of the special-function pipe, at 8 clocks each, and 577
 # instructions in all compare with 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
 _EMULATED = 3
@@ -58,18 +61,8 @@ class ForwardSpec(NamedTuple):
         return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
-        """The captured numbers and tensors of ``config.exprs``, expression by expression, then those of the dropout."""
-        numbers: list[int | float] = []
-        tensors: list[Tensor] = []
-        for at, count, tensor_count in self.sources:
-            mod = problem.score if at == _SCORE else problem.predicates[at]
-            if mod is not None:  # the identity score mod captures nothing
-                numbers += mod.scalars[:count]
-                tensors += mod.tensors[:tensor_count]
-        if problem.dropout is not None:
-            more, seed = problem.dropout.captured
-            numbers += more
-            tensors += seed
+        """See ``captured_by``."""
+        numbers, tensors = captured_by(self.sources, problem)
         if any(type(x) is int and abs(x) >= MOST_NUMBER for x in numbers):
             raise BackendError("a mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for; use backend='triton'")
         return tuple(numbers), tuple(tensors)
@@ -80,25 +73,48 @@ def forward_spec(problem: Problem, packs: bool | None = None) -> ForwardSpec:
 
     packs: whether heads share row tiles if they can, None for the preference of ``problem``.
     """
-    plan = mask_plan(problem, _ABILITIES)
-    listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
+    score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
+    expr = None if score is None else score.expr
+    sources, listed, fields = mods_of(problem, expr)
     list_tile = None
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
-    score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
-    partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
-    sources = [] if score is None else [(_SCORE, *slots(score.expr))]
-    sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
-    if listed is None:
-        flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
-    else:
-        flags["partial"] = _ask(partial[0]) if partial else None
-    flags |= _storage(problem, listed is not None)
-    config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
+    config = _config(problem, expr, list_tile, fields | _storage(problem, listed is not None), packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
-    return ForwardSpec(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
+    return ForwardSpec(config, sources, positive, listed, list_tile, may_be_bounded)
+
+
+def mods_of(problem: Problem, score: Expr | None) -> tuple[tuple[tuple[int, int, int], ...], int | None, dict[str, Any]]:
+    """(sources, listed, the config's fields ``always``, and ``bands`` or, with lists, ``partial``) as in ``ForwardSpec``. score: the
+    config's."""
+    plan = mask_plan(problem, ABILITIES)
+    listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
+    partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
+    sources = [] if score is None else [(_SCORE, *slots(score))]
+    sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
+    fields: dict[str, Any] = {"always": tuple(map(_ask, plan.always))}
+    if listed is None:
+        fields["bands"] = tuple(_ask(part).expr for part in plan.ranged)
+    else:
+        fields["partial"] = _ask(partial[0]) if partial else None
+    return tuple(sources), listed, fields
+
+
+def captured_by(sources: tuple[tuple[int, int, int], ...], problem: Problem) -> tuple[list[int | float], list[Tensor]]:
+    """The captured numbers and tensors of ``config.exprs``, expression by expression, then those of the dropout."""
+    numbers: list[int | float] = []
+    tensors: list[Tensor] = []
+    for at, count, tensor_count in sources:
+        mod = problem.score if at == _SCORE else problem.predicates[at]
+        if mod is not None:  # the identity score mod captures nothing
+            numbers += mod.scalars[:count]
+            tensors += mod.tensors[:tensor_count]
+    if problem.dropout is not None:
+        more, seed = problem.dropout.captured
+        numbers += more
+        tensors += seed
+    return numbers, tensors
 
 
 class ByDocument(NamedTuple):
@@ -155,7 +171,7 @@ def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], T
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
-    asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
+    asks = tuple(ask for ask in (flags.get("partial"), *flags["always"]) if ask is not None)
     wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
     wanted["has_dropout"] = flags["has_dropout"] = problem.dropout is not None
     (d, dv), tiles, pages = _tiles(problem, wanted)

@@ -15,9 +15,10 @@ from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form
-from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
     CacheSizes,
+    ForwardConstants,
     ForwardSpans,
     ForwardStrides,
     ForwardTensors,
@@ -56,12 +57,8 @@ _FORWARD = Signature(
         Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
         Group("int", CacheSizes, "cache_"), Group("int", HeadGroups), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
-    FUNCTIONS,
-    (
-        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
-        "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "SUMS",
-    ),
+    PARTS,
+    ForwardConstants,
 )  # fmt: skip
 
 
@@ -219,11 +216,17 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     has_few = has_few_rows(problem, capability)
     pipeline = tile_config.pipeline_of(forward_shape(problem), capability, has_few)
     is_packed = plan.heads_per_tile > 1 or has_few
+    page, list_n, is_padded = (
+        0 if tables.pages is None else problem.k.shape[2],
+        tables.list_tile[1],
+        may_be_padded(problem.sequences, cache),
+    )
+    # tiles begin at multiples of their size, and so do pages
+    fits = page > 0 and not is_padded and list_n % plan.tile_n == 0 and (plan.tile_n % page == 0 or page % plan.tile_n == 0)
     tma = _tma_use(min(pipeline.tma, TmaUse.KV) if is_packed else pipeline.tma, form, plan, tables, target) if is_aligned else TmaUse.NONE
     return {
         **constants_of(problem, call_program, tables), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
-        "PAGE_SIZE": 0 if tables.pages is None else problem.k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": may_be_padded(problem.sequences, cache),
+        "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": pipeline.is_late and tables.pages is None,

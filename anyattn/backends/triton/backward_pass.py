@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.backends.triton import autotune, deterministic_sum, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
@@ -26,13 +27,16 @@ from anyattn.backends.triton.codegen.programs import (
     slots_copied,
 )
 from anyattn.backends.triton.documents import Form
-from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
     BackwardSizes,
     BackwardStrides,
     BackwardTensors,
+    DkdvConstants,
+    DqConstants,
     Lists,
     ListSpans,
+    PrepareConstants,
     PrepareSpans,
     PrepareStrides,
     PrepareTensors,
@@ -53,24 +57,14 @@ __all__ = ["Passes", "backward", "over_pages", "passes_of"]
 _REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
 
-def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
-    groups = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
-    return Signature(f"backward.{body}", groups, FUNCTIONS, constants, scatters)
-
-
-_COMMON = (
-    "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
-)  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HAS_DQ"), scatters=True)
-_DKDV = _signature(
-    "dkdv_tile",
-    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV"),
-)
+_GROUPS = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
+_DQ = Signature("backward.dq_tile", _GROUPS, PARTS, DqConstants)
+_DKDV = Signature("backward.dkdv_tile", _GROUPS, PARTS, DkdvConstants)
 _PREPARE = Signature(
     "backward.prepare_tile",
     (Group("pointer", PrepareTensors), Group("stride", PrepareStrides), Group("long", PrepareSpans), *_REST),
-    FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
+    PARTS,
+    PrepareConstants,
 )
 
 
@@ -188,7 +182,7 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
             if gradient is not None:
                 gradient.zero_()
     shared = _Shared(*operands, results.dout, *gradients)
-    delta = _delta_of_rows(problem)
+    delta = delta_of_rows(problem)
     for form, passes in forms:
         statistics = _row_statistics(form, passes, results, delta)
         for name in _kernels_of(problem):
@@ -197,7 +191,7 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _gradient_of_captured(total, own)
-    return *gradients, _of_sink(problem, results.lse, delta), *captured
+    return *gradients, sink_gradient(problem, results.lse, delta), *captured
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
@@ -246,22 +240,7 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
     return tiles
 
 
-def _delta_of_rows(problem: Problem) -> Tensor | None:
-    """A buffer (B, Hq, Sq) for delta if the sink's gradient is needed, else None."""
-    sink, q = problem.sink, problem.q
-    return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
-
-
-def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """The gradient of the sink's logits: minus the sink's probability times delta in each row, summed per head."""
-    sink = problem.sink
-    if sink is None or delta is None:
-        return None
-    share = torch.exp(sink.detach().float()[:, None] - lse)
-    return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
-
-
-def _row_statistics(form: Form, passes: Passes, results: _Results, delta_of_rows: Tensor | None) -> _RowStatistics:
+def _row_statistics(form: Form, passes: Passes, results: _Results, delta: Tensor | None) -> _RowStatistics:
     """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     launches, tile_m, count = passes.launches["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
@@ -271,8 +250,8 @@ def _row_statistics(form: Form, passes: Passes, results: _Results, delta_of_rows
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     tables = tables_of(problem, None, tile_m, form.documents)
-    tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
-    key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
+    tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta)  # ``PrepareTensors``
+    key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta is None, guard is None, tile_m)
     launch_cached(launches, key, problem, tensors, _NO_LISTS, _prepare_spec, (form, tables, tensors, slots_per_head, tile_m))
     return _RowStatistics(of_lse, of_delta, spans, tile_m)
 

@@ -12,9 +12,9 @@ from anyattn.backends.triton.tables import Tables
 from anyattn.backends.triton.tile_config import padded
 from anyattn.problem import Problem
 
-__all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
+__all__ = ["PARTS", "constants_of", "programs_along_batch", "sizes_of"]
 
-FUNCTIONS = (("score",), ("ranges", "listed"), ("always",), ("dropout",))  # program parts whose functions a kernel calls
+PARTS = (("score",), ("ranges", "listed"), ("always",), ("dropout",))  # program parts that may provide each field of ``Mods``
 
 
 def programs_along_batch(problem: Problem, tables: Tables) -> int:
@@ -36,6 +36,7 @@ def constants_of(problem: Problem, call_program: CallProgram, tables: Tables) ->
     return {
         "RANGES": call_program.program.range_count, "LIST_M": tables.list_tile[0], "LIST_N": tables.list_tile[1],
         "HAS_FULL": tables.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
+        "HAS_FOURS": not any(n % 16 for n in tables.list_tile),  # lists of other sizes begin anywhere
         "HAS_ENTRIES": tables.entries is not None, "HAS_GUARD": tables.guard is not None,
         # irrelevant for 16 bits, and naming a precision that a GPU lacks (TF32 on most of AMD's) is an error
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,

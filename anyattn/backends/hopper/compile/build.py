@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
-from anyattn.backends.hopper.compile.any_config import AnyConfig
-from anyattn.backends.hopper.compile.cache_key import ARCH
+from anyattn.backends.hopper.compile.cache_key import ARCH, AnyConfig
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.disk_cache import Payload
 

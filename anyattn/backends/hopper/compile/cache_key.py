@@ -13,12 +13,15 @@ from pathlib import Path
 
 import torch
 
-from anyattn.backends.hopper.compile.any_config import AnyConfig
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
+from anyattn.backends.hopper.config import Config
+from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.cute_mod import NativeFunction
 
-__all__ = ["ARCH", "NoContentError", "canonical", "key_of", "sources"]
+__all__ = ["ARCH", "AnyConfig", "NoContentError", "canonical", "key_of", "sources"]
 
+AnyConfig = Config | TablesConfig | BackwardConfig | RowsConfig  # those that identify compiled kernels
 ARCH = "sm_90a"
 _PACKAGES = (
     "anyattn",

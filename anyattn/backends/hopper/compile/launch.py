@@ -17,8 +17,7 @@ from torch import Tensor
 
 from anyattn import disk_cache
 from anyattn.backends.hopper.compile import build
-from anyattn.backends.hopper.compile.any_config import AnyConfig
-from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
+from anyattn.backends.hopper.compile.cache_key import AnyConfig, NoContentError, key_of
 from anyattn.triton_tools import launch_log
 
 __all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]

@@ -98,11 +98,11 @@ class Drops:
         """A word in which the sign of each byte says whether its pair is kept. x: the words of rows and keys, combined by xor."""
         return (fold(x, odd) & Int32(_FIELDS)) + least
 
-    def drop_gradients(self, p: Any, dp: Any, delta: Any, positions: Any, said: Any, captured: Any) -> None:
+    def drop_gradients(self, p: Any, dp: Any, delta: Any, positions: Any, slots: Any, captured: Any) -> None:
         """Replaces dP by the scores' gradients divided by the factor, and P by the weights that are kept, without the factor, in place. The
-        fragments are those of ``Scores``, whose two rows are keys 8 apart. said: see ``MultipliesBack.said_of``."""
+        fragments are those of ``Scores``, whose two rows are keys 8 apart. slots: see ``MultipliesBack.read_slots``."""
         p, dp = rows_and_columns(p), rows_and_columns(dp)
-        (visit, facts), (board, q_state, _) = self.said_of(said), said  # type: ignore[attr-defined]
+        (visit, facts), (board, q_state, _) = self.read_slots(slots), slots  # type: ignore[attr-defined]
         row, key = (Int32(x) for x in self._first(positions, visit, facts))  # type: ignore[attr-defined]
         at_words: int = self.place_of_words  # type: ignore[attr-defined]
         of_head = board[1][at_words, q_state.index]

@@ -6,18 +6,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh, reads_apart
-from anyattn.backends.hopper.config import Config, sides
+from anyattn.backends.hopper.config import Config
+from anyattn.backends.hopper.kernel.base import KernelOfConfig, rows_first
 from anyattn.backends.hopper.kernel.dropout import Drops
 from anyattn.backends.hopper.kernel.epilogue import Epilogue
 from anyattn.backends.hopper.kernel.mma import Multiplies
-from anyattn.backends.hopper.kernel.paged_gather import ARRIVALS, Gathers
+from anyattn.backends.hopper.kernel.paged_gather import Gathers
 from anyattn.backends.hopper.kernel.producer import Loads
 from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.speculative_softmax import Guesses
@@ -26,15 +27,14 @@ from anyattn.backends.hopper.kernel.tile_scheduler import FACTS, Sizes, Tables, 
 __all__ = ["HopperForward"]
 
 
-class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops, Epilogue):
+class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops, Epilogue, KernelOfConfig):
     """Attention forward for one ``Config``: give an instance to ``cute.compile`` with CuTe tensors; the result takes other tensors too.
 
     Source: FlashAttention-3 (Shah et al., arXiv:2407.08608): warp specialisation, ping-pong between warp groups, overlap within one.
     """
 
     def __init__(self, config: Config):
-        self.config = config
-        self.dtype = BFloat16 if config.is_bf16 else Float16
+        super().__init__(config)
         self.foresees = self.lifts = self.shortens = self.holds_thread = False
         if config.score is not None:
             self.score = factored(config.score) if config.is_factored else Factored(config.score, None, None, ())
@@ -49,10 +49,6 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         # a bias that is loaded while products are in flight, or an expensive mod, measured slower with speculation
         is_light = config.score is None or (self.lifts and not self.foresees)
         self.guesses = self.shortens or (is_light and not config.is_bounded)
-        at = 1 if config.score is not None else 0
-        self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
-        asked = ((config.partial,) if config.partial else ()) + config.always
-        self.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
 
     @cute.jit
     def __call__(
@@ -93,7 +89,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
         ratio = heads // k_heads
-        k, plain_v, plain_out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v, out))
+        k, plain_v, plain_out = (rows_first(t) for t in (k, v, out))
         q, whole_out = self._rows_first(q, ratio), self._rows_first(out, ratio)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 2, 1, 0]))
         lse, highest = (
@@ -149,7 +145,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
     def _rows_first(self, x: Any, ratio: Any) -> Any:
         """(B, H, S, D) as (S, D, H, B); if heads share row tiles, as ((query heads per K/V head, S), D, K/V heads, B)."""
         if self.config.heads_per_tile == 1:
-            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
+            return rows_first(x)
         (batch, heads, length, dim), (to_entry, to_head, to_row, to_next) = x.shape, x.stride
         shape = ((ratio, length), dim, heads // ratio, batch)
         return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=((to_head, to_row), to_next, to_head * ratio, to_entry)))
@@ -197,18 +193,11 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
-        threads = 128 * tiles.warp_groups
-        agent = pipeline.Agent.Thread
         pipes = (
             self._pipe(storage.q_barriers.data_ptr(), self.config.q_stages, self.bytes[0]),
             self._pipe(storage.k_barriers.data_ptr(), tiles.stages, self.bytes[1], self.config.gathers),
             self._pipe(storage.v_barriers.data_ptr(), tiles.stages, self.bytes[2], self.config.gathers),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.work_barriers.data_ptr(),
-                num_stages=2,
-                producer_group=pipeline.CooperativeGroup(agent, 32),
-                consumer_group=pipeline.CooperativeGroup(agent, threads),
-            ),
+            self._work_pipe(storage.work_barriers.data_ptr()),
         )
         smem = (
             storage.q.get_tensor(self._staged(layouts[0]), swizzle=layouts[0].inner),
@@ -227,15 +216,3 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         else:
             cute.arch.setmaxregister_increase(self.config.registers[0])
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
-
-    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int, is_gathered: bool = False) -> Any:
-        """A pipeline whose stages are filled by one thread, or by the loader's whole warp, and released by one thread per consumer warp."""
-        agent = pipeline.Agent.Thread
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers,
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(agent, ARRIVALS if is_gathered else 1),
-            consumer_group=pipeline.CooperativeGroup(agent, 4 * self.config.tiles.warp_groups),
-            tx_count=0 if is_gathered else transaction_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        )

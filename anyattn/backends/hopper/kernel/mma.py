@@ -59,7 +59,7 @@ class Multiplies:
         mmas, operands, shape_s, pipes, board, group, thread, in_smem = of_thread
         q_state, k_state, v_state, work_state = self._states()
         p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
-        more, owed = Int32(1), Int32(0)  # owed: the previous row tile's stage of Q is not released yet
+        more, due = Int32(1), Int32(0)  # due: the previous row tile's stage of Q is still to be released
         while more != 0:
             pipes[3].consumer_wait(work_state)
             facts = self._facts(board[0], work_state)
@@ -77,9 +77,9 @@ class Multiplies:
                 self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
                 k_state.advance()
                 if const_expr(self.config.q_stages > 1):
-                    if owed != 0:
+                    if due != 0:
                         self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
-                    owed = Int32(1)
+                    due = Int32(1)
                 k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)
                 self._ended(fixed, sums, given, outputs, sink, q_state, work_state)
                 if const_expr(self.config.q_stages == 1):
@@ -90,7 +90,7 @@ class Multiplies:
             pipes[3].consumer_release(work_state)
             work_state.advance()
         if const_expr(self.config.q_stages > 1):
-            if owed != 0:
+            if due != 0:
                 self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
 
     def _states(self) -> tuple[Any, ...]:

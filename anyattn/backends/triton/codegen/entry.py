@@ -1,7 +1,7 @@
 """Entries of the Triton kernels: generated functions that take a call's captured values and call a kernel's body with the mods' functions.
 
-An entry has every value as a separate parameter (Triton recompiles for numbers inside tuples), packs them into the groups that the body
-takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
+An entry has every value as a separate parameter (Triton recompiles for numbers inside tuples), and packs them into the groups that the body
+takes. Lengths, strides, scales and captured values are run-time arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton.codegen.programs import CapturedValues, Part, Program
-from anyattn.backends.triton.kernels.arguments import Captured, CapturedPart
+from anyattn.backends.triton.kernels.arguments import Mod, Mods
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.fast_launch import Handle
 from anyattn.triton_tools.launch import UNIT, current_device, launch
@@ -39,18 +39,17 @@ class Group(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A body's arguments before and after the captured values.
+    """A body's arguments.
 
-    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch passes in order.
-    functions: for each part that the body can call, the names of the program parts that may provide it. constants: names.
-    scatters: whether the first part's function that adds to captured gradients is passed too.
+    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch passes in order; after them
+    come ``Mods`` and the constants. parts: for each field of ``Mods`` the names of the program parts that may provide it. constants: a
+    class of ``kernels.arguments``.
     """
 
     body: str
     groups: tuple[Group, ...]
-    functions: tuple[tuple[str, ...], ...]
-    constants: tuple[str, ...]
-    scatters: bool = False
+    parts: tuple[tuple[str, ...], ...]
+    constants: Any
 
 
 def _names(fields: Any, prefix: str) -> Iterator[str]:
@@ -93,9 +92,9 @@ def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]],
 @lru_cache(maxsize=4096)
 def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
     """The source of the entry and of the functions that it passes to the body."""
-    slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
+    slots = [next((p for p in program.parts if p.name in names), None) for names in signature.parts]
     plain = [(name, g.kind) for g in signature.groups for name in _names(g.fields, g.prefix)]
-    parts: list[str] = []
+    mods: list[str] = []
     captured_names: list[tuple[str, str]] = []
     strides = [name for name, kind in plain if kind == "stride" and is_aligned]
     # the interpreter needs the cast: it takes a small number as 32 bits regardless of the annotation
@@ -104,31 +103,28 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         numbers, tensors, totals = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers]
         captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
-        parts.append(
-            jit_source.group(CapturedPart, [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))])
-        )
+        captured = [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))]
+        mods.append(jit_source.group(Mod, [*_functions(part), *captured]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
     # Triton specialises on whether the address of a tensor with rows is a multiple of 16, which ``strides_of`` has checked for all of them.
     # It specialises on no other argument.
     with_rows = {name.split("_")[0] for name in strides}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
     groups = [_group_source(g.fields, g.prefix) for g in signature.groups]
-    functions = [f for part in slots for f in _functions(part)]
-    flags = [str(part is not None) for part in slots]
-    if signature.scatters:
-        adds = slots[0] is not None and bool(slots[0].loads)
-        functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
-        flags.insert(1, str(adds))
-    call = [*groups, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
-    constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
+    constants = jit_source.group(signature.constants, signature.constants._fields)
+    call = [*groups, jit_source.group(Mods, mods), constants]
     lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
-    head += f"def entry({', '.join(arguments)}, {constants}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
+    arguments += [f"{name}: tl.constexpr" for name in signature.constants._fields]
+    head += f"def entry({', '.join(arguments)}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
     return "\n\n".join([program.source, head])
 
 
-def _functions(part: Part | None) -> tuple[str, str]:
-    return ("device_math.limit", "device_math.limit") if part is None else (f"{part.name}_rows", f"{part.name}_value")
+def _functions(part: Part | None) -> tuple[str, str, str, str]:
+    """The first fields of a ``Mod``."""
+    if part is None:
+        return "False", "None", "None", "None"
+    return "True", f"{part.name}_rows", f"{part.name}_value", f"{part.name}_scatter" if part.loads else "None"
 
 
 @lru_cache(maxsize=4096)

@@ -6,15 +6,16 @@ groups by
 keyword: Triton's disk cache is keyed by a kernel's text, which does not contain the order of a class's fields.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
-    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "Captured", "CapturedPart", "ForwardSpans",
-    "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans", "ListStrides",
-    "ListedTiles", "Lists", "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run",
-    "Runs", "Scales", "Sequence", "Sizes", "TileOfScores", "TileRange",
+    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants",
+    "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans",
+    "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PrepareConstants", "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary",
+    "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
 
@@ -100,23 +101,65 @@ class HeadGroups(NamedTuple):
     tiles_each: Any
 
 
-class CapturedPart(NamedTuple):
-    """Captured values of one part of the program. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1,
-    ...) per tensor. totals: the same per gradient sum. An empty one is replaced by a number: Triton has no empty tuple."""
+class Mod(NamedTuple):
+    """One part of the program: its functions, and its captured values. exists: whether the kernel has the part; without it the functions
+    are None.
 
+    rows, value: the functions of ``codegen.programs``. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
+    int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...) per tensor. totals: the same per gradient sum. An
+    empty one is replaced by a number: Triton has no empty tuple."""
+
+    exists: Any
+    rows: Any
+    value: Any
+    scatter: Any
     scalars: Any
     tensors: Any
     totals: Any
 
 
-class Captured(NamedTuple):
-    """Captured values of a kernel's parts. score: the score mod. mask: the mask that row ranges replace, or the one evaluated in listed
-    partial tiles. always: the mask evaluated in every tile. dropout: the mask of the weights that are kept, and their factor."""
+class Mods(NamedTuple):
+    """The parts of a kernel's program. score: the score mod. mask: the mask that row ranges replace, or the one evaluated in listed partial
+    tiles. always: the mask evaluated in every tile. dropout: the mask of the weights that are kept, and their factor."""
 
-    score: CapturedPart
-    mask: CapturedPart
-    always: CapturedPart
-    dropout: CapturedPart
+    score: Mod
+    mask: Mod
+    always: Mod
+    dropout: Mod
+
+
+# The constants of each kernel. Those that are not obvious:
+# RANGES: number of the mask's row ranges, 0 if lists select the tiles to visit. LIST_M, LIST_N: the lists' tiles, 0 without lists.
+# HAS_FOURS: dropout decides four pairs by one word, see ``dropout.places``. IS_PACKED: a tile may have several query heads, which share
+# keys. IS_CACHE: entries come from the cache's tables. PAGES_FIT: tiles begin where pages begin, or lie inside them. IS_RAW: the greatest
+# product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
+# IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
+# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``.
+ForwardConstants = namedtuple(
+    "ForwardConstants",
+    (
+        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
+        "HAS_FOURS", "TILE_M", "TILE_N", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK",
+        "HAS_LSE", "HAS_MAX", "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
+    ),
+)  # fmt: skip
+DqConstants = namedtuple(
+    "DqConstants",
+    (
+        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
+        "HAS_FOURS", "TILE_M", "TILE_N", "IS_NEAR", "SLOT_M", "HAS_DQ",
+    ),
+)  # fmt: skip
+DkdvConstants = namedtuple(
+    "DkdvConstants",
+    (
+        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
+        "HAS_FOURS", "TILE_M", "TILE_N", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV",
+    ),
+)  # fmt: skip
+PrepareConstants = namedtuple(
+    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
+)
 
 
 class ForwardTensors(NamedTuple):

@@ -37,52 +37,44 @@ def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def prepare_tile(
-    tensors, strides, spans, sizes, lists, scale, captured,
-    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALWAYS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
-):  # fmt: skip
+def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """Statistics of one row tile, and for each of its mask's row ranges the least lo, greatest hi, greatest lo and least hi of its rows.
 
-    tensors, strides, spans: ``PrepareTensors`` and so on.
+    tensors, strides, spans, c: ``PrepareTensors`` and so on.
     """
-    if HAS_GUARD and is_off(tensors.guard):
+    if c.HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors.order, False, HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors.order, False, c.HAS_ENTRIES)
     if m < 0:
         return
-    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
-    first_row, end_row = m * TILE_M, sequence.seqlen_q
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
+    first_row, end_row = m * c.TILE_M, sequence.seqlen_q
     if first_row >= end_row:
         return
-    position = first_row + tl.arange(0, TILE_M)
+    position = first_row + tl.arange(0, c.TILE_M)
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)
     at = sequence.q_start + position
     row = sequence.q_row.to(tl.int64)
     o_at, d_at = row_offsets(row, h, at, strides.out), row_offsets(row, h, at, strides.dout)
-    out = load_rows(tensors.out, o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
-    dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
+    out = load_rows(tensors.out, o_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
+    dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
     delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # 0 x NaN: dout of a row without visible keys
-    if HAS_DLSE:
+    if c.HAS_DLSE:
         delta -= tl.load(tensors.dlse + row_offsets(row, h, at, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
     place = (row * sizes.heads + h) * sizes.positions + at
     lse = tl.load(tensors.natural_lse + place, mask=is_row, other=float("-inf"))
-    slot = _slot(sequence, m, b, h, sizes, TILE_M, TILE_M) + tl.arange(0, TILE_M)
+    slot = _slot(sequence, m, b, h, sizes, c.TILE_M, c.TILE_M) + tl.arange(0, c.TILE_M)
     tl.store(tensors.lse + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
     tl.store(tensors.delta + slot, delta)
-    if HAS_SINK:
+    if c.HAS_SINK:
         tl.store(tensors.natural_delta + place, delta, mask=is_row)
-    if RANGES > 0:
-        rows = MASK_ROWS(b, h, (position + sequence.q_first)[:, None], captured.mask.scalars, captured.mask.tensors)
-        place = tensors.spans + _slot(sequence, m, b, h, sizes, TILE_M, 4 * RANGES)
-        store_span(place, clipped(rows[0], sequence.seqlen_k, TILE_M), clipped(rows[1], sequence.seqlen_k, TILE_M))
-        if RANGES == 2:
-            store_span(place + 4, clipped(rows[2], sequence.seqlen_k, TILE_M), clipped(rows[3], sequence.seqlen_k, TILE_M))
+    if c.RANGES > 0:
+        rows = mods.mask.rows(b, h, (position + sequence.q_first)[:, None], mods.mask.scalars, mods.mask.tensors)
+        place = tensors.spans + _slot(sequence, m, b, h, sizes, c.TILE_M, 4 * c.RANGES)
+        store_span(place, clipped(rows[0], sequence.seqlen_k, c.TILE_M), clipped(rows[1], sequence.seqlen_k, c.TILE_M))
+        if c.RANGES == 2:
+            store_span(place + 4, clipped(rows[2], sequence.seqlen_k, c.TILE_M), clipped(rows[3], sequence.seqlen_k, c.TILE_M))
 
 
 @triton.jit
@@ -128,366 +120,309 @@ def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT: tl.constexpr, SCATTER: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    HAS_SCATTER: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr,
+    dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown,
+    key, offsets, rows, b, h, scale, mods, c, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to dq, which is not scaled yet; arguments as in ``kernels.forward.visit``. offsets: of full tiles.
 
     q_first: the tile's first row for mods. row_count: its number of rows."""
-    lane = first + tl.arange(0, TILE_N)
+    lane = first + tl.arange(0, c.TILE_N)
     k_at, v_at = offsets
     start = first
     if IS_PARTIAL:
         start = tl.minimum(first, end - 1)
-        local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
-        k_at, v_at = tile_offsets(local, key.k_strides, BLOCK_D, IS_NEAR), tile_offsets(local, key.v_strides, BLOCK_DV, IS_NEAR)
+        local = tl.minimum(tl.arange(0, c.TILE_N), end - 1 - start)
+        k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
     at, row = key.start + start, key.row.to(tl.int64)
-    k = _load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
-    v = _load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k = _load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c.HEAD_DIM, c.BLOCK_D)
+    v = _load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
+    s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
     kv = lane[None, :]
     if IS_PARTIAL:
         kv = tl.minimum(kv, end - 1)
-    if HAS_SCORE:
-        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows.score, captured.score.scalars, captured.score.tensors)
+    if mods.score.exists:
+        of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows.score, mods.score.scalars, mods.score.tensors)
         p = tl.exp2(of_score[0] - lse[:, None])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
     # in a missing row lse is infinite, and dq is not stored
-    if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
-        seen = MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors)
+    if IS_PARTIAL and c.RANGES > 0:  # the rows' limits are inside the sequence
+        seen = mods.mask.value(b, h, lane[None, :], rows.mask, mods.mask.scalars, mods.mask.tensors)
     else:
         seen = (lane < end)[None, :]
-        if IS_PARTIAL and HAS_MASK:
-            seen = seen & (MASK(b, h, kv, rows.mask, captured.mask.scalars, captured.mask.tensors) | is_shown)
-    if HAS_SCATTER:
+        if IS_PARTIAL and mods.mask.exists:
+            seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
+    if mods.score.scatter is not None:
         seen = seen & is_row[:, None]
-    if HAS_ALWAYS:
-        seen = seen & ALWAYS(b, h, kv, rows.always, captured.always.scalars, captured.always.tensors)
-    if IS_PARTIAL or HAS_ALWAYS:
+    if mods.always.exists:
+        seen = seen & mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors)
+    if IS_PARTIAL or mods.always.exists:
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    if HAS_DROPOUT:
-        dp = kept_of(dp, b, h, first, rows.dropout, captured, DROPOUT, q.shape[0], TILE_N, False) * factor_of(captured)
+    dp = tl.dot(dout, tl.trans(v), input_precision=c.PRECISION)
+    if mods.dropout.exists:
+        dp = kept_of(dp, b, h, first, rows.dropout, mods.dropout, False) * factor_of(mods)
     ds = p * (dp - delta[:, None])
-    if HAS_SCATTER:
+    if mods.score.scatter is not None:
         tile = TileOfScores(b=b, h=h, q_first=q_first, k_first=first, rows=row_count, keys=end - first)
-        SCATTER(
-            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, tile, captured.score.scalars, captured.score.tensors,
-            captured.score.totals, not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
+        mods.score.scatter(
+            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, tile, mods.score.scalars, mods.score.tensors,
+            mods.score.totals, not IS_PARTIAL and not mods.always.exists, k.dtype,
         )  # fmt: skip
-    if HAS_SCORE:
+    if mods.score.exists:
         ds = ds * of_score[1].to(tl.float32)
-        if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
+        if (IS_PARTIAL or mods.always.exists) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
-    if HAS_DQ:
-        dq = plus_product(dq, None, ds, k, PRECISION)
+    if c.HAS_DQ:
+        dq = plus_product(dq, None, ds, k, c.PRECISION)
     return dq
 
 
 @triton.jit
-def dq_tile(
-    tensors, strides, spans, sizes, lists, scale, captured,
-    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, SCATTER: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr,
-    ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr,
-    LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
-    HAS_DQ: tl.constexpr,
-):  # fmt: skip
+def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores."""
-    if HAS_GUARD and is_off(tensors.guard):
+    if c.HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors.order, True, HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors.order, True, c.HAS_ENTRIES)
     if m < 0:
         return
-    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
     seqlen_k = sequence.seqlen_k
-    line, first_row, end_row = row_tile(m, sequence.seqlen_q, TILE_M, LIST_M, 1)
+    line, first_row, end_row = row_tile(m, sequence.seqlen_q, c.TILE_M, c.LIST_M, 1)
     if first_row >= end_row:
         return
-    position = first_row + tl.arange(0, TILE_M)
+    position = first_row + tl.arange(0, c.TILE_M)
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)
     at = sequence.q_start + position
     row, head = sequence.q_row.to(tl.int64), h.to(tl.int64)
     q_at, do_at = row_offsets(row, head, at, strides.q)[:, None], row_offsets(row, head, at, strides.dout)[:, None]
-    q = load_rows(tensors.q, q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
-    dout = load_rows(tensors.dout, do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
-    slot = _slot(sequence, 0, b, h, sizes, SLOT_M, SLOT_M) + position
+    q = load_rows(tensors.q, q_at, is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+    dout = load_rows(tensors.dout, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False)
+    slot = _slot(sequence, 0, b, h, sizes, c.SLOT_M, c.SLOT_M) + position
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
-    q_places = places(first_row + sequence.q_first, TILE_M, LIST_M % 16 == 0 and LIST_N % 16 == 0, False)
-    kept = rows_of(
-        b, h, q_idx, q_places, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, DROPOUT_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT
-    )  # fmt: skip
+    q_places = places(first_row + sequence.q_first, c.TILE_M, c.HAS_FOURS, False)
+    kept = rows_of(b, h, q_idx, q_places, mods)
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
         k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
         k_strides=strides.k, v_strides=strides.v, head=kv_head,
     )  # fmt: skip
-    n_lane = tl.arange(0, TILE_N)
-    offsets = tile_offsets(n_lane, key.k_strides, BLOCK_D, IS_NEAR), tile_offsets(n_lane, key.v_strides, BLOCK_DV, IS_NEAR)
-    dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+    n_lane = tl.arange(0, c.TILE_N)
+    offsets = tile_offsets(n_lane, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(n_lane, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
+    dq = tl.zeros((c.TILE_M, c.BLOCK_D), tl.float32)
     q_first, row_count = first_row + sequence.q_first, end_row - first_row
-    runs, full, partial = visits_of(
-        kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES,
-        False,
-    )  # fmt: skip
-    if RANGES > 0:
-        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always, dropout=kept.dropout)
+    runs, full, partial = visits_of(kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
+    if c.RANGES > 0:
+        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, c.RANGES), always=kept.always, dropout=kept.dropout)
     for i in range(0, full):
-        first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+        first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
-            SCORE, MASK, ALWAYS, DROPOUT, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
+            key, offsets, kept, b, h, scale, mods, c, False,
         )  # fmt: skip
     for i in range(0, partial):
-        first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
+        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
-            SCORE, MASK, ALWAYS, DROPOUT, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_DROPOUT, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
-        )  # fmt: skip
-    d = tl.arange(0, BLOCK_D)[None, :]
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, mods, c, True
+        )
+    d = tl.arange(0, c.BLOCK_D)[None, :]
     out = tensors.dq + row_offsets(row, head, at, strides.dq)[:, None]
-    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM) & HAS_DQ)
+    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM) & c.HAS_DQ)
 
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_FOURS: tl.constexpr,
-):  # fmt: skip
+    dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, IS_PARTIAL: tl.constexpr
+):
     """Adds rows ``first`` to ``end`` of one head to dk, which is not scaled yet, and dv. Scores are [keys, rows] here.
 
     heads: ``HeadPointers``. offsets: of a full tile's q and dout.
     """
-    m_lane = tl.arange(0, TILE_M)
-    row = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # partial tiles may keep it in registers
+    m_lane = tl.arange(0, c.TILE_M)
+    row = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, c.IS_NVIDIA)  # partial tiles may keep it in registers
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = tile_offsets(local, strides.q, BLOCK_D, IS_NEAR), tile_offsets(local, strides.dout, BLOCK_DV, IS_NEAR)
+        q_at, do_at = tile_offsets(local, strides.q, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, strides.dout, c.BLOCK_DV, c.IS_NEAR)
         row = tl.minimum(row, end - 1 - start)
     is_row = first + m_lane < end
     position = start + row
     at = sequence.q_start + start
-    q = _load_tile(heads.q + row_at(at, strides.q, IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
+    q = _load_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c.HEAD_DIM, c.BLOCK_D)
     lse = tl.load(heads.lse + kept + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dout = _load_tile(heads.dout + row_at(at, strides.dout, IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+    dout = _load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     q_idx = (position + sequence.q_first)[None, :]
-    kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
-    if HAS_SCORE:
-        rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
-        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows, captured.score.scalars, captured.score.tensors)
+    kv = tl.minimum(n_first + tl.arange(0, c.TILE_N), n_end - 1)[:, None]
+    if mods.score.exists:
+        rows = mods.score.rows(b, h, q_idx, mods.score.scalars, mods.score.tensors)
+        of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows, mods.score.scalars, mods.score.tensors)
         p = tl.exp2(of_score[0] - lse[None, :])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
-    if IS_PARTIAL or HAS_ALWAYS:
+    if IS_PARTIAL or mods.always.exists:
         seen = is_row[None, :]
-        if IS_PARTIAL and HAS_MASK:
-            rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
-            shown = MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors)
-            if RANGES > 0:  # in a missing row lse is infinite
+        if IS_PARTIAL and mods.mask.exists:
+            rows = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
+            shown = mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors)
+            if c.RANGES > 0:  # in a missing row lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
-        if HAS_ALWAYS:
-            rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
-            seen = seen & ALWAYS(b, h, kv, rows, captured.always.scalars, captured.always.tensors)
+        if mods.always.exists:
+            rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
+            seen = seen & mods.always.value(b, h, kv, rows, mods.always.scalars, mods.always.tensors)
         p = tl.where(seen, p, 0.0)
     kept_p = p
-    if HAS_DROPOUT:
-        rows = DROPOUT_ROWS(
-            b, h, places(first + sequence.q_first, TILE_M, HAS_FOURS, True), captured.dropout.scalars, captured.dropout.tensors
+    if mods.dropout.exists:
+        rows = mods.dropout.rows(
+            b, h, places(first + sequence.q_first, c.TILE_M, c.HAS_FOURS, True), mods.dropout.scalars, mods.dropout.tensors
         )
-        kept_p = kept_of(p.to(k.dtype), b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True)
-        dp = kept_of(dp, b, h, n_first, rows, captured, DROPOUT, TILE_M, TILE_N, True) * factor_of(captured)
-    if HAS_DV:
-        dv = plus_product(dv, None, kept_p, dout, PRECISION)
+        kept_p = kept_of(p.to(k.dtype), b, h, n_first, rows, mods.dropout, True)
+        dp = kept_of(dp, b, h, n_first, rows, mods.dropout, True) * factor_of(mods)
+    if c.HAS_DV:
+        dv = plus_product(dv, None, kept_p, dout, c.PRECISION)
     # loaded only here, so that it takes no registers before
     delta = tl.load(heads.delta + kept + m_lane)
     ds = p * (dp - delta[None, :])
-    if HAS_SCORE:
+    if mods.score.exists:
         ds = ds * of_score[1].to(tl.float32)
-        if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
+        if (IS_PARTIAL or mods.always.exists) and of_score[1].type.is_block():
             ds = tl.where(p != 0.0, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
-    if IS_PARTIAL and RANGES == 0:
+    if IS_PARTIAL and c.RANGES == 0:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles at other places than delta's slots, after which memory is arbitrary
-    if HAS_DK:
-        dk = plus_product(dk, None, ds, q, PRECISION)
+    if c.HAS_DK:
+        dk = plus_product(dk, None, ds, q, c.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _visit_either(
-    dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-    MASK_ROWS: tl.constexpr, MASK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
-):  # fmt: skip
+def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c):
     """``_visit_rows`` for a tile that is full or, with is_cut, partial, by ranges and without a score mod. end: of the sequence.
 
     The mask is evaluated in a branch, so that one loop serves all tiles: a window has few tiles, and two loops have two prologues."""
-    m_lane = tl.arange(0, TILE_M)
+    m_lane = tl.arange(0, c.TILE_M)
     at = sequence.q_start + first
     is_row = (m_lane < end - first)[:, None]
-    q_at, do_at = heads.q + row_at(at, strides.q, IS_NEAR), heads.dout + row_at(at, strides.dout, IS_NEAR)
+    q_at, do_at = heads.q + row_at(at, strides.q, c.IS_NEAR), heads.dout + row_at(at, strides.dout, c.IS_NEAR)
     q_offsets, do_offsets = offsets
-    q = _load_rest(q_at + q_offsets, is_row, HEAD_DIM, BLOCK_D)
+    q = _load_rest(q_at + q_offsets, is_row, c.HEAD_DIM, c.BLOCK_D)
     lse = tl.load(heads.lse + first + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dout = _load_rest(do_at + do_offsets, is_row, HEAD_DIM_V, BLOCK_DV)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+    dout = _load_rest(do_at + do_offsets, is_row, c.HEAD_DIM_V, c.BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     delta = tl.load(heads.delta + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if is_cut:
-        position = first + tl.minimum(device_math.unknown(m_lane, first, IS_NVIDIA), end - 1 - first)
-        rows = MASK_ROWS(b, h, (position + sequence.q_first)[None, :], captured.mask.scalars, captured.mask.tensors)
-        kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
-        p = tl.where(MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors), p, 0.0)
-    if HAS_DV:
-        dv = plus_product(dv, None, p, dout, PRECISION)
-    if HAS_DK:
-        dk = plus_product(dk, None, p * (dp - delta[None, :]), q, PRECISION)
+        position = first + tl.minimum(device_math.unknown(m_lane, first, c.IS_NVIDIA), end - 1 - first)
+        rows = mods.mask.rows(b, h, (position + sequence.q_first)[None, :], mods.mask.scalars, mods.mask.tensors)
+        kv = tl.minimum(n_first + tl.arange(0, c.TILE_N), n_end - 1)[:, None]
+        p = tl.where(mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors), p, 0.0)
+    if c.HAS_DV:
+        dv = plus_product(dv, None, p, dout, c.PRECISION)
+    if c.HAS_DK:
+        dk = plus_product(dk, None, p * (dp - delta[None, :]), q, c.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _visitors(
-    early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end,
-    RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr,
-):  # fmt: skip
+def _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c):
     """(``HeadPointers``, the row tiles that see keys n_first to n_end, how many see all of them, how many see some).
 
     The row tiles are a ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``.
     """
     q_row = sequence.q_row.to(tl.int64)
-    slot = _slot(sequence, 0, b, h, sizes, TILE_M, TILE_M)
+    slot = _slot(sequence, 0, b, h, sizes, c.TILE_M, c.TILE_M)
     heads = HeadPointers(
         q=tensors.q + (q_row * strides.q.rows + h.to(tl.int64) * strides.q.head),
         dout=tensors.dout + (q_row * strides.dout.rows + h.to(tl.int64) * strides.dout.head),
         lse=tl.multiple_of(tensors.lse + slot, 16), delta=tl.multiple_of(tensors.delta + slot, 16),
     )  # fmt: skip
-    if RANGES > 0:
-        place = tensors.spans + _slot(sequence, 0, b, h, sizes, TILE_M, 4 * RANGES)
-        tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's end
-        if IS_GROUPED:
-            early = first_spans(place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-        first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+    if c.RANGES > 0:
+        place = tensors.spans + _slot(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
+        tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
+        if c.IS_GROUPED:
+            early = first_spans(place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
+        first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
         return heads, RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
     else:
-        counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, LIST_M, HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, TILE_M, LIST_M, HAS_FULL)
+        counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, c.LIST_M, c.HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.HAS_FULL)
         return heads, runs, runs.full, runs.partial
 
 
 @triton.jit
-def dkdv_tile(
-    tensors, strides, spans, sizes, lists, scale, captured,
-    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
-    ALWAYS: tl.constexpr, DROPOUT_ROWS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALWAYS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr,
-    LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
-):  # fmt: skip
+def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several). lists: per tile of keys. HAS_DK,
     HAS_DV: which of the two is needed. IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits
     partial and full tiles.
 
     With two loops full tiles come last: registers that only partial tiles need are free by then.
     """
-    if HAS_GUARD and is_off(tensors.guard):
+    if c.HAS_GUARD and is_off(tensors.guard):
         return
-    n, b, kv_head = _place(sizes, tensors.order, False, HAS_ENTRIES)
+    n, b, kv_head = _place(sizes, tensors.order, False, c.HAS_ENTRIES)
     if n < 0:
         return
-    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
     seqlen_q = sequence.seqlen_q
-    line, n_first, n_end = row_tile(n, sequence.seqlen_k, TILE_N, LIST_N, 1)
+    line, n_first, n_end = row_tile(n, sequence.seqlen_k, c.TILE_N, c.LIST_N, 1)
     if n_first >= n_end:
         return
-    lane = n_first + tl.arange(0, TILE_N)
+    lane = n_first + tl.arange(0, c.TILE_N)
     is_key = (lane < n_end)[:, None]
     at = (sequence.k_start + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = sequence.k_row.to(tl.int64), kv_head.to(tl.int64)
-    tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's end
+    tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
     early = 0
-    if RANGES > 0:  # loaded before the keys, and as slow to arrive
-        spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, TILE_M, 4 * RANGES)
-        early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-    k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, HEAD_DIM, BLOCK_D, False)
-    v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, HEAD_DIM_V, BLOCK_DV, False)
-    dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
-    m_lane = tl.arange(0, TILE_M)
-    offsets = tile_offsets(m_lane, strides.q, BLOCK_D, IS_NEAR), tile_offsets(m_lane, strides.dout, BLOCK_DV, IS_NEAR)
-    HAS_FOURS: tl.constexpr = LIST_M % 16 == 0 and LIST_N % 16 == 0
-    for g in range(0, sizes.ratio if IS_GROUPED else 1):
+    if c.RANGES > 0:  # loaded before the keys, and as slow to arrive
+        spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, c.TILE_M, 4 * c.RANGES)
+        early = first_spans(spans_at, seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
+    k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, c.HEAD_DIM, c.BLOCK_D, False)
+    v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, c.HEAD_DIM_V, c.BLOCK_DV, False)
+    dk = tl.zeros((c.TILE_N, c.BLOCK_D), tl.float32)
+    dv = tl.zeros((c.TILE_N, c.BLOCK_DV), tl.float32)
+    m_lane = tl.arange(0, c.TILE_M)
+    offsets = tile_offsets(m_lane, strides.q, c.BLOCK_D, c.IS_NEAR), tile_offsets(m_lane, strides.dout, c.BLOCK_DV, c.IS_NEAR)
+    for g in range(0, sizes.ratio if c.IS_GROUPED else 1):
         h = kv_head * sizes.ratio + g
-        heads, runs, fulls, partials = _visitors(
-            early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end,
-            RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES, IS_GROUPED,
-        )  # fmt: skip
-        if IS_JOINED:
+        heads, runs, fulls, partials = _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
+        if c.IS_JOINED:
             for m in range(runs.first, runs.first + fulls + partials):
                 is_cut = (m < runs.full) | (m >= runs.full + fulls)
                 dk, dv = _visit_either(
-                    dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-                    MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
-                )  # fmt: skip
+                    dk, dv, k, v, m * c.TILE_M, seqlen_q, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
+                )
         else:
             for i in range(0, partials):
-                if RANGES > 0:
+                if c.RANGES > 0:
                     at_row = runs.first + i
-                    start = tl.where(at_row < runs.full, at_row, at_row + fulls) * TILE_M
+                    start = tl.where(at_row < runs.full, at_row, at_row + fulls) * c.TILE_M
                     stop = seqlen_q
                     is_shown = False
                 else:
-                    start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
+                    start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, c.TILE_M, c.LIST_M)
                 dk, dv = _visit_rows(
-                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    HAS_DROPOUT, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, HAS_FOURS,
-                )  # fmt: skip
+                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, True
+                )
             for i in range(0, fulls):
-                if RANGES > 0:
-                    start = (runs.full + i) * TILE_M
+                if c.RANGES > 0:
+                    start = (runs.full + i) * c.TILE_M
                 else:
-                    start = full_at(runs, i, 0, TILE_M, LIST_M)
+                    start = full_at(runs, i, 0, c.TILE_M, c.LIST_M)
                 dk, dv = _visit_rows(
-                    dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, DROPOUT_ROWS, DROPOUT, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    HAS_DROPOUT, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, HAS_FOURS,
+                    dk, dv, k, v, start, start + c.TILE_M, True,
+                    n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, False,
                 )  # fmt: skip
-    if HAS_DROPOUT:
-        dv = dv * factor_of(captured)
-    d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    if mods.dropout.exists:
+        dv = dv * factor_of(mods)
+    d, d_v = tl.arange(0, c.BLOCK_D)[None, :], tl.arange(0, c.BLOCK_DV)[None, :]
     dk_out = tensors.dk + row_offsets(row, head, at, strides.dk)
     dv_out = tensors.dv + row_offsets(row, head, at, strides.dv)
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & HAS_DV)
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < c.HEAD_DIM) & c.HAS_DK)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < c.HEAD_DIM_V) & c.HAS_DV)

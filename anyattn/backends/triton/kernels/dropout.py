@@ -24,17 +24,15 @@ def places(first, COUNT: tl.constexpr, IS_FOUR: tl.constexpr, IS_COLUMN: tl.cons
 
 
 @triton.jit
-def kept_of(
-    p, b, h, first, rows, captured,
-    DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """``p`` with 0 where dropout drops the pair: [TILE_M, TILE_N], with IS_TRANSPOSED [TILE_N, TILE_M]. first: the tile's first key.
+def kept_of(p, b, h, first, rows, dropout, IS_TRANSPOSED: tl.constexpr):
+    """``p`` with 0 where dropout drops the pair: [rows, keys], with IS_TRANSPOSED [keys, rows]. first: the tile's first key.
     rows: the part's values of the tile's rows, at ``places`` of one kind.
 
     One word decides for two rows and two keys 8 apart, which one thread holds in the layouts of the tensor cores, so that a quarter of the
     words is computed and no value changes its thread.
     """
     IS_FOUR: tl.constexpr = len(rows[0].shape) == 6
+    TILE_N: tl.constexpr = p.shape[0] if IS_TRANSPOSED else p.shape[1]
     kv = places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)
     if IS_FOUR:
         two = tl.arange(0, 2)[None, :]
@@ -42,22 +40,20 @@ def kept_of(
         byte = down + along * 2 if IS_TRANSPOSED else down * 2 + along
     else:
         byte = (kv // 8 % 2 + rows[0] // 8 % 2 * 2).to(tl.int32)
-    return DROPOUT(p, byte, b, h, kv, rows, captured.dropout.scalars, captured.dropout.tensors)
+    return dropout.value(p, byte, b, h, kv, rows, dropout.scalars, dropout.tensors)
 
 
 @triton.jit
-def plus_kept(
-    acc, rescale, p, v, b, h, first, rows, captured, DROPOUT: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def plus_kept(acc, rescale, p, v, b, h, first, rows, mods, PRECISION: tl.constexpr):
     """``plus_product`` with the weights that dropout keeps: in v's dtype, where two of 16 bits are masked at once."""
-    if HAS_DROPOUT:
-        kept = kept_of(p.to(v.dtype), b, h, first, rows, captured, DROPOUT, p.shape[0], p.shape[1], False)
+    if mods.dropout.exists:
+        kept = kept_of(p.to(v.dtype), b, h, first, rows.dropout, mods.dropout, False)
         return plus_product(acc, rescale, kept, v, PRECISION)
     else:
         return plus_product(acc, rescale, p, v, PRECISION)
 
 
 @triton.jit
-def factor_of(captured):
+def factor_of(mods):
     """The factor of the weights that dropout keeps."""
-    return tl.cast(tl.full((), captured.dropout.scalars[1], tl.int64), tl.float64, bitcast=True).to(tl.float32)
+    return tl.cast(tl.full((), mods.dropout.scalars[1], tl.int64), tl.float64, bitcast=True).to(tl.float32)

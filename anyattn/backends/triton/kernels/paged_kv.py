@@ -22,20 +22,20 @@ def inside(numbers, last_page):
 
 
 @triton.jit
-def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr):
+def page_numbers(first, last, pages, c, IS_CUT: tl.constexpr):
     """The pages of storage rows ``first .. first + TILE_N``: one number per row, or a single one if the tile lies in one page.
 
-    FITS: tiles begin where pages begin, or lie inside them. IS_CUT: no page beyond row ``last`` is looked up.
+    IS_CUT: no page beyond row ``last`` is looked up.
     """
-    lane = tl.arange(0, TILE_N)
-    if FITS and PAGE_SIZE >= TILE_N:
-        indices = first.to(tl.uint32) // PAGE_SIZE
+    lane = tl.arange(0, c.TILE_N)
+    if c.PAGES_FIT and c.PAGE_SIZE >= c.TILE_N:
+        indices = first.to(tl.uint32) // c.PAGE_SIZE
     elif IS_CUT:
-        indices = tl.minimum(first + lane, last).to(tl.uint32) // PAGE_SIZE
-    elif FITS:
-        indices = first.to(tl.uint32) // PAGE_SIZE + lane // PAGE_SIZE
+        indices = tl.minimum(first + lane, last).to(tl.uint32) // c.PAGE_SIZE
+    elif c.PAGES_FIT:
+        indices = first.to(tl.uint32) // c.PAGE_SIZE + lane // c.PAGE_SIZE
     else:
-        indices = (first + lane).to(tl.uint32) // PAGE_SIZE
+        indices = (first + lane).to(tl.uint32) // c.PAGE_SIZE
     return tl.load(pages + indices)
 
 
@@ -50,45 +50,40 @@ def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _first_ahead(runs, i, begin, end, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+def _first_ahead(runs, i, begin, end, c):
     """The first key of the i-th full tile, or of the last one before ``end``; 0 if there is none from ``begin`` on."""
     first = begin * 0
     if begin < end:
-        first = full_at(runs, tl.minimum(i, end - 1), RANGES, TILE_N, LIST_N)
+        first = full_at(runs, tl.minimum(i, end - 1), c.RANGES, c.TILE_N, c.LIST_N)
     return first
 
 
 @triton.jit
-def first_numbers(
-    runs, start, end, k_start, seqlen_k, pages, last_page,
-    RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
-):  # fmt: skip
+def first_numbers(runs, start, end, k_start, seqlen_k, pages, last_page, c):
     """The initial values of a loop over the full tiles ``start .. end``: the page numbers of the first tile, clamped to the pool; of the
     second, clamped to 0; of the third, not clamped; and ``_nearby`` of all. If there is no tile they are of rows that the sequence has."""
     last_key = k_start + seqlen_k - 1
-    one = k_start + _first_ahead(runs, start, start, end, RANGES, TILE_N, LIST_N)
-    two = k_start + _first_ahead(runs, start + 1, start, end, RANGES, TILE_N, LIST_N)
-    three = k_start + _first_ahead(runs, start + 2, start, end, RANGES, TILE_N, LIST_N)
-    last = k_start + _first_ahead(runs, end, start, end, RANGES, TILE_N, LIST_N) + TILE_N - 1
-    nearby = _nearby(one, tl.minimum(last, last_key), pages, PAGE_SIZE)
-    numbers = inside(page_numbers(one, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), last_page)
-    near = tl.maximum(page_numbers(two, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), 0)
-    return numbers, near, page_numbers(three, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), nearby
+    one = k_start + _first_ahead(runs, start, start, end, c)
+    two = k_start + _first_ahead(runs, start + 1, start, end, c)
+    three = k_start + _first_ahead(runs, start + 2, start, end, c)
+    last = k_start + _first_ahead(runs, end, start, end, c) + c.TILE_N - 1
+    nearby = _nearby(one, tl.minimum(last, last_key), pages, c.PAGE_SIZE)
+    numbers = inside(page_numbers(one, last_key, pages, c, True), last_page)
+    near = tl.maximum(page_numbers(two, last_key, pages, c, True), 0)
+    return numbers, near, page_numbers(three, last_key, pages, c, True), nearby
 
 
 @triton.jit
-def paged_places(
-    first, last, numbers, strides, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
-):  # fmt: skip
+def paged_places(first, last, numbers, strides, c, IS_CUT: tl.constexpr):
     """64-bit offsets of storage rows ``first .. first + TILE_N`` on the pages ``numbers``. strides: ``RowStrides`` of the pool."""
     stride = strides.position
-    lane = tl.arange(0, TILE_N)
+    lane = tl.arange(0, c.TILE_N)
     page = numbers.to(tl.uint32).to(tl.uint64).to(tl.int64) * strides.rows
     if IS_CUT:
         lane = tl.minimum(lane, last - first)
-    if FITS and PAGE_SIZE >= TILE_N:
-        return page + (first.to(tl.uint32) % PAGE_SIZE).to(tl.int64) * stride + lane * stride
-    elif FITS:
-        return page + (lane % PAGE_SIZE) * stride
+    if c.PAGES_FIT and c.PAGE_SIZE >= c.TILE_N:
+        return page + (first.to(tl.uint32) % c.PAGE_SIZE).to(tl.int64) * stride + lane * stride
+    elif c.PAGES_FIT:
+        return page + (lane % c.PAGE_SIZE) * stride
     else:
-        return page + ((first + lane).to(tl.uint32) % PAGE_SIZE).to(tl.int64) * stride
+        return page + ((first + lane).to(tl.uint32) % c.PAGE_SIZE).to(tl.int64) * stride

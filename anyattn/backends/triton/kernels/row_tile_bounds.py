@@ -22,9 +22,9 @@ def store_span(place, lo, hi):
 
 
 @triton.jit
-def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
+def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr):
     """For row tiles m [lanes]: whether some row sees a key of n_first to n_end, and whether every row sees all of them."""
-    at = place + m.to(tl.int64) * WIDTH
+    at = place + m.to(tl.int64) * (4 * RANGES)
     lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
     all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
     touches = (lo < n_end) & (hi > n_first)
@@ -38,10 +38,10 @@ def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+def first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, TILE_M: tl.constexpr):
     """``_spans_of`` for the first ``_CHUNK`` row tiles."""
     m = tl.arange(0, _CHUNK)
-    return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, WIDTH)
+    return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _extent(m, seen):
 
 
 @triton.jit
-def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, TILE_M: tl.constexpr):
     """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some in between may see none.
 
     Only the first run of full tiles counts as full; later full tiles are treated as partial, and so is a tile that the sequence's end cuts.
@@ -74,7 +74,7 @@ def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, 
     first, end, full, last, count = _extent(tl.arange(0, _CHUNK), early)
     for start in range(_CHUNK, tiles, _CHUNK):
         m = start + tl.arange(0, _CHUNK)
-        more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH))
+        more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES))
         first, end, full, last, count = _merged(first, end, full, last, count, *more)
     first = tl.minimum(first, end)
     whole = tl.minimum(end, seqlen_q // TILE_M)
@@ -84,6 +84,6 @@ def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, 
     if not is_one_run:
         for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
             m = start + tl.arange(0, _CHUNK)
-            _, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
+            _, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES)
             full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
     return first, end, full, full_end

@@ -215,26 +215,22 @@ def _spread_of(mask_rows, AT: tl.constexpr, seqlen_k, TILE_M: tl.constexpr, IS_R
 
 
 @triton.jit
-def visits_of(
-    mask_rows, lists, strides, sequence, b, h, line, seqlen_k,
-    RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, IS_RISING: tl.constexpr,
-):  # fmt: skip
+def visits_of(mask_rows, lists, strides, sequence, b, h, line, seqlen_k, c, IS_RISING: tl.constexpr):
     """(the argument of ``full_at`` and ``partial_at``, number of full tiles, of partial tiles) of a row tile: by its limits, or by lists
     (RANGES of 0).
 
     mask_rows: the mask's row values of every row. With IS_RISING, where limits never decrease, only of the first and the last row: a
     program that reduces over all rows waits for shared memory twice before it can load keys."""
-    if RANGES == 0:
-        counts_at, places_at = place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N, HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
+    if c.RANGES == 0:
+        counts_at, places_at = place_of_lists(strides, b, h, line, sequence, seqlen_k, c.LIST_N, c.HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, seqlen_k, c.TILE_N, c.LIST_N, c.HAS_FULL)
         return runs, runs.full, runs.partial
     else:
-        spread = _spread_of(mask_rows, 0, seqlen_k, TILE_M, IS_RISING)
-        if RANGES == 1:
-            runs = by_ranges(spread, spread, TILE_N, 1)
+        spread = _spread_of(mask_rows, 0, seqlen_k, c.TILE_M, IS_RISING)
+        if c.RANGES == 1:
+            runs = by_ranges(spread, spread, c.TILE_N, 1)
         else:
-            runs = by_ranges(spread, _spread_of(mask_rows, 2, seqlen_k, TILE_M, IS_RISING), TILE_N, 2)
+            runs = by_ranges(spread, _spread_of(mask_rows, 2, seqlen_k, c.TILE_M, IS_RISING), c.TILE_N, 2)
         full = runs.full_0.tiles + runs.full_1.tiles
         return runs, full, runs.partial_0.tiles + runs.partial_1.tiles + runs.partial_2.tiles + runs.partial_3.tiles
 

@@ -30,7 +30,7 @@ class Adds:
     """The adding role of ``HopperBackward``."""
 
     config: Any
-    sent_keys: Any
+    store_whole_parts: Any
 
     @cute.jit
     def add(self, warp, dq, board, sums, turns, keys, leaving):
@@ -48,7 +48,7 @@ class Adds:
             if const_expr(self.config.frees_keys):
                 cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         elif const_expr(turns is not None):
-            self._left_to(0)
+            self._hand_to(0)
         while more != 0:
             if const_expr(turns is not None):
                 if step == 0:
@@ -74,7 +74,7 @@ class Adds:
                         cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
                 if const_expr(group == groups - 1 and self.config.frees_keys):
                     if m == KEYS:  # each group has posted the same key tile
-                        self._keys_sent(board, keys, leaving)
+                        self._store_keys(board, keys, leaving)
             if const_expr(turns is not None):
                 if m >= 0:  # each group has posted the same row tile
                     if cute.arch.lane_idx() == 0:
@@ -82,16 +82,16 @@ class Adds:
                     cute.arch.sync_warp()
                     self._freed()
                     if step == steps - 1:
-                        self._left_to(1 - warp)
+                        self._hand_to(1 - warp)
                         ahead = (cutlass.max(m - 2, 0), head, entry)  # row tile m - 1 is the other warp's
                         if cute.arch.lane_idx() == 0:
                             passed = self._passed(turns, ahead)
                             self._pass_on(turns, (m, head, entry))
                 elif m == KEYS:
-                    self._left_to(1 - warp)
+                    self._hand_to(1 - warp)
                 elif head > 0:  # the end, which the other warp is told after this one
                     self._freed()
-                    self._left_to(1 - warp)
+                    self._hand_to(1 - warp)
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -100,16 +100,16 @@ class Adds:
         for group in range(self.config.tiles.warp_groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
 
-    def _left_to(self, warp: Any) -> None:
+    def _hand_to(self, warp: Any) -> None:
         """Hands the next part of dQ to adding warp ``warp``."""
         cute.arch.barrier_arrive(barrier_id=_YOURS + warp, number_of_threads=_BOTH_THREADS)
 
     @cute.jit
-    def _keys_sent(self, board, keys, leaving):
+    def _store_keys(self, board, keys, leaving):
         """Stores dV, then dK: the buffer that dV is in is needed first."""
-        self.sent_keys(board, keys[1], leaving[1], self.config.head_dim_v)
+        self.store_whole_parts(board, keys[1], leaving[1], self.config.head_dim_v)
         cute.arch.cp_async_bulk_commit_group()
-        self.sent_keys(board, keys[0], leaving[0], self.config.head_dim)
+        self.store_whole_parts(board, keys[0], leaving[0], self.config.head_dim)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(1, read=True)
         cute.arch.sync_warp()

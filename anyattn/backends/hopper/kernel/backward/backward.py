@@ -6,12 +6,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
-from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
-from anyattn.backends.hopper.config import sides
+from anyattn.backends.hopper.backward_config import REGISTERS
 from anyattn.backends.hopper.kernel.backward.adder import NOTED, Adds
 from anyattn.backends.hopper.kernel.backward.epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
@@ -19,27 +18,20 @@ from anyattn.backends.hopper.kernel.backward.packed import PLACE_FACTS, Packed
 from anyattn.backends.hopper.kernel.backward.producer import LoadsRows
 from anyattn.backends.hopper.kernel.backward.scheduler import KEY_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward.scores import Scores
+from anyattn.backends.hopper.kernel.base import KernelOfConfig, rows_first
 from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
 from anyattn.backends.hopper.kernel.dropout import Drops
 
 __all__ = ["HopperBackward"]
 
 
-class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Drops, Adds, StoresKeys, Packed):
+class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Drops, Adds, StoresKeys, Packed, KernelOfConfig):
     """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32, or dQ.
 
     A thread block processes one key tile after another, each with all row tiles that see it. Source: FlashAttention-3 (Shah et al.,
     arXiv:2407.08608): S and dP are computed transposed, so that P and dS are operands from registers; dQ is added to global memory,
     or stored there if the keys fit one tile.
     """
-
-    def __init__(self, config: BackwardConfig):
-        self.config = config
-        self.dtype = BFloat16 if config.is_bf16 else Float16
-        at = 1 if config.score is not None else 0
-        self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
-        asked = ((config.partial,) if config.partial else ()) + config.always
-        self.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
 
     @cute.jit
     def __call__(
@@ -89,9 +81,9 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
-        q, k, v, dout, dk, dv = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv))
+        q, k, v, dout, dk, dv = (rows_first(t) for t in (q, k, v, dout, dk, dv))
         if const_expr(self.config.stores_dq):
-            dq_sums = cute.make_tensor(dq_sums.iterator, cute.select(dq_sums.layout, mode=[2, 3, 1, 0]))
+            dq_sums = rows_first(dq_sums)
         layouts = self._layouts()
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -202,19 +194,13 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             for atom in (*atoms, *key_atoms):
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
-        agent = pipeline.Agent.Thread
         statistics = 4 * tiles.tile_m  # bytes of lse or delta, which arrive at the barrier of Q or of dO
         pipes = (
             self._pipe(storage.q_barriers.data_ptr(), tiles.q_stages, self.bytes[0] + statistics),
             self._pipe(storage.do_barriers.data_ptr(), tiles.do_stages, self.bytes[1] + statistics),
             self._pipe(storage.k_barriers.data_ptr(), 1, self.bytes[2]),
             self._pipe(storage.v_barriers.data_ptr(), 1, self.bytes[3]),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.work_barriers.data_ptr(),
-                num_stages=2,
-                producer_group=pipeline.CooperativeGroup(agent, 32),
-                consumer_group=pipeline.CooperativeGroup(agent, 128 * tiles.warp_groups),
-            ),
+            self._work_pipe(storage.work_barriers.data_ptr()),
         )
         ranges = (storage.q, storage.dout, storage.k, storage.v, storage.ds)
         smem = tuple(part.get_tensor(layout.outer, swizzle=layout.inner) for part, layout in zip(ranges, layouts, strict=True))
@@ -252,15 +238,3 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
     def _facts(self) -> int:
         """The count of numbers that the producer posts on the board for a key tile."""
         return KEY_FACTS + PLACE_FACTS * self.config.has_entries
-
-    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
-        """A TMA pipeline: one thread fills a stage; one thread of each consumer warp releases it."""
-        agent = pipeline.Agent.Thread
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers,
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(agent, 1),
-            consumer_group=pipeline.CooperativeGroup(agent, 4 * self.config.tiles.warp_groups),
-            tx_count=transaction_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        )

@@ -20,7 +20,7 @@ class StoresKeys:
 
     config: Any
 
-    def keys_left(self) -> None:
+    def await_dv_read(self) -> None:
         """Waits until dV of the previous key tile has been read out of the buffer of dS."""
         if self.config.frees_keys:
             cute.arch.barrier(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
@@ -33,7 +33,7 @@ class StoresKeys:
     @cute.jit
     def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
         """Stores dK and dV. keys: (copy atom, tensor) of dK and dV, and with entries the plain tensors dK and dV. about: the warp group,
-        the thread, and the board of the adding warps (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the state
+        the thread, and the board of the adding warps (``Adds.add``). place: see ``Packed.posted_place``. held: the pipelines, and the state
         of the stage of K and V to release.
         """
         pipes, key_state = held
@@ -41,7 +41,7 @@ class StoresKeys:
         if const_expr(self.config.frees_keys):
             if facts.total == 0:  # otherwise the last row tile has released them
                 self.release_keys(pipes, key_state)
-            self._keys_told(sums, mmas, leaving, keys, about, facts, place)
+            self._post_keys(sums, mmas, leaving, keys, about, facts, place)
         else:
             self._tile_stored(sums, mmas, leaving, keys, about, facts, place)
             self.release_keys(pipes, key_state)
@@ -77,17 +77,17 @@ class StoresKeys:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORED + group, number_of_threads=128)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
-            self._sent(keys[0], leaving[0], self.config.head_dim, group, facts.kv_head, facts.n_block, place)
-            self._sent(keys[1], leaving[1], self.config.head_dim_v, group, facts.kv_head, facts.n_block, place)
+            self._store_part(keys[0], leaving[0], self.config.head_dim, group, facts.kv_head, facts.n_block, place)
+            self._store_part(keys[1], leaving[1], self.config.head_dim_v, group, facts.kv_head, facts.n_block, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _keys_told(self, sums, mmas, leaving, keys, about, facts, place):
+    def _post_keys(self, sums, mmas, leaving, keys, about, facts, place):
         """Writes dK and dV to the buffers of dQ and dS, from which an adding warp stores them."""
         _, to_v, to_k, _ = mmas
         dk, dv = sums
-        group, thread, told = about
+        group, thread, board = about
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         # then all of dQ has been read out of its buffer, and no product dQ reads dS any more
         cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
@@ -106,17 +106,19 @@ class StoresKeys:
             where = (place.row, place.start) if const_expr(self.config.has_entries) else (place, Int32(0))
             note = (Int32(KEYS), facts.kv_head, where[0], is_whole, facts.n_block, where[1])
             for i in cutlass.range_constexpr(len(note)):
-                told[i, group] = note[i]
+                board[i, group] = note[i]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
 
     @cute.jit
-    def sent_keys(self, told, copy, source, head_dim: cutlass.Constexpr):
+    def store_whole_parts(self, board, copy, source, head_dim: cutlass.Constexpr):
         """Stores each warp group's 64 keys of dK or dV, unless the group has stored them itself."""
         for group in cutlass.range_constexpr(self.config.tiles.warp_groups):
-            _, kv_head, row, is_whole, n_block, start = (told[i, group] for i in range(6))
+            _, kv_head, row, is_whole, n_block, start = (board[i, group] for i in range(6))
             if is_whole != 0:
-                self._sent(copy, source, head_dim, group, kv_head, n_block, (row, start) if const_expr(self.config.has_entries) else row)
+                self._store_part(
+                    copy, source, head_dim, group, kv_head, n_block, (row, start) if const_expr(self.config.has_entries) else row
+                )
 
     def _into(self, acc: Any, mma: Any, target: Any, thread: Any) -> None:
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
@@ -125,7 +127,7 @@ class StoresKeys:
         mine = copy.get_slice(thread)
         cute.copy(copy, mine.retile(narrow), mine.partition_D(target))
 
-    def _sent(self, copy: Any, source: Any, head_dim: int, group: Any, kv_head: Any, n_block: Any, place: Any) -> None:
+    def _store_part(self, copy: Any, source: Any, head_dim: int, group: Any, kv_head: Any, n_block: Any, place: Any) -> None:
         """Stores the ``group``-th 64 keys of the tile."""
         atom, tensor = copy
         groups = self.config.tiles.tile_n // 64

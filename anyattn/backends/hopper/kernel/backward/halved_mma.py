@@ -43,7 +43,7 @@ class MultipliesHalves(MultipliesBack):
         to_scores, to_v, to_k, to_q = mmas
         dk, dv = sums
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
-        said, delta = (board, q_state, work_state), statistics[1][None, do_state.index]
+        slots, delta = (board, q_state, work_state), statistics[1][None, do_state.index]
         pipes[1].consumer_wait(do_state)
         self.begin_dp(columns_of(dp, 0, 2), self.of_rows(delta, positions, 0, 2))
         pipes[0].consumer_wait(q_state)
@@ -51,7 +51,7 @@ class MultipliesHalves(MultipliesBack):
         self._scores(self.half_of_dp(), columns_of(dp, 0, 2), v, dout[0][None, None, None, do_state.index], 0, False)
         warpgroup.wait_group(1)
         self.probabilities(scores, self.of_rows(statistics[0][None, q_state.index], positions), scales[1])
-        self.hidden((scores,), positions, said, captured)
+        self.hidden((scores,), positions, slots, captured)
         warpgroup.wait_group(0)
         p = self._half_of_ds(scores, dp, exchange, stage, 0, thread)
         self.begin_dp(columns_of(dp, 1, 2), self.of_rows(delta, positions, 1, 2))
@@ -68,7 +68,7 @@ class MultipliesHalves(MultipliesBack):
         self._product(to_q, dq, ds_t[None, None, None, stage], k_t[None, None, None, 0], True)
         self._product(to_k, dk, ds[None, None, None, stage], q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
-        self._passed_on(fixed, dq, said, scales[0])
+        self._passed_on(fixed, dq, slots, scales[0])
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 

@@ -134,7 +134,7 @@ class MultipliesBack:
                 pipes[3].consumer_wait(key_state)
                 if const_expr(self.config.has_entries):
                     self.keys_wiped(in_smem, facts, group, thread)
-                self.keys_left()
+                self.await_dv_read()
                 self.hold(fixed, in_smem)
                 total, until = facts.total, Int32(0)  # until: the visits up to the next that may have rows past the last, itself included
                 if const_expr(self.config.has_entries):
@@ -157,13 +157,13 @@ class MultipliesBack:
                 if const_expr(self.config.has_dropout):
                     sums[1].store(sums[1].load() * self.factor(captured))
                 facts = self._key_facts(board[0], work_state)
-                place = self.place_told(board[0], work_state, facts)
+                place = self.posted_place(board[0], work_state, facts)
                 self.stored_keys(sums, mmas, leaving, keys, scales[0], (group, thread, board[2]), facts, place, (pipes, key_state))
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
         for after in cutlass.range_constexpr(self.config.adding_warps - 1, -1, -1):
-            self._told(fixed, None, after)
+            self._post_dq(fixed, None, after)
 
     def _held(self, columns: int) -> Any:
         """Registers for ``columns`` columns of K or V; None if columns is 0."""
@@ -218,21 +218,21 @@ class MultipliesBack:
             return None
         return self.of_rows(statistics[1][None, do_state.index], positions)
 
-    def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
-        """The current visit and the current key tile, read from the board in shared memory. said: (board, state of Q's pipeline, state of
+    def read_slots(self, slots: Any) -> tuple[Visit, KeyFacts]:
+        """The current visit and the current key tile, read from the board in shared memory. slots: (board, state of Q's pipeline, state of
         the work pipeline); the states select the board's current slots."""
-        board, q_state, work_state = said
+        board, q_state, work_state = slots
         count = len(Visit._fields) - (not self.config.has_ranks)  # the last one is the turn
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
-    def _place(self, said: Any) -> tuple[Any, ...]:
-        """(row tile, head, entry, turn) for an adding warp. If ``said`` is a number, no work is left: (``END``, number of adding warps
+    def _place(self, slots: Any) -> tuple[Any, ...]:
+        """(row tile, head, entry, turn) for an adding warp. If ``slots`` is a number, no work is left: (``END``, number of adding warps
         that are told later, 0, 0)."""
-        if not isinstance(said, tuple):
-            return Int32(END), Int32(said), Int32(0), Int32(0)
-        visit, facts = self.said_of(said)
+        if not isinstance(slots, tuple):
+            return Int32(END), Int32(slots), Int32(0), Int32(0)
+        visit, facts = self.read_slots(slots)
         turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
-        entry, slot = self.tile_at(visit.m_block, self.place_told(said[0][0], said[2], facts))
+        entry, slot = self.tile_at(visit.m_block, self.posted_place(slots[0][0], slots[2], facts))
         return slot, visit.head, entry, turn
 
     def _key_facts(self, board: Any, state: Any) -> KeyFacts:
@@ -249,17 +249,17 @@ class MultipliesBack:
         dk, dv = sums
         tiles = self.config.tiles
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
-        said = (board, q_state, work_state)
+        slots = (board, q_state, work_state)
         self._both_begun(fixed, scores, dp, states)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, said, captured)
+            self.hidden((scores,), positions, slots, captured)
             delta = self.delta_behind(statistics, do_state, positions)
             warpgroup.wait_group(0)
             if const_expr(self.config.has_dropout):
-                self.drop_gradients(scores, dp, delta, positions, said, captured)
+                self.drop_gradients(scores, dp, delta, positions, slots, captured)
             else:
                 self.score_gradients(scores, dp, delta)
         else:
@@ -269,18 +269,18 @@ class MultipliesBack:
             if const_expr(self.config.sums_while_made):
                 words = cute.make_rmem_tensor(ceil_div(cute.size(scores), 32), Int32)
                 words.fill(-1)
-                self.hidden((words,), positions, said, captured)
-                self.modified(scores, dp, lse, delta, positions, said, scales[0], captured, self.late_views(late), Seen(words))
+                self.hidden((words,), positions, slots, captured)
+                self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late), Seen(words))
             else:
-                self.modified(scores, dp, lse, delta, positions, said, scales[0], captured, self.late_views(late))
-                self.hidden((scores, dp, *late), positions, said, captured)
+                self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late))
+                self.hidden((scores, dp, *late), positions, slots, captured)
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * tiles.warp_groups)
         self._stored((exchange.store, exchange.ds[None, None, stage]), dp)
         self._product(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.sums):
-            self.add_sums(dp, late, positions, said, captured)
+            self.add_sums(dp, late, positions, slots, captured)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=128 * tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
@@ -292,25 +292,25 @@ class MultipliesBack:
         if const_expr(self.config.frees_keys):  # dQ was the last product with K; the next keys are loaded while dK is finished and stored
             if is_last:
                 self.release_keys(pipes, key_state)
-        self._passed_on(fixed, dq, said, scales[0])
+        self._passed_on(fixed, dq, slots, scales[0])
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 
     @cute.jit
-    def _passed_on(self, fixed, dq, said, scale):
+    def _passed_on(self, fixed, dq, slots, scale):
         """Hands a warp group's part of a row tile's dQ to an adding warp, or writes it to the gradient."""
         steps = self.config.tiles.dq_steps
         if const_expr(self.config.stores_dq):
-            self._dq_stored(fixed, dq, said, scale)
+            self._dq_stored(fixed, dq, slots, scale)
         else:
             for step in cutlass.range_constexpr(steps):
-                self._told(fixed, columns_of(dq, step, steps), said, step)
+                self._post_dq(fixed, columns_of(dq, step, steps), slots, step)
 
     @cute.jit
-    def _dq_stored(self, fixed, dq, said, scale):
+    def _dq_stored(self, fixed, dq, slots, scale):
         """Writes a warp group's part of a row tile's dQ, to which no other key tile adds, to the gradient."""
         to_q, thread, target, tiles = fixed.mmas[3], fixed.thread, fixed.exchange.dq_sums, self.config.tiles
-        visit, facts = self.said_of(said)
+        visit, facts = self.read_slots(slots)
         dq.store(dq.load() * scale)
         own, columns = target[None, None, visit.head, facts.entry], cute.size(target, mode=[1])
         rows = (visit.m_block * tiles.tile_m, facts.seqlen_q)
@@ -326,15 +326,15 @@ class MultipliesBack:
         cute.copy(store, store.retile(narrow), store.partition_D(target))
 
     @cute.jit
-    def _told(self, fixed, dq, said, step: cutlass.Constexpr = 0):
+    def _post_dq(self, fixed, dq, slots, step: cutlass.Constexpr = 0):
         """Writes a warp group's part of dQ, or of dQ^T, to shared memory once the previous part has been read out, and posts its row tile;
-        ``dq`` is None at the end, and ``said`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
+        ``dq`` is None at the end, and ``slots`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
         registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order). The first chunks are added to global memory from
         registers, after the others are handed to an adding warp. step: the number of this part of dQ, of ``dq_steps``."""
         places, group, thread, in_smem = fixed.board[2], fixed.group, fixed.thread, fixed.exchange.dq
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
-            place = self._place(said)
+            place = self._place(slots)
             for i in cutlass.range_constexpr(4):
                 places[i, group] = place[i]
         if const_expr(dq is not None):
@@ -347,13 +347,13 @@ class MultipliesBack:
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
         if const_expr(dq is not None and self.config.dq_direct > 0):
-            self._added(fixed, rows_and_columns(dq), said, step)
+            self._added(fixed, rows_and_columns(dq), slots, step)
 
     @cute.jit
-    def _added(self, fixed, own, said, step: cutlass.Constexpr):
+    def _added(self, fixed, own, slots, step: cutlass.Constexpr):
         """Adds the first chunks of one step of dQ to global memory from registers."""
         group, sums, config = fixed.group, fixed.exchange.dq_sums, self.config
-        m, head, entry, _ = self._place(said)
+        m, head, entry, _ = self._place(slots)
         lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # thread in the warp group
         before = (group * config.tiles.dq_steps + step) * config.dq_chunks * DQ_CHUNK
         first = sums[entry, head, m, None].iterator + (before + 4 * lane)

@@ -47,7 +47,7 @@ class Packed:
 
     config: Any
     dtype: Any
-    said_of: Any
+    read_slots: Any
 
     @cute.jit
     def counted_keys(self, tables, sizes):
@@ -91,7 +91,7 @@ class Packed:
         """The number of visits, of interleaved heads, whose rows may be past the last: one for each query head of the group."""
         return board[len(KeyFacts._fields) + len(Place._fields) + 1, state.index]
 
-    def place_told(self, board: Any, state: Any, facts: Any) -> Any:
+    def posted_place(self, board: Any, state: Any, facts: Any) -> Any:
         """The ``Place`` that the producer has posted; without entries, the entry's number."""
         if not self.config.has_entries:
             return facts.entry
@@ -117,12 +117,12 @@ class Packed:
             self._cleaned(group)
 
     @cute.jit
-    def rows_wiped(self, in_smem, pipes, states, said, group, thread):
-        """Writes zeros to Q and dO past the last row. said: see ``MultipliesBack.said_of``."""
+    def rows_wiped(self, in_smem, pipes, states, slots, group, thread):
+        """Writes zeros to Q and dO past the last row. slots: see ``MultipliesBack.read_slots``."""
         q_state, do_state = states
         tile_m = self.config.tiles.tile_m
         pipes[0].consumer_wait(q_state)
-        visit, facts = self.said_of(said)
+        visit, facts = self.read_slots(slots)
         room = facts.seqlen_q - visit.m_block * tile_m
         if room < tile_m:
             pipes[1].consumer_wait(do_state)

@@ -211,7 +211,7 @@ class RowsAfter(_Rows):
 
     def place_of(self, piece: Any) -> tuple[Any, Any, Any]:
         """(row of the tile, column, first number in the sums) of a piece: the chunks of 4 threads, 8 columns of this row and of the row 8
-        below (``MultipliesBack._told``)."""
+        below (``MultipliesBack._post_dq``)."""
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         chunks = tile_m * head_dim // 1024  # chunks per thread: 2 warp groups, 128 threads, 4 numbers in a chunk
         # neighbouring threads write to one row

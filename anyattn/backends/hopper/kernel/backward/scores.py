@@ -27,7 +27,7 @@ class Scores:
 
     config: Any
     asked: Any
-    said_of: Any
+    read_slots: Any
 
     pairs_are_words = False  # a thread has many rows for each key: words of per-pair bits would take more registers
     _narrow, _see_words, _see_if_wide, _ask_rest = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._ask_rest
@@ -71,7 +71,7 @@ class Scores:
         lse: Any,
         delta: Any,
         positions: Any,
-        said: Any,
+        slots: Any,
         scale: Any,
         captured: Any,
         late: tuple = (),
@@ -81,7 +81,7 @@ class Scores:
         the gradient. delta: see ``score_gradients``. late: for each further output of the mod, a fragment for P * (dP - delta) times this
         output, by key and query row. seen: None, or the visible pairs (``Seen``)."""
         s, grad = rows_and_columns(scores), rows_and_columns(dp)
-        visit, facts = self.said_of(said)
+        visit, facts = self.read_slots(slots)
 
         def read(r: int, c: int) -> Any:  # the emitter's rows are query rows, and its columns are keys
             return s[c, r] * scale
@@ -120,22 +120,22 @@ class Scores:
         return positions[0, 0][1] + visit.m_block * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
 
     @cute.jit
-    def hidden(self, fragments, positions, said, captured):
-        """Writes zeros to ``fragments`` at hidden pairs; in words (``Seen``), clears their bits. said: see ``MultipliesBack.said_of``."""
-        visit, _ = self.said_of(said)
+    def hidden(self, fragments, positions, slots, captured):
+        """Zeroes ``fragments`` at hidden pairs; in words (``Seen``), clears their bits. slots: see ``MultipliesBack.read_slots``."""
+        visit, _ = self.read_slots(slots)
         if const_expr(self.config.always):
-            self._hide(fragments, positions, said, captured)
+            self._hide(fragments, positions, slots, captured)
         elif const_expr(self.config.partial is not None):
             if (visit.is_masked | visit.asks) != 0:
-                self._hide(fragments, positions, said, captured)
+                self._hide(fragments, positions, slots, captured)
         else:
             if visit.is_masked != 0:
-                self._hide(fragments, positions, said, captured)
+                self._hide(fragments, positions, slots, captured)
 
     @cute.jit
-    def _hide(self, fragments, positions, said, captured):
+    def _hide(self, fragments, positions, slots, captured):
         """Hides pairs by the sequences' ends and the bands, by the predicates of ``always``, and in a partial tile by ``partial``."""
-        visit, facts = self.said_of(said)
+        visit, facts = self.read_slots(slots)
         fragments = tuple(Seen(f) if f.element_type is Int32 else rows_and_columns(f) for f in fragments)
         line, places = self._line(positions, visit), self._places(positions, visit, facts)
         seen = cute.make_rmem_tensor(cute.size(positions, mode=[0]) * line.words, Int32)

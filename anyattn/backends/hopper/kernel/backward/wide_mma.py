@@ -27,7 +27,7 @@ class MultipliesWide(MultipliesBack):
     config: Any
     dtype: Any
     _into: Any
-    _sent: Any
+    _store_part: Any
 
     def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
         """Those of ``MultipliesBack``, then P^T and dS^T as the first operands of dV and dK."""
@@ -46,17 +46,17 @@ class MultipliesWide(MultipliesBack):
         dk, dv = sums
         of_ds = self.config.tiles.ds_stages
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
-        said = (board, q_state, work_state)
+        slots = (board, q_state, work_state)
         self._both_begun(fixed, scores, dp, states)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, said, captured)
+            self.hidden((scores,), positions, slots, captured)
         else:
             warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, None, positions, said, scales[0], captured)
-            self.hidden((scores, dp), positions, said, captured)
+            self.modified(scores, dp, lse, None, positions, slots, scales[0], captured)
+            self.hidden((scores, dp), positions, slots, captured)
         self._exchanged(exchange, scores, stage, _P_WRITTEN)
         self._product(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.score is None):
@@ -69,7 +69,7 @@ class MultipliesWide(MultipliesBack):
         warpgroup.wait_group(2)
         pipes[1].consumer_release(do_state)
         warpgroup.wait_group(1)
-        self._passed_on(fixed, dq, said, scales[0])
+        self._passed_on(fixed, dq, slots, scales[0])
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 
@@ -94,8 +94,8 @@ class MultipliesWide(MultipliesBack):
         cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             if group == 0:
-                self._sent(keys[0], leaving[0], self.config.head_dim, 0, facts.kv_head, facts.n_block, place)
+                self._store_part(keys[0], leaving[0], self.config.head_dim, 0, facts.kv_head, facts.n_block, place)
             else:
-                self._sent(keys[1], leaving[1], self.config.head_dim_v, 0, facts.kv_head, facts.n_block, place)
+                self._store_part(keys[1], leaving[1], self.config.head_dim_v, 0, facts.kv_head, facts.n_block, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -26,7 +26,7 @@ class SumsCaptured:
     the warps' shared memory for diagonals. The code has no branch, because products are in flight."""
 
     config: Any
-    said_of: Any
+    read_slots: Any
     captured: Any
     _first: Any
     _places: Any
@@ -50,9 +50,9 @@ class SumsCaptured:
         """``late_parts`` viewed by key and query row."""
         return tuple(x if isinstance(x, _Running) else rows_and_columns(x) for x in late)
 
-    def add_sums(self, ds: Any, late: tuple, positions: Any, said: Any, captured: Any) -> None:
+    def add_sums(self, ds: Any, late: tuple, positions: Any, slots: Any, captured: Any) -> None:
         """Adds the sums of one row tile. ds: the gradients of scores; late: see ``late_parts``; all 0 where a row does not see a key."""
-        visit, facts = self.said_of(said)
+        visit, facts = self.read_slots(slots)
         places, behind = self._places(positions, visit, facts), 0
         ways = {
             "head": self._add_head, "key": self._add_keys, "row": self._add_rows, "diagonal": self._add_diagonals, "pair": self._add_pairs,
