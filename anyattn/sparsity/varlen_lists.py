@@ -82,19 +82,15 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
 
 def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
     """The lists made by Triton kernels without waiting for the device; None if they cannot be used."""
-    from anyattn.sparsity.kernels import varlen_lists as kernels
-    from anyattn.sparsity.kernels.arguments import SequenceTables
-    from anyattn.sparsity.kernels.block_lists import can_list
+    from anyattn.sparsity.kernels import block_lists as kernels
 
-    rows, columns = _most_tiles(s, tile)
+    most = _most_tiles(s, tile)
     last = s.bound_q if isinstance(s, StoredSequences) else s.end_position
-    if not can_list(mask, (last, s.bound_k)) or min(rows, columns) == 0 or rows * ceil_div(s.bound_k, tile[1]) >= 2**31:
+    if not kernels.can_list(mask, (last, s.bound_k)) or min(most) == 0 or most[0] * ceil_div(s.bound_k, tile[1]) >= 2**31:
         return None
-    sees_h = any(d.h for d in dependence(mask.expr))
-    most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
-    listed = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), most, tile, heads if sees_h else 1)
-    places = SequenceTables(*listed.places.unbind(0))
-    return RaggedLists(*listed.lists, places.first_row, places.first_entry, places.seqlens_q, places.seqlens_k)
+    heads = heads if any(d.h for d in dependence(mask.expr)) else 1
+    tables, lists = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), (s.bound_q, s.bound_k), most, tile, heads)
+    return RaggedLists(*lists, tables.first_row, tables.first_entry, tables.seqlens_q, tables.seqlens_k)  # type: ignore[arg-type]
 
 
 def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:

@@ -27,31 +27,43 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # ---- compiled
 
 
-def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
+WIDE = ("hulls", "places", "seqlens_q", "seqlens_k", "q_first")  # pointers to int64
+
+
+def compiled(kernel: Any, constants: dict[str, Any], tensors: tuple[torch.Tensor, ...] = ()) -> None:
     named = {f"t{i}": POINTERS[t.dtype] for i, t in enumerate(tensors)}
     types = {}
     for parameter in kernel.params:
-        pointer = named.get(parameter.name, "*i64" if parameter.name == "hulls" else "*i32")
+        pointer = named.get(parameter.name, "*i64" if parameter.name in WIDE else "*i32")
         types[parameter.name] = "constexpr" if parameter.is_constexpr else parameter.annotation_type or pointer
-    return built(kernel, types, constants)
+    assembly = built(kernel, types, constants).asm
+    assert "cubin" in assembly and "ld.local" not in assembly["ptx"]
 
 
-@pytest.mark.parametrize("name", [*library_masks(64, 64), "random 0", "random 1", "random 2"])
-def test_compiles_for_hopper(name: str) -> None:
+RAGGED = ["causal", "document_causal", "tree", "dilated", "sink_window", "random 1", "random 2"]
+CASES = [*((name, False) for name in [*library_masks(64, 64), "random 0", "random 1", "random 2"]), *((name, True) for name in RAGGED)]
+
+
+@pytest.mark.parametrize(("name", "is_ragged"), CASES)
+def test_compiles_for_hopper(name: str, is_ragged: bool) -> None:
     from anyattn.sparsity.kernels import block_lists as kernels
 
     mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
     traced = trace(mod, "mask")
-    mask = kernels.mask_of(traced.expr)
-    tile = {"TILE_M": 192, "TILE_N": 80}
-    options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": False}
-    made = [compiled(mask.kernels.list_tiles, traced.tensors, {**tile, **options})]
+    mask = kernels.mask_of(traced.expr, is_ragged)
+    tile = {"TILE_M": 128, "TILE_N": 128} if is_ragged else {"TILE_M": 192, "TILE_N": 80}
+    options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": is_ragged}
+    compiled(mask.kernels.list_tiles, {**tile, **options}, traced.tensors)
     if mask.row_leaves or mask.column_leaves:
-        made.append(compiled(mask.kernels.store_hulls, traced.tensors, {**tile, "BLOCK": 256}))
-        if mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
-            made.append(compiled(mask.kernels.list_tiles_at_once, traced.tensors, {**tile, **options}))
-    for kernel in made:
-        assert "cubin" in kernel.asm and "ld.local" not in kernel.asm["ptx"]
+        compiled(mask.kernels.store_hulls, {**tile, "BLOCK": 128 if is_ragged else 256}, traced.tensors)
+        if is_ragged or mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
+            compiled(mask.kernels.list_tiles_at_once, {**tile, **options}, traced.tensors)
+
+
+def test_the_table_of_sequences_compiles_for_hopper() -> None:
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    compiled(kernels._store_places(), {"TILE_M": 128, "TILE_N": 96, "CHUNK": 1024})
 
 
 KERNEL = """

@@ -178,14 +178,20 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  
             assert ours is None or (ours.dtype is torch.int32 and ours.is_contiguous() and torch.equal(ours, theirs))
 
 
-@pytest.fixture(params=["two kernels", "many chunks"])
-def way(request, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
-    if request.param == "many chunks":
-        monkeypatch.setattr(block_lists, "_FEW", 1)
-        monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
+def in_ways(*ways):  # type: ignore[no-untyped-def]
+    """A fixture: the ways in which the kernels list the tiles."""
+
+    def way(request, monkeypatch):  # type: ignore[no-untyped-def]
+        if request.param != "at once":
+            monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
+        if request.param == "many chunks":
+            monkeypatch.setattr(block_lists, "_FEW", 1)
+            monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
+
+    return pytest.fixture(params=ways)(way)
 
 
+way = in_ways("two kernels", "many chunks")
 SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1, 70), (16, 24))]
 
 
