@@ -19,6 +19,7 @@ __all__ = [
     "classes_of_ragged",
     "grid_of_lists",
     "joined",
+    "kept_classes",
     "kept_for_call",
     "kept_transposed",
     "lists_of_grid",
@@ -97,6 +98,11 @@ def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None
     goal = torch.where(is_listed, idx + (idx == columns), columns).to(torch.int64)
     wider = torch.cat((classes, classes.new_zeros(rows, 1)), 1).scatter_(1, goal, value)
     classes.copy_(wider[:, :columns])
+
+
+def kept_classes(lists: Any) -> Tensor:
+    """``lists.classes()``, cached by ``_kept``."""
+    return _kept(lists, "classes", lists.classes)  # type: ignore[no-any-return]
 
 
 def kept_transposed(lists: Any) -> Any:
