@@ -20,8 +20,8 @@ from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sparsity.arguments import reads_nothing
-from anyattn.sparsity.block_mask import LISTS, OF_KERNELS, BlockMask, build_block_mask
-from anyattn.sparsity.compute import held_for_kernels
+from anyattn.sparsity.block_mask import LISTS, BlockMask, build_block_mask
+from anyattn.sparsity.compute import BLOCK_MASK, held_for_kernels
 from anyattn.sparsity.made_of import made_of, note
 from anyattn.tensors.dynamo import opaque
 
@@ -127,5 +127,5 @@ def _prepared(user: TracedMod, block_mask: BlockMask, separate_full: bool) -> tu
         return None
     from anyattn.sparsity.kernels.prepared_lists import prepared
 
-    launches = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
+    launches = prepared(held, lengths, tile, batch, device, separate_full=bool(separate_full), **BLOCK_MASK._asdict())
     return None if launches is None else (held, launches)

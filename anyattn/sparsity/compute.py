@@ -18,12 +18,16 @@ from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.lists import lists_of_grid, unknown_lists
+from anyattn.sparsity.list_stacks import lists_of_memory, stack_shapes
+from anyattn.sparsity.lists import both_ways, lists_of_grid, with_partial_tails
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import not_scriptable, refuse_torchscript
 
 __all__ = [
+    "BLOCK_MASK",
+    "BLOCK_SPARSE",
+    "ListForm",
     "TileLists",
     "classes_of_mask",
     "compute_block_sparsity",
@@ -92,7 +96,7 @@ def _computed(
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     where = device_of(device, traced)
     with without_transforms(traced, where):
-        lists = lists_of_mask(traced, lengths, tile, counts, where, separate_full)
+        lists = lists_of_mask(traced, lengths, tile, counts, where, separate_full, BLOCK_SPARSE)
     fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
     return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
 
@@ -104,21 +108,28 @@ def lists_of_mask(
     batch: tuple[int, int],
     device: torch.device,
     separate_full: bool,
+    form: ListForm,
     stacks: bool = False,
 ) -> list[Any]:
-    """The four lists of ``compute_block_sparsity``; None for full tiles if they are not listed separately.
+    """The four lists of ``compute_block_sparsity``, or the eight of a block mask; None for full tiles if they are not listed separately.
 
     stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
     """
     refuse_torchscript()
-    options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
-    lists = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
-    if lists is None:
-        one_entry = lists_of_grid(classes_of_mask(mask, lengths, tile, batch, device), separate_full)
-        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in one_entry]
-        if stacks:
-            return [torch.stack([t for t in lists[at::2] if t is not None]) for at in (0, 1)]
-    return lists
+    lists = device_lists(mask, lengths, tile, batch, device, form, separate_full, stacks)
+    if lists is not None:
+        return lists
+    classes = classes_of_mask(mask, lengths, tile, batch, device)
+    grid = (classes.shape[-2], classes.shape[-1])
+    classes = classes if form.has_full_tails else with_partial_tails(classes, lengths, tile)
+    lists = [
+        None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in both_ways(classes, separate_full, form.wants_columns)
+    ]
+    if not stacks:
+        return lists
+    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
+    width = len(counts) // len(stack_shapes(batch, grid, 1 + separate_full, form.wants_columns))
+    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
 class TileLists(NamedTuple):
@@ -148,12 +159,23 @@ def tile_lists(
     count: a tail tile whose pairs are all visible is full. On a CUDA device the host does not wait (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
-    if (
-        lists := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
-    ) is None:
+    lists = device_lists(mask, lengths, tile, (batch, heads), where, BROADCAST_LISTS)
+    if lists is None:
         with torch.no_grad():
             lists = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
     return TileLists(*lists)  # type: ignore[arg-type]
+
+
+class ListForm(NamedTuple):
+    """wants_columns: lists of each column of tiles too. has_full_tails: a tail tile is full if its pairs inside the sequences are visible.
+    broadcasts: B and H are 1 if the mask ignores b or h."""
+
+    wants_columns: bool
+    has_full_tails: bool
+    broadcasts: bool
+
+
+BLOCK_MASK, BLOCK_SPARSE, BROADCAST_LISTS = ListForm(True, False, False), ListForm(False, True, False), ListForm(False, True, True)
 
 
 def device_lists(
@@ -162,10 +184,7 @@ def device_lists(
     tile: tuple[int, int],
     batch: tuple[int, int],
     device: torch.device,
-    *,
-    wants_columns: bool,
-    has_full_tails: bool,
-    broadcasts: bool,
+    form: ListForm,
     separate_full: bool = True,
     stacks: bool = False,
 ) -> list[Tensor | None] | None:
@@ -178,15 +197,15 @@ def device_lists(
     """
     if reads_nothing(mask, device):
         rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
-        shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
-        return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
+        shapes = stack_shapes(batch, (rows, columns), 1 + bool(separate_full), form.wants_columns)
+        memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for pair in shapes for shape in pair]
+        return memory if stacks else lists_of_memory(memory, 1 + bool(separate_full))
     held = held_for_kernels(mask, lengths, tile, batch, device)
     if held is None:
         return None
     from anyattn.sparsity.kernels import block_lists as kernels
 
-    options = {"wants_columns": wants_columns, "separate_full": bool(separate_full), "has_full_tails": has_full_tails, "stacks": stacks}
-    return kernels.list_tiles(held, lengths, tile, batch, device, broadcasts=broadcasts, **options)
+    return kernels.list_tiles(held, lengths, tile, batch, device, stacks=stacks, separate_full=bool(separate_full), **form._asdict())
 
 
 def held_for_kernels(

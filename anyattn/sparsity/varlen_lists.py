@@ -90,7 +90,7 @@ def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int)
         return None
     heads = heads if any(d.h for d in dependence(mask.expr)) else 1
     tables, lists = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), (s.bound_q, s.bound_k), most, tile, heads)
-    return RaggedLists(*lists, tables.first_row, tables.first_entry, tables.seqlens_q, tables.seqlens_k)  # type: ignore[arg-type]
+    return RaggedLists(*lists, tables.first_row, tables.first_entry, tables.seqlens_q, tables.seqlens_k)
 
 
 def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:

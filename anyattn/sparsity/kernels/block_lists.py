@@ -238,7 +238,7 @@ def list_ragged(
     most: tuple[int, int],
     tile: tuple[int, int],
     heads: int,
-) -> tuple[SequenceTables, list[Tensor | None]]:
+) -> tuple[SequenceTables, Lists]:
     """The tables of a varlen batch, and counts and indices of the partial and of the full tiles of each row of tiles of each sequence.
 
     int32, (H, most rows) and (H, most rows * width): see ``classify.list_tiles``. seqlens: integers (B,) each, queries, keys and the
@@ -257,7 +257,7 @@ def list_ragged(
         arguments = [tables, *seqlens, batch, most[0], width, *bounds]
         launch(_store_places(), (1, 1, 1), arguments, device, constants, compiled_for(seqlens))
         _launch(plan, mod, lists, (tables, batch))
-    return SequenceTables(*tables.unbind(0)), lists
+    return SequenceTables(*tables.unbind(0)), Lists(*lists)
 
 
 def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None], tables: tuple[Tensor, int] | tuple[()] = ()) -> None:
