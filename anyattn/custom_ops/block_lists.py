@@ -16,6 +16,7 @@ from anyattn.custom_ops.graph_nodes import captures_in_graph
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import BLOCK_MASK, BLOCK_SPARSE, ListForm, lists_of_mask
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.sparsity.made_of import note_lists
@@ -156,9 +157,9 @@ def varlen_tile_lists(operands: VarlenTileLists) -> list[Tensor]:
     (mask,) = mods_of_operands("mask", operands.program, operands.numbers, operands.tensors)
     tables, options = operands[4:8], (operands.like.device, operands.separate_full, operands.layout)
     block_sparse = varlen_lists_of_mask(mask, (operands.tile_m, operands.tile_n), operands.heads, tables, *options)
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx")
-    lists = [getattr(block_sparse, name) for name in names]
-    return [t for t in lists if t is not None] + [block_sparse.seqlens_q.clone(), block_sparse.seqlens_k.clone()]  # may be arguments
+    lists = [t for t in tensors_of(block_sparse) if t is not None]
+    # the lengths may be arguments
+    return [*lists, block_sparse.cu_block_cnt, block_sparse.cu_block_idx, block_sparse.seqlens_q.clone(), block_sparse.seqlens_k.clone()]
 
 
 def varlen_lists_with_mods(

@@ -17,7 +17,7 @@ from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms
-from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
 from anyattn.sparsity.list_stacks import lists_of_memory, stack_shapes
 from anyattn.sparsity.lists import both_ways, lists_of_grid, with_partial_tails
 from anyattn.sparsity.pytree_nodes import unchecked
@@ -28,7 +28,6 @@ __all__ = [
     "BLOCK_MASK",
     "BLOCK_SPARSE",
     "ListForm",
-    "TileLists",
     "classes_of_mask",
     "compute_block_sparsity",
     "has_triton",
@@ -37,8 +36,6 @@ __all__ = [
     "runs_kernels",
     "tile_lists",
 ]
-
-_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
 
 @not_scriptable
@@ -74,7 +71,7 @@ def compute_block_sparsity(
     if torch.compiler.is_compiling():
         sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
         tensors = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
-        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*tensors, (tile_m, tile_n), (seqlen_q, seqlen_k)))
+        return unchecked(BlockSparseTensors, (*LISTS, "tile", "lengths"), (*tensors, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     return _computed((tile_m, tile_n), (batch_size, num_heads), (seqlen_q, seqlen_k), mask_mod, aux_tensors, device, compute_full_blocks)
 
 
@@ -97,8 +94,7 @@ def _computed(
     where = device_of(device, traced)
     with without_transforms(traced, where):
         lists = lists_of_mask(traced, lengths, tile, counts, where, separate_full, BLOCK_SPARSE)
-    fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
-    return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
+    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)  # type: ignore[misc]
 
 
 def lists_of_mask(
@@ -132,18 +128,6 @@ def lists_of_mask(
     return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
-class TileLists(NamedTuple):
-    """Per row of tiles, the counts of partial and full tiles, int32 (B', H', M), and their columns, ascending, int32 (B', H', M, N).
-
-    B' and H' are 1 if the mask ignores b or h. Entries beyond a count are 0.
-    """
-
-    partial_count: Tensor
-    partial_index: Tensor
-    full_count: Tensor
-    full_index: Tensor
-
-
 def tile_lists(
     mask: TracedMod,
     batch: int,
@@ -152,18 +136,19 @@ def tile_lists(
     seqlen_k: int,
     tile: tuple[int, int],
     device: torch.device | str | None = None,
-) -> TileLists:
+) -> BlockSparseTensors:
     """The lists of a traced mask for a kernel's own tiles, of any size: ``compute_block_sparsity`` without its checks.
 
     The caller has checked that the mask reads inside its captured tensors (``analysis.visible_loads``). Only pairs inside the sequences
-    count: a tail tile whose pairs are all visible is full. On a CUDA device the host does not wait (see ``device_lists``).
+    count: a tail tile whose pairs are all visible is full. B and H of the lists are 1 if the mask ignores b or h. On a CUDA device the host
+    does not wait (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
-    lists = device_lists(mask, lengths, tile, (batch, heads), where, BROADCAST_LISTS)
+    lists: Any = device_lists(mask, lengths, tile, (batch, heads), where, BROADCAST_LISTS)
     if lists is None:
         with torch.no_grad():
-            lists = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
-    return TileLists(*lists)  # type: ignore[arg-type]
+            lists = lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True)
+    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)  # type: ignore[misc]
 
 
 class ListForm(NamedTuple):

@@ -9,15 +9,18 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.compose import turned
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import runs_kernels
+from anyattn.sparsity.lists import kept_transposed
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
-__all__ = ["RaggedLists", "ragged_lists"]
+__all__ = ["RaggedLists", "lists_of_call", "ragged_lists"]
 
 
 class RaggedLists(NamedTuple):
@@ -44,8 +47,7 @@ class RaggedLists(NamedTuple):
     @classmethod
     def of(cls, lists: VarlenBlockSparseTensors) -> RaggedLists:
         """The form of block lists that a caller passed."""
-        tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
-        return cls(*tensors, lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+        return cls(*tensors_of(lists), lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
 
     def entries(self, s: Sequences, by_key: bool = False) -> Tensor:
         """``varlen_tables.entries_table`` with the places of each sequence's lists. by_key: the lists' rows are key tiles."""
@@ -53,6 +55,15 @@ class RaggedLists(NamedTuple):
         if lengths is not None and by_key:
             lengths = lengths[::-1]
         return entries_table(s, lengths, (self.first_row, self.first_entry))
+
+
+def lists_of_call(
+    blocks: VarlenBlockSparseTensors | None, mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int, by_key: bool = False
+) -> RaggedLists:
+    """The call's own lists, or else ``ragged_lists`` of a mask. by_key: of the row tiles that visit each tile of keys."""
+    if blocks is not None:
+        return RaggedLists.of(kept_transposed(blocks) if by_key else blocks)
+    return ragged_lists(turned(mask) if by_key else mask, s.turned() if by_key else s, tile, heads)
 
 
 def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists:
