@@ -17,8 +17,8 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import tensors_of
-from anyattn.sparsity.compute import BLOCK_MASK, BLOCK_SPARSE, ListForm, lists_of_mask
-from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
+from anyattn.sparsity.compute import lists_of_mask
+from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, ListForm, TileGrid, lists_of_stacks
 from anyattn.sparsity.made_of import note_lists
 from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 
@@ -42,21 +42,22 @@ class BlockLists(NamedTuple):
     separate_full: bool
 
 
-def _fake(operands: BlockLists, wants_columns: bool) -> list[Tensor]:
-    grid = (ceil_div(operands.q_len, operands.block_m), ceil_div(operands.kv_len, operands.block_n))
-    shapes = stack_shapes((operands.batch, operands.heads), grid, 1 + operands.separate_full, wants_columns)
-    return [operands.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
+def _fake(operands: BlockLists, form: ListForm) -> list[Tensor]:
+    shape = (ceil_div(operands.q_len, operands.block_m), ceil_div(operands.kv_len, operands.block_n))
+    shapes = form._replace(separate_full=operands.separate_full).stack_shapes((operands.batch, operands.heads), shape)
+    return [operands.like.new_empty(one, dtype=torch.int32) for one in shapes]
 
 
 def _stacks(operands: BlockLists, form: ListForm) -> list[Tensor]:
     like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = operands
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    return lists_of_mask(mask, (q_len, kv_len), (block_m, block_n), (batch, heads), like.device, separate_full, form, stacks=True)
+    grid = TileGrid((q_len, kv_len), (block_m, block_n), (batch, heads))
+    return lists_of_mask(mask, grid, like.device, form._replace(separate_full=separate_full), stacks=True)
 
 
-@operator(BlockLists, fake=partial(_fake, wants_columns=True))
+@operator(BlockLists, fake=partial(_fake, form=BLOCK_MASK))
 def block_lists(operands: BlockLists) -> list[Tensor]:
-    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
+    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.grid``)."""
     # .data resets the version counter: a list is exact only while it counts no write
     return [t.data for t in _stacks(operands, BLOCK_MASK)]
 
@@ -96,9 +97,9 @@ def _counts(**counts: Any) -> list[Any]:
 # ---- compute_block_sparsity
 
 
-@operator(BlockLists, fake=partial(_fake, wants_columns=False))
+@operator(BlockLists, fake=partial(_fake, form=BLOCK_SPARSE))
 def tile_lists(operands: BlockLists) -> list[Tensor]:
-    """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.list_stacks``)."""
+    """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.grid``)."""
     return _stacks(operands, BLOCK_SPARSE)
 
 

@@ -22,8 +22,9 @@ from anyattn.mods.tracing.pickling import refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.compute import BLOCK_MASK, lists_of_mask
+from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.drawing import as_svg
+from anyattn.sparsity.grid import BLOCK_MASK, TileGrid
 from anyattn.sparsity.lists import both_ways, check_counts, grid_of_lists, lists_of_grid, with_partial_tails
 from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
@@ -412,7 +413,8 @@ def build_block_mask(
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
     with without_transforms(traced, where):
-        lists = lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks, BLOCK_MASK)
+        form = BLOCK_MASK._replace(separate_full=bool(separate_full_blocks))
+        lists = lists_of_mask(traced, TileGrid(sizes, tile, counts), where, form)
         mask = block_mask_of_lists(lists, mask_mod, sizes, tile)
     mask._told_apart = told_apart(traced, counts)
     _marked(mask, not mask._told_apart)

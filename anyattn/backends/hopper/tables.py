@@ -24,6 +24,7 @@ from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.block_sparse import LISTS, tensors_of
 from anyattn.sparsity.derived import derived
+from anyattn.sparsity.grid import TileGrid
 
 __all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
 
@@ -102,7 +103,8 @@ def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: boo
     """Lists for a mask that has none."""
     from anyattn.sparsity.compute import tile_lists
 
-    lists = tile_lists(mask, problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2], (TILE_M, TILE_M), problem.q.device)
+    grid = TileGrid((problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M), (problem.batch, problem.heads_q))
+    lists = tile_lists(mask, grid, problem.q.device)
     batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
     if lists.mask_block_cnt.shape[:2] == (batch, heads):
         return lists

@@ -17,6 +17,7 @@ from anyattn.sequences.tile_order_device import can_order, sequences_ordered
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.block_sparse import tensors_of
+from anyattn.sparsity.grid import TileGrid
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
@@ -136,7 +137,8 @@ def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[i
         return kept_transposed(blocks) if by_key else blocks, tile
     from anyattn.sparsity.compute import tile_lists
 
-    lists = tile_lists(listed, problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2], tile, problem.q.device)
+    grid = TileGrid((problem.q.shape[2], problem.k.shape[2]), tile, (problem.batch, problem.heads_q))
+    lists = tile_lists(listed, grid, problem.q.device)
     return lists.transposed() if by_key else lists, tile
 
 

@@ -14,9 +14,9 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory
 from anyattn.sparsity.kernels.arguments import Lists, SequenceTables, TileSizes
 from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
-from anyattn.sparsity.list_stacks import lists_of_memory, stack_shapes
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device, launch
@@ -137,7 +137,7 @@ class Launch(NamedTuple):
 class Launches(NamedTuple):
     """The launches that make the lists of a mask for two lengths, without addresses and captured values.
 
-    shapes: of the allocations (``sparsity.list_stacks``). classes: 2 if full tiles have their own lists. hulls: int64 entries of
+    shapes: of the allocations (``sparsity.grid``). classes: 2 if full tiles have their own lists. hulls: int64 entries of
     scratch memory. sizes: ``TileSizes``. launches: in launch order; empty if there are no tiles.
     """
 
@@ -150,46 +150,35 @@ class Launches(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def launches_of(
-    expr: Expr,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    *,
-    wants_columns: bool,
-    separate_full: bool,
-    has_full_tails: bool,
-    broadcasts: bool,
-) -> Launches:
+def launches_of(expr: Expr, grid: TileGrid, form: ListForm) -> Launches:
     """The launches for ``list_tiles``, whose arguments these are."""
-    mask = mask_of(expr)
-    entries, heads = batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1
-    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
-    rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
+    mask, lengths = mask_of(expr), grid.lengths
+    entries, heads = grid.batch[0] if mask.sees_b or not form.broadcasts else 1, grid.batch[1] if mask.sees_h or not form.broadcasts else 1
+    rows, columns = grid.shape
     # one allocation for lists of one shape: an allocation takes about a tenth of a first call's time
-    shapes = stack_shapes((entries, heads), (rows, columns), 1 + bool(separate_full), wants_columns)
+    shapes = form.stack_shapes((entries, heads), (rows, columns))
     sizes = TileSizes(*lengths, rows, columns, heads, 2 * mask.row_leaves * rows * entries * heads)
     # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
-    grid = (rows + (columns if wants_columns else 0), heads, entries)
-    return _launches(mask, shapes, sizes, tile, grid, max(rows, columns), separate_full, has_full_tails)
+    programs = (rows + (columns if form.wants_columns else 0), heads, entries)
+    return _launches(mask, shapes, sizes, grid.tile, programs, max(rows, columns), form)
 
 
 def _launches(
     mask: Mask,
-    shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    shapes: tuple[tuple[int, ...], ...],
     sizes: TileSizes,
     tile: tuple[int, int],
     grid: tuple[int, int, int],
     longest: int,
-    separate_full: bool = True,
-    has_full_tails: bool = True,
+    form: ListForm,
 ) -> Launches:
     """grid: of the kernel that lists tiles. longest: the most tiles of a row or column."""
-    plan = Launches(mask, tuple([shape for pair in shapes for shape in pair]), 1 + bool(separate_full), 0, sizes, ())
+    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
+    plan = Launches(mask, shapes, 1 + form.separate_full, 0, sizes, ())
     if min(sizes.rows, sizes.columns, *grid) == 0:
         return plan
     chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # tiles of a row classified at once; only two sizes: each needs a compilation
-    values = (*tile, chunk, _power_of_2(tile[0], 32), _power_of_2(tile[1], 128), plan.classes == 2, has_full_tails)
+    values = (*tile, chunk, _power_of_2(tile[0], 32), _power_of_2(tile[1], 128), form.separate_full, form.has_full_tails)
     options, kernels = dict(zip(_OF_LISTS, values, strict=True)) | mask.options, mask.kernels
     leaves = mask.row_leaves + mask.column_leaves
     if 0 < leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
@@ -203,23 +192,13 @@ def _launches(
     return plan._replace(hulls=sizes.column_hulls_at + column_hulls, launches=(hulls, lists))
 
 
-def list_tiles(
-    mod: TracedMod,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    device: torch.device,
-    *,
-    stacks: bool = False,
-    **options: bool,
-) -> list[Tensor | None]:
+def list_tiles(mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
     int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: return the allocations that hold the lists instead
-    (``sparsity.list_stacks``). options, all required: wants_columns. separate_full: False lists full tiles as partial ones and leaves their
-    own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 if the mask ignores b or h.
+    (``sparsity.grid``).
     """
-    plan = launches_of(mod.expr, lengths, tile, batch, **options)
+    plan = launches_of(mod.expr, grid, form)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in plan.shapes]
     lists = lists_of_memory(memory, plan.classes)
     if plan.launches:
@@ -249,7 +228,7 @@ def list_ragged(
     mask, batch, device, width = mask_of(mod.expr, is_ragged=True), len(seqlens[0]), seqlens[0].device, ceil_div(bounds[1], tile[1])
     sizes = TileSizes(*bounds, *most, heads, 2 * mask.row_leaves * heads * most[0])
     shapes = ((2, heads, most[0]), (2, heads, most[0] * width))
-    plan = _launches(mask, [shapes], sizes, tile, (most[0], heads, 1), width)
+    plan = _launches(mask, shapes, sizes, tile, (most[0], heads, 1), width, BLOCK_SPARSE)
     tables = torch.empty((len(SequenceTables._fields), batch), dtype=torch.int64, device=device)
     lists = lists_of_memory([torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes], 2)
     with current_device(device):

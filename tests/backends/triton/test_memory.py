@@ -60,7 +60,7 @@ def as_on_a_gpu() -> Iterator[Allocations]:
     from anyattn.sparsity.kernels import block_lists
 
     def listed(*about: Any) -> Any:
-        found = block_lists.list_tiles(*about[:5], separate_full=True, **about[5]._asdict())
+        found = block_lists.list_tiles(*about)
         return found and tuple(None if t is None else t.zero_() for t in found)  # what nothing has filled would be refused
 
     with pytest.MonkeyPatch.context() as patch, ahead.on((9, 0)), Allocations() as found:

@@ -18,6 +18,7 @@ from anyattn.mods.ir.expr import OPS, Builder, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
+from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, TileGrid
 from tests.support.tiles import library_masks, random_mask
 from tests.support.triton.built import POINTERS, Waits, built
 from tests.support.triton.pretended_lists import as_on_a_gpu
@@ -146,7 +147,7 @@ def test_nothing_waits(launches: list[tuple]) -> None:
                 with Waits() as waits:
                     mask = create_block_mask(mod, 2, 2, 1000, 1000, device="cuda")
                     compute_block_sparsity(128, 64, 2, 2, 1000, 1000, mod, device="cuda")
-                    tile_lists(trace(mod, "mask"), 2, 2, 1000, 1000, (192, 128), "cuda")
+                    tile_lists(trace(mod, "mask"), TileGrid((1000, 1000), (192, 128), (2, 2)), "cuda")
             assert mask.kv_indices.shape == (2, 2, 8, 8) and mask.kv_indices.device.type == "cuda", name
             assert len(launches) == 6, name
             launches.clear()
@@ -199,10 +200,10 @@ def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "mask_of", mask_of)
     monkeypatch.setattr(kernels, "launches_of", kernels.launches_of.__wrapped__)  # caches nothing
-    table, options = torch.zeros(4096, 1000, dtype=torch.int32), {"separate_full": True, "has_full_tails": False, "broadcasts": False}
+    table, device = torch.zeros(4096, 1000, dtype=torch.int32), torch.device("cpu")
     for mask in (masks.causal(), lambda b, h, q, k: table[b, q] == table[b, k] % (h + 1)):
-        kernels.list_tiles(trace(mask, "mask"), (1000, 1000), (128, 128), (4096, 32), torch.device("cpu"), wants_columns=True, **options)
-        kernels.list_tiles(trace(mask, "mask"), (8000, 8000), (512, 512), (4096, 2), torch.device("cpu"), wants_columns=False, **options)
+        kernels.list_tiles(trace(mask, "mask"), TileGrid((1000, 1000), (128, 128), (4096, 32)), device, BLOCK_MASK)
+        kernels.list_tiles(trace(mask, "mask"), TileGrid((8000, 8000), (512, 512), (4096, 2)), device, BLOCK_SPARSE)
     assert len(grids) > 4 and {grid[1:] for grid in grids} == {(32, 4096), (2, 4096)}, grids
 
 
@@ -239,8 +240,8 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(60):
         lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))
         for mod in (masks.sliding_window(rng.choice([1, 2, 16, 1000, 2**33]), 0), masks.document(table[at % 3 :]) & masks.causal()):
-            options = {"wants_columns": True, "separate_full": True, "has_full_tails": False, "broadcasts": False}
-            kernels.list_tiles(trace(mod, "mask"), lengths, (128, 128), (1, 1), torch.device("cpu"), **options)  # type: ignore[arg-type]
+            grid = TileGrid(lengths, (128, 128), (1, 1))  # type: ignore[arg-type]
+            kernels.list_tiles(trace(mod, "mask"), grid, torch.device("cpu"), BLOCK_MASK)
     assert found and all(len(keys) <= 2 for keys in found.values()), {name: len(keys) for name, keys in found.items()}
 
 

@@ -20,6 +20,7 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.sparsity import compute, compute_block_sparsity
 from anyattn.sparsity.block_mask import LISTS
+from anyattn.sparsity.grid import ListForm, TileGrid
 from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.lists import lists_of_grid, with_partial_tails
 from anyattn.triton_tools import emit, jit_source
@@ -169,8 +170,8 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  
     traced = trace(mod, "mask")
     classes = classify(traced, *lengths, *tile, *batch) if classes is None else classes
     for has_full_tails, separate in options:
-        choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails, "broadcasts": True}
-        found = block_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
+        form = ListForm(separate, True, has_full_tails, True)
+        found = block_lists.list_tiles(traced, TileGrid(lengths, tile, batch), torch.device("cpu"), form)
         grid = classes if has_full_tails else with_partial_tails(classes, lengths, tile)
         wanted = [*lists_of_grid(grid, separate), *lists_of_grid(grid.transpose(-1, -2), separate)]
         for ours, theirs in zip(found, wanted, strict=True):
@@ -303,8 +304,7 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
 
     def by_kernels(*args):  # type: ignore[no-untyped-def]
         made.append(1)
-        *about, form, separate_full, stacks = args
-        return block_lists.list_tiles(*about, separate_full=separate_full, stacks=stacks, **form._asdict())
+        return block_lists.list_tiles(*args)
 
     def both(mod):  # type: ignore[no-untyped-def]
         sizes = (2, 3, 40, 70)
