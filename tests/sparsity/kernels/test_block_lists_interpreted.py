@@ -185,6 +185,7 @@ def in_ways(*ways):  # type: ignore[no-untyped-def]
     def way(request, monkeypatch):  # type: ignore[no-untyped-def]
         if request.param != "at once":
             monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
+            monkeypatch.setattr(block_lists, "launches_of", block_lists.launches_of.__wrapped__)  # caches nothing
         if request.param == "many chunks":
             monkeypatch.setattr(block_lists, "_FEW", 1)
             monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
