@@ -20,8 +20,9 @@ from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.sparsity.arguments import reads_nothing
-from anyattn.sparsity.block_mask import LISTS, OF_KERNELS, BlockMask, build_block_mask
+from anyattn.sparsity.block_mask import LISTS, BlockMask, build_block_mask
 from anyattn.sparsity.compute import held_for_kernels
+from anyattn.sparsity.grid import BLOCK_MASK, TileGrid
 from anyattn.sparsity.made_of import made_of, note
 from anyattn.tensors.dynamo import opaque
 
@@ -121,11 +122,11 @@ def _remember(call_signature: Signature, recompute: Callable[[], Signature | Non
 
 def _prepared(user: TracedMod, block_mask: BlockMask, separate_full: bool) -> tuple[TracedMod, PreparedLists] | None:
     """The mask as the kernels evaluate it, and the kernels' launches for other captured values; None if no kernels made the lists."""
-    lengths, tile, device = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.kv_indices.device
-    batch = block_mask.kv_num_blocks.shape[0], block_mask.kv_num_blocks.shape[1]
-    if reads_nothing(user, device) or (held := held_for_kernels(user, lengths, tile, batch, device)) is None:
+    batch, device = (block_mask.kv_num_blocks.shape[0], block_mask.kv_num_blocks.shape[1]), block_mask.kv_indices.device
+    grid = TileGrid(block_mask.seq_lengths, block_mask.BLOCK_SIZE, batch)
+    if reads_nothing(user, device) or (held := held_for_kernels(user, grid, device)) is None:
         return None
     from anyattn.sparsity.kernels.prepared_lists import prepared
 
-    launches = prepared(held, lengths, tile, batch, device, **OF_KERNELS, separate_full=bool(separate_full))
+    launches = prepared(held, grid, device, BLOCK_MASK._replace(separate_full=bool(separate_full)))
     return None if launches is None else (held, launches)

@@ -14,17 +14,15 @@ from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called
 from anyattn.custom_ops.graph_nodes import captures_in_graph
 from anyattn.mods.tracing.trace import TracedMod
-from anyattn.sparsity import compute, varlen_checks
+from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
-from anyattn.sparsity.block_mask import lists_of_mask
-from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
+from anyattn.sparsity.block_sparse import tensors_of
+from anyattn.sparsity.compute import lists_of_mask
+from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, ListForm, TileGrid, lists_of_stacks
 from anyattn.sparsity.made_of import note_lists
 from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 
 __all__ = ["block_lists", "lists_with_mods", "tile_lists", "tile_lists_with_mods", "varlen_lists_with_mods", "varlen_tile_lists"]
-
-
-_Pair = tuple[int, int]
 
 
 class BlockLists(NamedTuple):
@@ -44,24 +42,24 @@ class BlockLists(NamedTuple):
     separate_full: bool
 
 
-def _fake(operands: BlockLists, wants_columns: bool) -> list[Tensor]:
-    grid = (ceil_div(operands.q_len, operands.block_m), ceil_div(operands.kv_len, operands.block_n))
-    shapes = stack_shapes((operands.batch, operands.heads), grid, 1 + operands.separate_full, wants_columns)
-    return [operands.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
+def _fake(operands: BlockLists, form: ListForm) -> list[Tensor]:
+    shape = (ceil_div(operands.q_len, operands.block_m), ceil_div(operands.kv_len, operands.block_n))
+    shapes = form._replace(separate_full=operands.separate_full).stack_shapes((operands.batch, operands.heads), shape)
+    return [operands.like.new_empty(one, dtype=torch.int32) for one in shapes]
 
 
-def _problem(operands: BlockLists) -> tuple[TracedMod, _Pair, _Pair, _Pair, torch.device, bool]:
-    """The common first arguments of both functions called ``lists_of_mask``."""
+def _stacks(operands: BlockLists, form: ListForm) -> list[Tensor]:
     like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = operands
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    return mask, (q_len, kv_len), (block_m, block_n), (batch, heads), like.device, separate_full
+    grid = TileGrid((q_len, kv_len), (block_m, block_n), (batch, heads))
+    return lists_of_mask(mask, grid, like.device, form._replace(separate_full=separate_full), stacks=True)
 
 
-@operator(BlockLists, fake=partial(_fake, wants_columns=True))
+@operator(BlockLists, fake=partial(_fake, form=BLOCK_MASK))
 def block_lists(operands: BlockLists) -> list[Tensor]:
-    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
+    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.grid``)."""
     # .data resets the version counter: a list is exact only while it counts no write
-    return [t.data for t in lists_of_mask(*_problem(operands), stacks=True)]
+    return [t.data for t in _stacks(operands, BLOCK_MASK)]
 
 
 def lists_with_mods(
@@ -75,14 +73,17 @@ def lists_with_mods(
     mask: TracedMod,
 ) -> list[Tensor]:
     """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call does."""
-    lengths, sizes = _lengths(Q_LEN=q_len, KV_LEN=kv_len), _counts(B=batch, H=heads)
-    like = torch.empty(0, device=device_of(device, mask))
-    (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
-    operands = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
-    stacks = called(block_lists, operands)
-    lists = [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+    lengths, counts = _lengths(Q_LEN=q_len, KV_LEN=kv_len), _counts(B=batch, H=heads)
+    lists = _called(block_lists, mask, device, (*counts, *lengths, *pair("BLOCK_SIZE", block_size)), separate_full)
     note_lists(lists[0], captures_in_graph(mask))
     return lists
+
+
+def _called(lists_operator: Any, mask: TracedMod, device: Any, sizes: tuple, separate_full: bool) -> list[Tensor]:
+    """The lists that one of the operators makes; those of full tiles if they are separate. sizes: ``BlockLists.batch`` to ``block_n``."""
+    like = torch.empty(0, device=device_of(device, mask))
+    stacks = called(lists_operator, BlockLists._make((like, *operands_of(like, mask), *sizes, separate_full)))
+    return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
 
 
 def _lengths(**lengths: Any) -> list[Any]:
@@ -96,10 +97,10 @@ def _counts(**counts: Any) -> list[Any]:
 # ---- compute_block_sparsity
 
 
-@operator(BlockLists, fake=partial(_fake, wants_columns=False))
+@operator(BlockLists, fake=partial(_fake, form=BLOCK_SPARSE))
 def tile_lists(operands: BlockLists) -> list[Tensor]:
-    """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.list_stacks``)."""
-    return compute.lists_of_mask(*_problem(operands), stacks=True)
+    """The lists of ``compute_block_sparsity``, int32, as two stacks (``sparsity.grid``)."""
+    return _stacks(operands, BLOCK_SPARSE)
 
 
 def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: bool, mask: TracedMod) -> list[Tensor]:
@@ -108,10 +109,7 @@ def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: 
     batch, heads, seqlen_q, seqlen_k = sizes
     tile_m, tile_n = _tile(tile)
     lengths, counts = _lengths(seqlen_q=seqlen_q, seqlen_k=seqlen_k), _counts(batch_size=batch, num_heads=heads)
-    like = torch.empty(0, device=device_of(device, mask))
-    (b, h), (m, n) = counts, lengths
-    stacks = called(tile_lists, BlockLists(like, *operands_of(like, mask), b, h, m, n, tile_m, tile_n, separate_full))
-    return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]
+    return _called(tile_lists, mask, device, (*counts, *lengths, tile_m, tile_n), separate_full)
 
 
 def _tile(tile: tuple) -> tuple[int, int]:
@@ -160,9 +158,9 @@ def varlen_tile_lists(operands: VarlenTileLists) -> list[Tensor]:
     (mask,) = mods_of_operands("mask", operands.program, operands.numbers, operands.tensors)
     tables, options = operands[4:8], (operands.like.device, operands.separate_full, operands.layout)
     block_sparse = varlen_lists_of_mask(mask, (operands.tile_m, operands.tile_n), operands.heads, tables, *options)
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx")
-    lists = [getattr(block_sparse, name) for name in names]
-    return [t for t in lists if t is not None] + [block_sparse.seqlens_q.clone(), block_sparse.seqlens_k.clone()]  # may be arguments
+    lists = [t for t in tensors_of(block_sparse) if t is not None]
+    # the lengths may be arguments
+    return [*lists, block_sparse.cu_block_cnt, block_sparse.cu_block_idx, block_sparse.seqlens_q.clone(), block_sparse.seqlens_k.clone()]
 
 
 def varlen_lists_with_mods(

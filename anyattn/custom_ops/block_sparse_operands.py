@@ -10,13 +10,12 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn.custom_ops.list_operands import places_of
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
-from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
 __all__ = ["BlockSparse", "blocks_of_operands", "operands_of_blocks"]
 
-_LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 _TABLES = ("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
 _UNKNOWN = [-1, -1]
 
@@ -38,9 +37,9 @@ def operands_of_blocks(parts: tuple) -> tuple[BlockSparse, BlockSparseTensors | 
     lists, tables, tile, lengths = parts
     tile = tuple(int(n) for n in tile)
     if tables:
-        block_sparse = unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*lists, *tables, tile))
+        block_sparse = unchecked(VarlenBlockSparseTensors, (*LISTS, *_TABLES, "tile"), (*lists, *tables, tile))
     else:
-        block_sparse = unchecked(BlockSparseTensors, (*_LISTS, "tile", "lengths"), (*lists, tile, lengths))
+        block_sparse = unchecked(BlockSparseTensors, (*LISTS, "tile", "lengths"), (*lists, tile, lengths))
     return BlockSparse([t for t in (*lists, *tables) if t is not None], list(tile), list(lengths or _UNKNOWN)), block_sparse
 
 
@@ -79,7 +78,7 @@ def _block_sparse_of(operands: BlockSparse) -> BlockSparseTensors | VarlenBlockS
         raise ValueError(f"block_lists has {count} tensors; wanted 2 or 4 of dense lists, or 4 more of varlen lists")
     lists, tables = (*tensors[:-4], None, None)[:4], tensors[-4:]
     if tensors[0].is_cpu:
-        fields: dict[str, Any] = dict(zip((*_LISTS, *_TABLES), (*lists, *tables), strict=True))
+        fields: dict[str, Any] = dict(zip((*LISTS, *_TABLES), (*lists, *tables), strict=True))
         return VarlenBlockSparseTensors(**fields, tile=tile)
     tiles = RaggedTiles(tables[2], tables[3], tile)  # unchecked: a check would synchronise
-    return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile", "tiles"), (*lists, *tables, tile, tiles))
+    return unchecked(VarlenBlockSparseTensors, (*LISTS, *_TABLES, "tile", "tiles"), (*lists, *tables, tile, tiles))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.tracing.trace import TracedMod
+from anyattn.sparsity.grid import TileGrid
 from anyattn.tensors import kinds
 from anyattn.tensors.devices import usable_device
 from anyattn.tensors.dynamo import opaque
@@ -34,9 +34,9 @@ __all__ = [
 MOST_TILES = 2**31  # over all batch entries and heads: each list of so many takes 8 GiB
 
 
-def check_many(batch: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]) -> None:
+def check_many(grid: TileGrid) -> None:
     """Raises ``ValueError`` if lists would have more than ``MOST_TILES`` tiles, before any memory is allocated."""
-    rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
+    batch, (rows, columns) = grid.batch, grid.shape
     if (tiles := batch[0] * batch[1] * rows * columns) > MOST_TILES:
         raise ValueError(
             f"the lists of {rows} x {columns} tiles for (batch, heads) {batch} have {tiles:,} entries, 4 bytes each; wanted at most "

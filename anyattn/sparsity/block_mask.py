@@ -22,10 +22,10 @@ from anyattn.mods.tracing.pickling import refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.compute import classes_of_mask, device_lists
+from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.drawing import as_svg
-from anyattn.sparsity.list_stacks import stack_shapes
-from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
+from anyattn.sparsity.grid import BLOCK_MASK, TileGrid
+from anyattn.sparsity.lists import both_ways, check_counts, grid_of_lists, lists_of_grid, with_partial_tails
 from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
@@ -33,19 +33,16 @@ from anyattn.tensors.kinds import has_memory, refuse_torchscript
 
 __all__ = [
     "LISTS",
-    "OF_KERNELS",
     "BlockMask",
     "are_unwritten",
     "block_mask_of_classes",
     "block_mask_of_lists",
     "build_block_mask",
     "lists_are_complete",
-    "lists_of_mask",
 ]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
 LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
-OF_KERNELS = {"wants_columns": True, "has_full_tails": False, "broadcasts": False}  # options of ``block_lists.list_tiles``
 _EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *LISTS[:4]))
 
 
@@ -361,60 +358,17 @@ def block_mask_of_classes(
     tile: tuple[int, int],
     separate_full: bool = True,
     compute_q_blocks: bool = True,
-    batch: tuple[int, int] | None = None,
 ) -> BlockMask:
     """The block mask of a grid of classes, uint8 (B, H, M, N).
 
     A tail tile is listed as partial even if all its pairs inside the sequences are visible: torch counts the padding as hidden, and the
-    lists equal torch's block for block. batch: the lists' (B, H); the lists are copied to this size, since torch's Triton kernels find a
-    head's list by the contiguous stride.
+    lists equal torch's block for block.
     """
-    lists = _lists_of_classes(classes, lengths, tile, separate_full, compute_q_blocks, batch)
+    lists = both_ways(with_partial_tails(classes, lengths, tile), separate_full, compute_q_blocks)
     return block_mask_of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
 
 
 BlockSparseTensors.block_mask_of_classes = staticmethod(block_mask_of_classes)
-
-
-def _lists_of_classes(
-    classes: Tensor,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    separate_full: bool,
-    compute_q_blocks: bool,
-    batch: tuple[int, int] | None,
-) -> list[Tensor | None]:
-    classes = _with_partial_tails(classes, lengths, tile)
-    grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
-    lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
-    if batch is not None:
-        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
-    return lists
-
-
-def lists_of_mask(
-    mask: TracedMod,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    device: torch.device,
-    separate_full: bool,
-    stacks: bool = False,
-) -> list[Any]:
-    """A block mask's lists in the order of its fields; None for full blocks if they are not listed separately.
-
-    stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
-    """
-    lists = device_lists(mask, lengths, tile, batch, device, **OF_KERNELS, separate_full=separate_full, stacks=stacks)
-    if lists is not None:
-        return lists
-    classes = classes_of_mask(mask, lengths, tile, batch, device)
-    lists = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
-    if not stacks:
-        return lists
-    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
-    width = len(counts) // len(stack_shapes(batch, (classes.shape[-2], classes.shape[-1]), 1 + separate_full, True))
-    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
 def told_apart(mask: TracedMod, batch: tuple[int, int]) -> tuple[str, ...]:
@@ -440,17 +394,6 @@ def block_mask_of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths:
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
 
 
-def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[int, int]) -> Tensor:
-    if all(n % t == 0 for n, t in zip(lengths, tile, strict=True)):
-        return classes
-    classes = classes.clone()
-    for dim in (-2, -1):
-        if lengths[dim] % tile[dim] and classes.shape[dim]:
-            classes.select(dim, -1).clamp_(max=PARTIAL)
-    assert FULL > PARTIAL > EMPTY
-    return classes
-
-
 @opaque
 @without_default_device
 def build_block_mask(
@@ -470,7 +413,9 @@ def build_block_mask(
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
     with without_transforms(traced, where):
-        mask = block_mask_of_lists(lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks), mask_mod, sizes, tile)
+        form = BLOCK_MASK._replace(separate_full=bool(separate_full_blocks))
+        lists = lists_of_mask(traced, TileGrid(sizes, tile, counts), where, form)
+        mask = block_mask_of_lists(lists, mask_mod, sizes, tile)
     mask._told_apart = told_apart(traced, counts)
     _marked(mask, not mask._told_apart)
     if dq_kv_order is not None:

@@ -15,7 +15,14 @@ from anyattn.sparsity.arguments import length, pair
 from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
 from anyattn.sparsity.pytree_nodes import register
 
-__all__ = ["BlockSparseTensors"]
+__all__ = ["LISTS", "BlockSparseTensors", "tensors_of"]
+
+LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+
+
+def tensors_of(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The four tensors of dense or ragged lists: counts and indices of partial tiles, then of full ones."""
+    return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +119,7 @@ class BlockSparseTensors:
 
     def classes(self) -> Tensor:
         """The grid of classes, uint8 (B, H, M, N): 0 empty, 1 partial, 2 full."""
-        return grid_of_lists(self.mask_block_cnt, self.mask_block_idx, self.full_block_cnt, self.full_block_idx, self.grid[1])
+        return grid_of_lists(*tensors_of(self), self.grid[1])
 
     def visited(self) -> Tensor:
         """int32 (B, H, M): how many tiles each row of tiles visits."""
@@ -162,8 +169,7 @@ class BlockSparseTensors:
 
     def to(self, device: torch.device | str) -> BlockSparseTensors:
         """The same lists on another device."""
-        names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-        moved: dict[str, Any] = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in names}
+        moved: Any = {n: t.to(device) for n in LISTS if (t := getattr(self, n)) is not None}
         return replace(self, **moved)
 
     @classmethod
@@ -256,4 +262,4 @@ def _check_contents(name: str, cnt: Tensor, idx: Tensor, columns: int) -> None:
         raise ValueError(f"{name}_block_idx is not 0 after the listed tiles; fill the tail with 0")
 
 
-register(BlockSparseTensors, ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"), ("tile", "lengths"))
+register(BlockSparseTensors, LISTS, ("tile", "lengths"))

@@ -5,27 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms
-from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.lists import lists_of_grid, unknown_lists
+from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
+from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory
+from anyattn.sparsity.lists import both_ways, lists_of_grid, with_partial_tails
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import not_scriptable, refuse_torchscript
 
 __all__ = [
-    "TileLists",
-    "classes_of_mask",
     "compute_block_sparsity",
     "has_triton",
     "held_for_kernels",
@@ -33,8 +31,6 @@ __all__ = [
     "runs_kernels",
     "tile_lists",
 ]
-
-_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
 
 @not_scriptable
@@ -70,7 +66,7 @@ def compute_block_sparsity(
     if torch.compiler.is_compiling():
         sizes = (batch_size, num_heads, seqlen_q, seqlen_k)
         tensors = captured.entry_points.tile_lists(mask_mod, aux_tensors, sizes, (tile_m, tile_n), device, compute_full_blocks)
-        return unchecked(BlockSparseTensors, (*_FIELDS, "tile", "lengths"), (*tensors, (tile_m, tile_n), (seqlen_q, seqlen_k)))
+        return unchecked(BlockSparseTensors, (*LISTS, "tile", "lengths"), (*tensors, (tile_m, tile_n), (seqlen_q, seqlen_k)))
     return _computed((tile_m, tile_n), (batch_size, num_heads), (seqlen_q, seqlen_k), mask_mod, aux_tensors, device, compute_full_blocks)
 
 
@@ -92,118 +88,80 @@ def _computed(
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     where = device_of(device, traced)
     with without_transforms(traced, where):
-        lists = lists_of_mask(traced, lengths, tile, counts, where, separate_full)
-    fields: dict[str, Any] = dict(zip(_FIELDS, lists, strict=True))
-    return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
+        form = BLOCK_SPARSE._replace(separate_full=bool(separate_full))
+        lists = lists_of_mask(traced, TileGrid(lengths, tile, counts), where, form)
+    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)  # type: ignore[misc]
 
 
-def lists_of_mask(
-    mask: TracedMod,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    device: torch.device,
-    separate_full: bool,
-    stacks: bool = False,
-) -> list[Any]:
-    """The four lists of ``compute_block_sparsity``; None for full tiles if they are not listed separately.
+def lists_of_mask(mask: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Any]:
+    """The four lists of ``compute_block_sparsity``, or the eight of a block mask; None for full tiles if they are not listed separately.
 
-    stacks: return the lists as stacks (``sparsity.list_stacks``), which share no memory.
+    stacks: return the lists as stacks (``sparsity.grid``), which share no memory.
     """
     refuse_torchscript()
-    options = {"wants_columns": False, "separate_full": separate_full, "has_full_tails": True, "broadcasts": False}
-    lists = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
-    if lists is None:
-        one_entry = lists_of_grid(classes_of_mask(mask, lengths, tile, batch, device), separate_full)
-        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in one_entry]
-        if stacks:
-            return [torch.stack([t for t in lists[at::2] if t is not None]) for at in (0, 1)]
-    return lists
+    lists = device_lists(mask, grid, device, form, stacks)
+    if lists is not None:
+        return lists
+    with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
+        ((mask,), _) = check_call(Dense(*grid.batch, *grid.lengths), [mask])
+        classes = classify(mask, *grid.lengths, *grid.tile, *grid.batch, device)
+    classes = classes if form.has_full_tails else with_partial_tails(classes, grid.lengths, grid.tile)
+    one_entry = both_ways(classes, form.separate_full, form.wants_columns)
+    lists = [None if t is None else t.expand(*grid.batch, *t.shape[2:]).contiguous() for t in one_entry]
+    if not stacks:
+        return lists
+    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
+    width = 2 * len(counts) // len(form.stack_shapes(grid.batch, grid.shape))
+    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
-class TileLists(NamedTuple):
-    """Per row of tiles, the counts of partial and full tiles, int32 (B', H', M), and their columns, ascending, int32 (B', H', M, N).
-
-    B' and H' are 1 if the mask ignores b or h. Entries beyond a count are 0.
-    """
-
-    partial_count: Tensor
-    partial_index: Tensor
-    full_count: Tensor
-    full_index: Tensor
-
-
-def tile_lists(
-    mask: TracedMod,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    tile: tuple[int, int],
-    device: torch.device | str | None = None,
-) -> TileLists:
+def tile_lists(mask: TracedMod, grid: TileGrid, device: torch.device | str | None = None) -> BlockSparseTensors:
     """The lists of a traced mask for a kernel's own tiles, of any size: ``compute_block_sparsity`` without its checks.
 
     The caller has checked that the mask reads inside its captured tensors (``analysis.visible_loads``). Only pairs inside the sequences
-    count: a tail tile whose pairs are all visible is full. On a CUDA device the host does not wait (see ``device_lists``).
+    count: a tail tile whose pairs are all visible is full. B and H of the lists are 1 if the mask ignores b or h. On a CUDA device the host
+    does not wait (see ``device_lists``).
     """
-    lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
-    if (
-        lists := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
-    ) is None:
+    where = device_of(device, mask)
+    lists: Any = device_lists(mask, grid, where, BLOCK_SPARSE._replace(broadcasts=True))
+    if lists is None:
         with torch.no_grad():
-            lists = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
-    return TileLists(*lists)  # type: ignore[arg-type]
+            lists = lists_of_grid(classify(mask, *grid.lengths, *grid.tile, *grid.batch, where), separate_full=True)
+    return BlockSparseTensors(*lists, tile=grid.tile, lengths=grid.lengths)  # type: ignore[misc]
 
 
-def device_lists(
-    mask: TracedMod,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    device: torch.device,
-    *,
-    wants_columns: bool,
-    has_full_tails: bool,
-    broadcasts: bool,
-    separate_full: bool = True,
-    stacks: bool = False,
-) -> list[Tensor | None] | None:
+def device_lists(mask: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Tensor | None] | None:
     """The lists made by Triton kernels without waiting for the device (``sparsity.kernels.block_lists``); None if they cannot be used.
 
-    stacks: return the allocations that hold the lists (``sparsity.list_stacks``). For fake and meta tensors, lists without values.
+    stacks: return the allocations that hold the lists. For fake and meta tensors, lists without values.
 
     Usable on a CUDA device if Triton is installed, unless the mask captures an integer of magnitude 2 ** 40 or more. Raises ``ValueError``
     for a mask that reads outside a captured tensor; an index that is read from another captured tensor is clamped instead.
     """
     if reads_nothing(mask, device):
-        rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
-        shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
-        return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
-    held = held_for_kernels(mask, lengths, tile, batch, device)
+        memory: list[Any] = [torch.empty(s, dtype=torch.int32, device=device) for s in form.stack_shapes(grid.batch, grid.shape)]
+        return memory if stacks else lists_of_memory(memory, 1 + form.separate_full)
+    held = held_for_kernels(mask, grid, device)
     if held is None:
         return None
     from anyattn.sparsity.kernels import block_lists as kernels
 
-    options = {"wants_columns": wants_columns, "separate_full": bool(separate_full), "has_full_tails": has_full_tails, "stacks": stacks}
-    return kernels.list_tiles(held, lengths, tile, batch, device, broadcasts=broadcasts, **options)
+    return kernels.list_tiles(held, grid, device, form, stacks)
 
 
-def held_for_kernels(
-    mask: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device
-) -> TracedMod | None:
+def held_for_kernels(mask: TracedMod, grid: TileGrid, device: torch.device) -> TracedMod | None:
     """The mask with every load inside its tensor, as kernels evaluate it; None if kernels cannot be used. Raises as ``device_lists``.
 
     No captured tensor is read.
     """
-    check_many(batch, lengths, tile)
+    check_many(grid)
     if not runs_kernels(device):
         return None
     from anyattn.sparsity.kernels import block_lists as kernels
 
-    if not kernels.can_list(mask, lengths):
+    if not kernels.can_list(mask, grid.lengths):
         return None
-    ((held,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
+    ((held,), _) = check_call(Dense(*grid.batch, *grid.lengths), [mask], reads_values=False)
     return held
 
 
@@ -216,11 +174,3 @@ def runs_kernels(device: torch.device) -> bool:
 def has_triton() -> bool:
     """Whether lists can be made by kernels on a CUDA device."""
     return importlib.util.find_spec("triton") is not None
-
-
-def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
-    """``tile_classes.classify`` after checking that the mask reads inside its captured tensors; B, H are 1 if the mask ignores them."""
-    where = device_of(device, mod)
-    with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
-        ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])
-        return classify(mod, *lengths, *tile, *batch, where)

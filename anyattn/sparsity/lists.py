@@ -15,16 +15,18 @@ from anyattn.sparsity.derived import derived
 from anyattn.tensors.kinds import has_memory
 
 __all__ = [
+    "both_ways",
     "check_counts",
     "classes_of_ragged",
     "grid_of_lists",
     "joined",
+    "kept_classes",
     "kept_for_call",
     "kept_transposed",
     "lists_of_grid",
     "ordered",
     "ordered_ragged",
-    "unknown_lists",
+    "with_partial_tails",
 ]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
@@ -40,10 +42,22 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
     return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
 
 
-def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
-    """Uninitialised lists of the shapes that ``lists_of_grid`` returns for classes of ``shape``; for fake and meta tensors."""
-    counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
-    return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
+def both_ways(classes: Tensor, separate_full: bool, wants_columns: bool = True) -> list[Tensor | None]:
+    """``lists_of_grid`` of each row of tiles, then of each column."""
+    grids = (classes, classes.transpose(-1, -2)) if wants_columns else (classes,)
+    return [t for grid in grids for t in lists_of_grid(grid, separate_full)]
+
+
+def with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[int, int]) -> Tensor:
+    """The classes (B, H, M, N), with full tiles that a sequence's end cuts as partial ones."""
+    if all(n % t == 0 for n, t in zip(lengths, tile, strict=True)):
+        return classes
+    classes = classes.clone()
+    for dim in (-2, -1):
+        if lengths[dim] % tile[dim] and classes.shape[dim]:
+            classes.select(dim, -1).clamp_(max=PARTIAL)
+    assert FULL > PARTIAL > EMPTY
+    return classes
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -97,6 +111,11 @@ def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None
     goal = torch.where(is_listed, idx + (idx == columns), columns).to(torch.int64)
     wider = torch.cat((classes, classes.new_zeros(rows, 1)), 1).scatter_(1, goal, value)
     classes.copy_(wider[:, :columns])
+
+
+def kept_classes(lists: Any) -> Tensor:
+    """``lists.classes()``, cached by ``_kept``."""
+    return _kept(lists, "classes", lists.classes)  # type: ignore[no-any-return]
 
 
 def kept_transposed(lists: Any) -> Any:

@@ -21,7 +21,7 @@ from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sparsity import captured, varlen_checks
 from anyattn.sparsity.arguments import device_of, length, pair, ragged_lengths
-from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
 from anyattn.tensors.dynamo import opaque
@@ -29,7 +29,6 @@ from anyattn.tensors.kinds import not_scriptable, outside_transforms, refuse_hid
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
 
-_LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 _TABLES = ("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
 
 
@@ -97,7 +96,7 @@ class VarlenBlockSparseTensors:
         return RaggedTiles(self.seqlens_q, self.seqlens_k, self.tile)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_LISTS, *_TABLES, "tile")}
+        return {name: getattr(self, name) for name in (*LISTS, *_TABLES, "tile")}
 
     @property
     def layout(self) -> str:
@@ -137,13 +136,10 @@ class VarlenBlockSparseTensors:
         """An object of lists that were made for these tiles; unchecked, since a check would wait for a GPU."""
         instance = object.__new__(cls)
         of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
-        vars(instance).update(zip(_LISTS, lists, strict=True))
+        vars(instance).update(zip(LISTS, lists, strict=True))
         vars(instance).update(zip(_TABLES, of_tiles, strict=True))
         vars(instance).update(tile=tiles.tile, tiles=tiles)
         return instance
-
-    def _with_indices(self, index_lists: dict[str, Tensor]) -> VarlenBlockSparseTensors:
-        return self._of_lists(tuple(index_lists.get(name, getattr(self, name)) for name in _LISTS), self.tiles)  # type: ignore[arg-type]
 
     @classmethod
     def from_block_sparse(cls, lists: BlockSparseTensors, batch: int | None = None, layout: str = "flat") -> VarlenBlockSparseTensors:
@@ -212,35 +208,29 @@ class VarlenBlockSparseTensors:
 
     def to_flat(self) -> VarlenBlockSparseTensors:
         """The same lists in the flat layout."""
-        if self.layout == "flat":
-            return self
-        index_lists = {name: t.new_empty(len(t), self.tiles.total_n) for name, t in self._index_lists().items()}
-        for piece, (b, m, n) in self.tiles.pieces():
-            row = self.tiles.first_row[b] + m
-            for name, t in self._index_lists().items():
-                index_lists[name][:, piece] = t[:, row, n]
-        return self._with_indices(index_lists)
+        return self if self.layout == "flat" else self._in_other_layout()
 
     def to_padded(self) -> VarlenBlockSparseTensors:
         """The same lists in the padded layout, which takes total_m * max_n entries: many more than flat if lengths differ much."""
-        if self.layout == "padded":
-            return self
-        index_lists = {name: t.new_zeros(len(t), self.tiles.total_m, self.tiles.max_n) for name, t in self._index_lists().items()}
+        return self if self.layout == "padded" else self._in_other_layout()
+
+    def _in_other_layout(self) -> VarlenBlockSparseTensors:
+        is_flat, old = self.layout == "flat", (self.mask_block_idx, self.full_block_idx)
+        sizes = (self.tiles.total_m, self.tiles.max_n) if is_flat else (self.tiles.total_n,)
+        new = [None if t is None else t.new_zeros(len(t), *sizes) for t in old]
         for piece, (b, m, n) in self.tiles.pieces():
-            row = self.tiles.first_row[b] + m
-            for name, t in self._index_lists().items():
-                index_lists[name][:, row, n] = t[:, piece]
-        return self._with_indices(index_lists)
+            flat, padded = (slice(None), piece), (slice(None), self.tiles.first_row[b] + m, n)
+            for source, target in zip(old, new, strict=True):
+                if source is not None and target is not None:
+                    target[padded if is_flat else flat] = source[flat if is_flat else padded]
+        return self._of_lists((self.mask_block_cnt, new[0], self.full_block_cnt, new[1]), self.tiles)  # type: ignore[arg-type]
 
     def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
         """The lists with ``heads`` heads: those of a single head are copied for each."""
         if len(self.mask_block_cnt) == heads:
             return self
-        lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in _LISTS]
+        lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in LISTS]
         return self._of_lists(tuple(lists), self.tiles)  # type: ignore[arg-type]
-
-    def _index_lists(self) -> dict[str, Tensor]:
-        return {name: t for name in _LISTS[1::2] if (t := getattr(self, name)) is not None}
 
     def _made_of(self, classes: Tensor, tiles: RaggedTiles) -> VarlenBlockSparseTensors:
         separate = self.full_block_cnt is not None
@@ -279,7 +269,7 @@ class VarlenBlockSparseTensors:
 
     def to(self, device: torch.device | str) -> VarlenBlockSparseTensors:
         """The same lists on another device."""
-        moved: dict[str, Any] = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in (*_LISTS, *_TABLES)}
+        moved: Any = {n: t.to(device) for n in (*LISTS, *_TABLES) if (t := getattr(self, n)) is not None}
         return replace(self, **moved)
 
     def __repr__(self) -> str:
@@ -291,7 +281,7 @@ class VarlenBlockSparseTensors:
         )
 
 
-register(VarlenBlockSparseTensors, (*_LISTS, *_TABLES), ("tile",))
+register(VarlenBlockSparseTensors, (*LISTS, *_TABLES), ("tile",))
 
 
 @not_scriptable
@@ -334,7 +324,7 @@ def compute_varlen_block_sparsity(
     if torch.compiler.is_compiling():
         options = (num_heads, (tile_m, tile_n), device, compute_full_blocks, layout)
         tensors = captured.entry_points.varlen_tile_lists(mask_mod, aux_tensors, tables, *options)
-        return unchecked(VarlenBlockSparseTensors, (*_LISTS, *_TABLES, "tile"), (*tensors, (tile_m, tile_n)))
+        return unchecked(VarlenBlockSparseTensors, (*LISTS, *_TABLES, "tile"), (*tensors, (tile_m, tile_n)))
     return _computed((tile_m, tile_n), num_heads, mask_mod, aux_tensors, tables, device, compute_full_blocks, layout)
 
 

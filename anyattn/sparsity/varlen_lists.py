@@ -9,15 +9,18 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.compose import turned
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import runs_kernels
+from anyattn.sparsity.lists import kept_transposed
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
-__all__ = ["RaggedLists", "ragged_lists"]
+__all__ = ["RaggedLists", "lists_of_call", "ragged_lists"]
 
 
 class RaggedLists(NamedTuple):
@@ -44,8 +47,7 @@ class RaggedLists(NamedTuple):
     @classmethod
     def of(cls, lists: VarlenBlockSparseTensors) -> RaggedLists:
         """The form of block lists that a caller passed."""
-        tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
-        return cls(*tensors, lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+        return cls(*tensors_of(lists), lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
 
     def entries(self, s: Sequences, by_key: bool = False) -> Tensor:
         """``varlen_tables.entries_table`` with the places of each sequence's lists. by_key: the lists' rows are key tiles."""
@@ -53,6 +55,15 @@ class RaggedLists(NamedTuple):
         if lengths is not None and by_key:
             lengths = lengths[::-1]
         return entries_table(s, lengths, (self.first_row, self.first_entry))
+
+
+def lists_of_call(
+    blocks: VarlenBlockSparseTensors | None, mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int, by_key: bool = False
+) -> RaggedLists:
+    """The call's own lists, or else ``ragged_lists`` of a mask. by_key: of the row tiles that visit each tile of keys."""
+    if blocks is not None:
+        return RaggedLists.of(kept_transposed(blocks) if by_key else blocks)
+    return ragged_lists(turned(mask) if by_key else mask, s.turned() if by_key else s, tile, heads)
 
 
 def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists:
@@ -82,19 +93,15 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
 
 def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
     """The lists made by Triton kernels without waiting for the device; None if they cannot be used."""
-    from anyattn.sparsity.kernels import varlen_lists as kernels
-    from anyattn.sparsity.kernels.arguments import SequenceTables
-    from anyattn.sparsity.kernels.block_lists import can_list
+    from anyattn.sparsity.kernels import block_lists as kernels
 
-    rows, columns = _most_tiles(s, tile)
+    most = _most_tiles(s, tile)
     last = s.bound_q if isinstance(s, StoredSequences) else s.end_position
-    if not can_list(mask, (last, s.bound_k)) or min(rows, columns) == 0 or rows * ceil_div(s.bound_k, tile[1]) >= 2**31:
+    if not kernels.can_list(mask, (last, s.bound_k)) or min(most) == 0 or most[0] * ceil_div(s.bound_k, tile[1]) >= 2**31:
         return None
-    sees_h = any(d.h for d in dependence(mask.expr))
-    most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
-    listed = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), most, tile, heads if sees_h else 1)
-    places = SequenceTables(*listed.places.unbind(0))
-    return RaggedLists(*listed.lists, places.first_row, places.first_entry, places.seqlens_q, places.seqlens_k)
+    heads = heads if any(d.h for d in dependence(mask.expr)) else 1
+    tables, lists = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), (s.bound_q, s.bound_k), most, tile, heads)
+    return RaggedLists(*lists, tables.first_row, tables.first_entry, tables.seqlens_q, tables.seqlens_k)
 
 
 def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:

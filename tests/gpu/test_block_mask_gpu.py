@@ -15,7 +15,10 @@ from anyattn.call_cache import block_mask as warm_masks
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import BlockMask, compute_block_sparsity
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import tile_lists
+from anyattn.sparsity.grid import TileGrid
+from tests.support.gpu.waiting import no_waiting
 from tests.support.tiles import library_masks, random_mask
 
 HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
@@ -37,23 +40,15 @@ def assert_same(ours: BlockMask, theirs: BlockMask, name: str) -> None:
         assert (a is None) == (b is None) and (a is None or (a.is_cuda and a.is_contiguous() and torch.equal(a.cpu(), b))), (name, field)
 
 
-@pytest.fixture
-def no_waits() -> Any:
-    """torch raises where it would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name", library_masks(64, 64))
-def test_library_masks(name: str, no_waits: Callable) -> None:
+def test_library_masks(name: str) -> None:
     for lengths, tile in SHAPES:
         mod = library_masks(*lengths)[name]
         for batch in ((None, None), (2, 3)) if "batch" not in name and "padding" not in name else ((2, 3),):
             theirs = create_block_mask(mod, *batch, *lengths, "cpu", tile)
             there = on_gpu(mod)
-            no_waits()
-            ours = create_block_mask(there, *batch, *lengths, "cuda", tile)  # type: ignore[arg-type]
-            torch.cuda.set_sync_debug_mode("default")
+            with no_waiting():
+                ours = create_block_mask(there, *batch, *lengths, "cuda", tile)  # type: ignore[arg-type]
             assert_same(ours, theirs, name)
 
 
@@ -69,14 +64,13 @@ def test_random_masks(seed: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 128), (128, 80)])
-def test_tile_lists(tile: tuple[int, int], no_waits: Callable) -> None:
+def test_tile_lists(tile: tuple[int, int]) -> None:
     for name, mod in library_masks(1500, 1100).items():
         here, there = trace(mod, "mask"), on_gpu(mod)
-        theirs = tile_lists(here, 2, 2, 1500, 1100, tile, "cpu")
-        no_waits()
-        ours = tile_lists(there, 2, 2, 1500, 1100, tile, "cuda")
-        torch.cuda.set_sync_debug_mode("default")
-        for a, b in zip(ours, theirs, strict=True):
+        theirs = tile_lists(here, TileGrid((1500, 1100), tile, (2, 2)), "cpu")
+        with no_waiting():
+            ours = tile_lists(there, TileGrid((1500, 1100), tile, (2, 2)), "cuda")
+        for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
             assert torch.equal(a.cpu(), b), name
 
 
@@ -91,7 +85,7 @@ def test_compute_block_sparsity() -> None:
 
 
 @pytest.mark.parametrize("length", [8192, 131072])
-def test_long_masks(length: int, no_waits: Callable) -> None:
+def test_long_masks(length: int) -> None:
     cuts = torch.randperm(length // 64, generator=torch.Generator().manual_seed(0))[:40].sort().values * 64 + 7
     ids = torch.bucketize(torch.arange(length), cuts).to(torch.int32)
     cases: dict[str, tuple[Mask, Mask]] = {
@@ -102,14 +96,13 @@ def test_long_masks(length: int, no_waits: Callable) -> None:
         "document_causal": (masks.document(ids) & masks.causal(), masks.document(ids.cuda()) & masks.causal()),
     }
     for name, (here, there) in cases.items():
-        no_waits()
-        ours = create_block_mask(there, None, None, length, length, "cuda")
-        torch.cuda.set_sync_debug_mode("default")
+        with no_waiting():
+            ours = create_block_mask(there, None, None, length, length, "cuda")
         assert_same(ours, create_block_mask(here, None, None, length, length, "cpu"), name)
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_warm_calls(separate: bool, no_waits: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_calls(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closures made anew: a call is not checked again, and its kernels list what it captures."""
     tables = [torch.arange(1000, dtype=torch.int32) // n for n in (70, 200, 1000)]
     x, y, z = (torch.arange(1000) // n for n in (30, 100, 170))
@@ -133,9 +126,8 @@ def test_warm_calls(separate: bool, no_waits: Callable, monkeypatch: pytest.Monk
             create_block_mask(make(values[0], "cuda"), 2, 1, 1000, 900, "cuda", separate_full_blocks=separate)
         with monkeypatch.context() as patched:
             patched.setattr(warm_masks, "build_block_mask", None)
-            no_waits()
-            made = [create_block_mask(make(v, "cuda"), 2, 1, 1000, 900, "cuda", separate_full_blocks=separate) for v in values]
-            torch.cuda.set_sync_debug_mode("default")
+            with no_waiting():
+                made = [create_block_mask(make(v, "cuda"), 2, 1, 1000, 900, "cuda", separate_full_blocks=separate) for v in values]
         for ours, wanted in zip(made, theirs, strict=True):
             assert_same(ours, wanted, make.__name__)
             assert ours.is_exact

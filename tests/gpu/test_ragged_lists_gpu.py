@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 
-from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.trace import trace
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sparsity.block_sparse import LISTS
 from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
+from tests.gpu.test_block_mask_gpu import HAS_TRITON, on_gpu
+from tests.support.gpu.waiting import no_waiting
 from tests.support.tiles import library_masks, random_mask
 
-HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs a CUDA device and triton")]
 
-LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 SIZES = (2100, 2300)
 BATCHES = {
     "two": ([700, 1400], [2300, 0]),
@@ -24,17 +22,6 @@ BATCHES = {
     "one": ([2100], [2300]),
     "many": ([n % 37 for n in range(1500)], [n % 53 for n in range(1500)]),
 }
-
-
-@pytest.fixture
-def no_waits() -> Iterator[Callable[[], None]]:
-    """torch raises where it would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def on_gpu(traced: TracedMod) -> TracedMod:
-    return TracedMod("mask", traced.expr, traced.scalars, tuple(t.cuda() for t in traced.tensors), traced.name)
 
 
 def stored(batch: tuple[list[int], list[int]], device: str, slack: int = 0) -> StoredSequences:
@@ -60,14 +47,13 @@ def assert_same(ours: RaggedLists, theirs: RaggedLists, s: StoredSequences, tile
 
 @pytest.mark.parametrize("tile", [(128, 128), (64, 48)], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_library_masks(batch: str, tile: tuple[int, int], no_waits: Callable[[], None]) -> None:
+def test_library_masks(batch: str, tile: tuple[int, int]) -> None:
     here, there = stored(BATCHES[batch], "cpu"), stored(BATCHES[batch], "cuda", slack=100)
     for name, mod in library_masks(*SIZES, B=len(BATCHES[batch][0])).items():
         traced = trace(mod, "mask")
         on_device = on_gpu(traced)
-        no_waits()
-        ours = ragged_lists(on_device, there, tile, 2)
-        torch.cuda.set_sync_debug_mode("default")
+        with no_waiting():
+            ours = ragged_lists(on_device, there, tile, 2)
         assert_same(ours, ragged_lists(traced, here, tile, 2), here, tile, name)
 
 

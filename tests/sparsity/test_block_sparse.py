@@ -73,36 +73,6 @@ def test_a_full_tail_is_full_here_and_partial_in_a_block_mask():
     assert torch.equal(mask.kv_indices, create_block_mask(masks.full(), 1, 1, 40, 40, "cpu", 16).kv_indices)
 
 
-@pytest.mark.parametrize("lengths", [(64, 64), (61, 100), (5, 3)], ids=str)
-def test_retile_coarser_is_exact(lengths):
-    for name, mod in library_masks(*lengths).items():
-        lists = compute_block_sparsity(4, 8, 2, 2, *lengths, mod, device="cpu")
-        for tile in [(8, 8), (4, 32), (16, 16), (64, 128)]:
-            coarse = lists.retile(*tile).validate()
-            assert torch.equal(coarse.classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)), (name, tile)
-
-
-@pytest.mark.parametrize("lengths", [(64, 64), (61, 100), (5, 3)], ids=str)
-def test_retile_finer_covers(lengths):
-    """Full and empty parts are so for sure; what was partial stays listed."""
-    for mod in library_masks(*lengths).values():
-        lists = compute_block_sparsity(16, 32, 2, 2, *lengths, mod, device="cpu")
-        for tile in [(8, 8), (1, 32), (32, 16)]:
-            fine, exact = lists.retile(*tile).validate().classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)
-            assert torch.equal(fine[fine != 1], exact[fine != 1])
-
-
-@pytest.mark.parametrize("lengths", [(61, 100), (0, 9)], ids=str)
-def test_retile_to_any_size_covers(lengths):
-    """What is full or empty is so for sure; what shares a tile with something else is listed."""
-    for mod in library_masks(*lengths).values():
-        for size in [(5, 7), (31, 3)]:
-            lists = compute_block_sparsity(*size, 2, 2, *lengths, mod, device="cpu")
-            for tile in [(7, 5), (16, 32)]:
-                made, exact = lists.retile(*tile).validate().classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)
-                assert torch.equal(made[made != 1], exact[made != 1]) and made.shape == exact.shape
-
-
 def test_retile_of_lists_of_unknown_lengths():
     lists = causal_768_896()
     assert lists.retile(128, 128) is lists

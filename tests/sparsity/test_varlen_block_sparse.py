@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from anyattn.sparsity import lists as between
 from tests.support.counting import Work
 from tests.support.covering import few
 from tests.support.inside import InsideMode
-from tests.support.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
+from tests.support.tiles import brute_classes, brute_classes_ragged, dense, library_masks, random_lengths, random_mask
 
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
@@ -231,34 +232,40 @@ def test_nothing_to_list(lengths: tuple[list[int], list[int]]) -> None:
                 assert [len(t) for t in lists.lists(b, 0, 0)] == [0, 0]
 
 
+def grids(of_round: int | None) -> Any:
+    """Dense lists of the library's masks, and lists of ragged batches: (name, lists in a tile, brute force classes in a tile)."""
+    for lengths in [(64, 64), (61, 100), (5, 3), (0, 9)]:
+        for name, mod in library_masks(*lengths).items():
+            lists = partial(compute_block_sparsity, batch_size=2, num_heads=2, mask_mod=mod, device="cpu")
+            by_tile = partial(lists, seqlen_q=lengths[0], seqlen_k=lengths[1])
+            yield f"{name} {lengths}", by_tile, partial(brute_classes, dense(mod, *lengths, 2, 2))
+    for name, mod, (seqlens_q, seqlens_k), _ in batches(of_round):
+        ends_of = {"cu_seqlens_q": ends(seqlens_q), "cu_seqlens_k": ends(seqlens_k)}
+        lists = partial(compute_varlen_block_sparsity, num_heads=2, mask_mod=mod, layout="padded", **ends_of)
+        yield name, lists, lambda *tile, case=(mod, seqlens_q, seqlens_k): brute_classes_ragged(*case, tile, 2)
+
+
 @of_each_round
 def test_retile_coarser_is_exact(of_round: int | None) -> None:
-    for name, mod, seqlens, _ in batches(of_round):
-        lists = compute(mod, *seqlens, (4, 8), 2, layout="padded")
+    for name, lists, brute in grids(of_round):
+        fine = lists(4, 8)
         for tile in [(8, 8), (4, 32), (16, 16), (64, 128)]:
-            coarse = lists.retile(*tile).validate()
-            assert coarse.tile == tile and coarse.layout == "padded"
-            assert same(coarse, compute(mod, *seqlens, tile, 2, layout="padded")), (name, tile)
+            coarse = fine.retile(*tile).validate()
+            assert coarse.tile == tile and torch.equal(coarse.classes(), brute(*tile)), (name, tile)
+            assert isinstance(coarse, BlockSparseTensors) or coarse.layout == "padded"
 
 
 @of_each_round
-def test_retile_finer_covers(of_round: int | None) -> None:
-    """Full and empty parts are so for sure; what was partial stays listed."""
-    for name, mod, seqlens, _ in batches(of_round):
-        lists = compute(mod, *seqlens, (16, 32), 2)
-        for tile in [(8, 8), (1, 32), (32, 16)]:
-            fine, exact = lists.retile(*tile).validate().classes().expand(2, -1), brute_classes_ragged(mod, *seqlens, tile, 2)
-            assert torch.equal(fine[fine != 1], exact[fine != 1]), (name, tile)
-    assert int((lists.retile(8, 8).classes() == 1).sum()) <= 8 * int((lists.classes() == 1).sum())
-
-
-@of_each_round
-def test_retile_to_any_size_covers(of_round: int | None) -> None:
-    for name, mod, seqlens, _ in batches(of_round):
-        lists = compute(mod, *seqlens, (6, 31), 2)
-        for tile in [(7, 5), (16, 32), (4, 128)]:
-            made, exact = lists.retile(*tile).validate().classes().expand(2, -1), brute_classes_ragged(mod, *seqlens, tile, 2)
-            assert torch.equal(made[made != 1], exact[made != 1]), (name, tile)
+def test_retile_to_other_sizes_covers(of_round: int | None) -> None:
+    """Full and empty tiles are so for sure; what was partial, or shares a tile with something else, stays listed."""
+    for name, lists, brute in grids(of_round):
+        for old, sizes in [((16, 32), [(8, 8), (1, 32), (32, 16)]), ((6, 31), [(7, 5), (16, 32), (4, 128)]), ((31, 3), [(7, 5)])]:
+            made = lists(*old)
+            for tile in sizes:
+                new, exact = made.retile(*tile).validate().classes(), brute(*tile)
+                assert new.shape == exact.shape and torch.equal(new[new != 1], exact[new != 1]), (name, old, tile)
+            if old == (16, 32):
+                assert int((made.retile(8, 8).classes() == 1).sum()) <= 8 * int((made.classes() == 1).sum()), name
 
 
 def test_retile_to_its_own_tile_and_to_none() -> None:

@@ -26,6 +26,7 @@ from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.problem import Problem
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.derived import derived
 from anyattn.sparsity.lists import ordered
 from anyattn.tensors import privatized_sum
@@ -167,8 +168,7 @@ def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
     transposed = lists.transposed()
     if is_ranked:
         return ranked(transposed.classes())
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return *(None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names), None
+    return *(None if t is None else t.contiguous() for t in tensors_of(transposed)), None
 
 
 def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,13 +16,12 @@ from anyattn.backends.hopper.config import TILE_M
 from anyattn.backends.hopper.tables import wiping_blocks
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.documents.rewrite import DocumentTables
-from anyattn.mods.compose import turned
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.tile_order import counted, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
-from anyattn.sparsity.lists import kept_transposed
+from anyattn.sparsity.block_sparse import tensors_of
 
 __all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_of_lists", "order_where", "ragged_lists_by_key", "row_tiles"]
 
@@ -70,16 +69,13 @@ def key_order_of_documents(documents: DocumentTables, config: BackwardConfig) ->
 def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """(counts and indices of the row tiles that visit each key tile, ``KeyOrder.entries`` with the place of each sequence's lists), for the
     call's lists, or else for lists of predicate ``listed``."""
-    from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
+    from anyattn.sparsity.varlen_lists import lists_of_call
 
-    assert problem.sequences is not None
-    sequences = problem.sequences.turned()
-    if problem.blocks is not None:
-        found = RaggedLists.of(kept_transposed(problem.blocks))
-    else:
-        found = ragged_lists(turned(problem.predicates[listed]), sequences, (TILE_M, TILE_N), problem.heads_q)
-    tensors = (found.mask_block_cnt, found.mask_block_idx, found.full_block_cnt, found.full_block_idx)
-    return tuple(None if t is None else t.contiguous() for t in tensors), found.entries(sequences)
+    s, blocks = problem.sequences, problem.blocks
+    mask: Any = problem.predicates[listed] if blocks is None else None
+    assert s is not None
+    found = lists_of_call(blocks, mask, s, (TILE_M, TILE_N), problem.heads_q, by_key=True)  # type: ignore[arg-type]
+    return tuple(None if t is None else t.contiguous() for t in tensors_of(found)), found.entries(s.turned())
 
 
 def order_of_lists(lists: tuple[Tensor | None, ...], cut: int, tiles: int) -> KeyOrder:

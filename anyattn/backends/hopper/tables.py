@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +22,9 @@ from anyattn.sequences.batch import Sequences
 from anyattn.sequences.tile_order import counted, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.block_sparse import LISTS, tensors_of
 from anyattn.sparsity.derived import derived
+from anyattn.sparsity.grid import TileGrid
 
 __all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
 
@@ -88,7 +91,7 @@ def visits_beside_documents(problem: Problem, spec: ForwardSpec, documents: Docu
 
 
 def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
-    tensors = _tensors(lists)
+    tensors = tensors_of(lists)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if spec.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
@@ -96,32 +99,27 @@ def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
     return TablesOnHost(*tensors, order)
 
 
-def _tensors(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The tensors of dense or ragged lists, in the kernel's order."""
-    return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
-
-
 def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
     """Lists for a mask that has none."""
-    from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists
 
-    lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
-    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, tile, problem.q.device)
+    grid = TileGrid((problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M), (problem.batch, problem.heads_q))
+    lists = tile_lists(mask, grid, problem.q.device)
     batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
-    cnt, idx, full_cnt, full_idx = (t.expand(batch, heads, *t.shape[2:]) for t in found)
-    return BlockSparseTensors(cnt, idx, full_cnt, full_idx, tile=tile, lengths=lengths)
+    if lists.mask_block_cnt.shape[:2] == (batch, heads):
+        return lists
+    per_head_lists: Any = {name: t.expand(batch, heads, *t.shape[2:]) for name in LISTS if (t := getattr(lists, name)) is not None}
+    return replace(lists, **per_head_lists)
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
     """The call's ragged lists, or else lists of ``mask``."""
-    from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
+    from anyattn.sparsity.varlen_lists import RaggedLists, lists_of_call
 
+    blocks: Any = problem.blocks
     assert problem.sequences is not None
-    if problem.blocks is not None:
-        return RaggedLists.of(problem.blocks)  # type: ignore[arg-type]
-    found = ragged_lists(mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
-    if per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate depends on h
+    found = lists_of_call(blocks, mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
+    if blocks is None and per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate depends on h
         found = RaggedLists(*(t if t is None or t.ndim == 1 else t.expand(problem.heads_q, -1) for t in found))  # type: ignore[arg-type]
     return found
 
@@ -144,7 +142,7 @@ def _ragged(problem: Problem, spec: ForwardSpec, lists: Any, results: Results | 
         order, places = known[key]
     if lists is None:
         return TablesOnHost(order=order, entries=places, pages=pages)
-    return TablesOnHost(*_tensors(lists), order, lists.entries(sequences), pages)
+    return TablesOnHost(*tensors_of(lists), order, lists.entries(sequences), pages)
 
 
 def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:

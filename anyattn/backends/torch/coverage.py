@@ -20,7 +20,7 @@ from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.split_kv import split_range
-from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.lists import kept_classes
 
 __all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
 
@@ -85,11 +85,9 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     assert not plan.always, "torch runs no CuTe functions"
     sources = []
     if plan.uses_blocks:
+        assert problem.blocks is not None
         predicate = None if plan.of_blocks is None else plan.of_blocks.predicates[0]
-        if problem.sequences is not None:
-            sources.append(_from_flat_classes(problem.blocks.classes(), problem.blocks.tile, predicate, tile_m, problem))  # type: ignore
-        else:
-            sources.append(_from_lists(problem.blocks, predicate, tile_m, problem))  # type: ignore[arg-type]
+        sources.append(_from_classes(kept_classes(problem.blocks), problem.blocks.tile, predicate, tile_m, problem))
     for part in plan.ranged:
         limit = ranges[part.predicates[0]]
         assert limit is not None, "validation refuses longer sequences than row ranges are right for"
@@ -100,13 +98,12 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
 
 def _classified(mask: TracedMod, predicate: int, tile_m: int, problem: Problem) -> _Source:
     """Stretches of a mask without row ranges, from its tile classes."""
-    if problem.sequences is not None:
-        s = problem.sequences
-        flat = classify_ragged(mask, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
-        return _from_flat_classes(flat, (tile_m, _TILE_N), predicate, tile_m, problem)
-    lengths = (problem.seqlen_q, problem.seqlen_k)
-    classes = classify(mask, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
-    return _from_lists(BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths), predicate, tile_m, problem)
+    s, tile = problem.sequences, (tile_m, _TILE_N)
+    if s is not None:
+        classes = classify_ragged(mask, s.seqlens_q, s.seqlens_k, *tile, problem.heads_q, s.q_first)
+    else:
+        classes = classify(mask, problem.seqlen_q, problem.seqlen_k, *tile, problem.batch, problem.heads_q, problem.q.device)
+    return _from_classes(classes, tile, predicate, tile_m, problem)
 
 
 def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
@@ -168,27 +165,35 @@ def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
     return found
 
 
-def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
-    """Stretches from tile classes (H or 1, tiles of all sequences), in the order of ``tile_classes_varlen.classify_ragged``."""
-    assert problem.sequences is not None
+def _from_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of tile classes (B or 1, H or 1, M, N), or (H or 1, tiles of all sequences) in the order of ``classify_ragged``."""
     assert tile[0] % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {tile[0]}"
+
+    def stretches(rows: list[list[int]], seqlen_q: int, seqlen_k: int) -> list[list[tuple[int, int, bool]]]:
+        by_block = [_runs(row, tile[1], seqlen_k) for row in rows]
+        return [by_block[t * tile_m // tile[0]] for t in range(ceil_div(seqlen_q, tile_m))]
+
+    if problem.sequences is None:
+        lengths = problem.seqlen_q, problem.seqlen_k
+        batch, heads = classes.shape[:2]
+        return _Source(predicate, batch, heads, [[stretches(rows, *lengths) for rows in entry] for entry in classes.tolist()])
+    entries: list = [[] for _ in range(problem.batch)]
     host = problem.sequences.on_host
-    stretches: list = [[] for _ in host.seqlens_q]
     for per_head in classes.tolist():
         start = 0
-        for b, (seqlen_q, seqlen_k) in enumerate(zip(host.seqlens_q, host.seqlens_k, strict=True)):
+        for entry, seqlen_q, seqlen_k in zip(entries, host.seqlens_q, host.seqlens_k, strict=True):
             rows, columns = ceil_div(seqlen_q, tile[0]), ceil_div(seqlen_k, tile[1])
-            by_block = [_runs(per_head[start + m * columns : start + (m + 1) * columns], tile[1], seqlen_k) for m in range(rows)]
-            stretches[b].append([by_block[t * tile_m // tile[0]] for t in range(ceil_div(seqlen_q, tile_m))])
-            start += rows * columns
-    return _Source(predicate, problem.batch, len(classes), stretches)
+            ends = [start + m * columns for m in range(rows + 1)]
+            entry.append(stretches([per_head[at:end] for at, end in pairwise(ends)], seqlen_q, seqlen_k))
+            start = ends[-1]
+    return _Source(predicate, problem.batch, len(classes), entries)
 
 
 def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, int, bool]]:
     """Runs of adjacent tiles of one class as stretches; empty tiles are left out."""
     stretches, start = [], 0
     for kind, run in groupby(classes):
-        end = start + sum(1 for _ in run)
+        end = start + len(list(run))
         if kind != EMPTY:
             stretches.append((start * block_n, min(end * block_n, seqlen_k), kind == FULL))
         start = end
@@ -210,39 +215,6 @@ def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
         if not any(r[0] <= lo and hi <= r[1] for r in found):
             continue
         full = any(r[2] <= lo and hi <= r[3] for r in found)
-        if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
-            stretches[-1] = (stretches[-1][0], hi, full)
-        else:
-            stretches.append((lo, hi, full))
-    return stretches
-
-
-def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, problem: Problem) -> _Source:
-    """Stretches of adjacent listed tiles of one kind; the height of the lists' tiles is a multiple of ``tile_m``."""
-    block_m, block_n = blocks.tile
-    assert block_m % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {block_m}"
-    batch, heads, rows = blocks.mask_block_cnt.shape
-    lists = [(blocks.mask_block_cnt.tolist(), blocks.mask_block_idx.tolist(), False)]
-    if blocks.full_block_cnt is not None and blocks.full_block_idx is not None:
-        lists.append((blocks.full_block_cnt.tolist(), blocks.full_block_idx.tolist(), True))
-    tiles = ceil_div(problem.seqlen_q, tile_m)
-    stretches: list = []
-    for b in range(batch):
-        stretches.append([])
-        for h in range(heads):
-            by_block = [
-                _merge([(i, full) for cnt, idx, full in lists for i in idx[b][h][m][: cnt[b][h][m]]], block_n, problem) for m in range(rows)
-            ]
-            stretches[b].append([by_block[t * tile_m // block_m] for t in range(tiles)])
-    return _Source(predicate, batch, heads, stretches)
-
-
-def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> list[tuple[int, int, bool]]:
-    stretches: list[tuple[int, int, bool]] = []
-    for i, full in sorted(listed):
-        lo, hi = i * block_n, min((i + 1) * block_n, problem.seqlen_k)
-        if lo >= hi:
-            continue
         if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
             stretches[-1] = (stretches[-1][0], hi, full)
         else:

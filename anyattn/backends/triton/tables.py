@@ -10,14 +10,14 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.documents.rewrite import DocumentTables
-from anyattn.mods.compose import turned
-from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.tile_order import longest_first, most_tiles
 from anyattn.sequences.tile_order_device import can_order, sequences_ordered
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.block_sparse import tensors_of
+from anyattn.sparsity.grid import TileGrid
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
@@ -109,8 +109,7 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
     """The lists' tensors, and the strides by which a kernel finds a line; 0 for a broadcast dimension."""
     if lists is None:
         return (None, None, None, None), (0, 0, 0, 0)
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    tensors: Any = tuple(None if getattr(lists, n) is None else getattr(lists, n).contiguous() for n in names)
+    tensors: Any = tuple([None if t is None else t.contiguous() for t in tensors_of(lists)])
     count, index = tensors[0], tensors[1]
     if is_ragged:
         per_head = count.shape[0] > 1
@@ -120,40 +119,27 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
     return tensors, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
 
 
-def _lists_for_mask(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
-    """Lists made for a mask without lists; by_key: the row tiles that visit each tile of keys."""
-    if problem.sequences is not None:
-        from anyattn.sparsity.varlen_lists import ragged_lists
-
-        sequences = problem.sequences.turned() if by_key else problem.sequences
-        return ragged_lists(turned(mask) if by_key else mask, sequences, _LIST_TILE, problem.heads_q)
-    from anyattn.sparsity.block_sparse import BlockSparseTensors
-    from anyattn.sparsity.compute import tile_lists
-
-    lengths = (problem.q.shape[2], problem.k.shape[2])
-    tensors = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _LIST_TILE, problem.q.device)
-    lists = BlockSparseTensors(*tensors, tile=_LIST_TILE, lengths=lengths)
-    return lists.transposed() if by_key else lists
-
-
-def _lists_of_call(problem: Problem, by_key: bool) -> Any:
-    """The call's own lists, for a varlen batch with the begin of each sequence's lists."""
-    lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
-    if problem.sequences is None:
-        return lists
-    from anyattn.sparsity.varlen_lists import RaggedLists
-
-    return RaggedLists.of(lists)
-
-
 def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[int, int]]:
-    """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without lists."""
+    """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without lists.
+
+    by_key: the row tiles that visit each tile of keys. Lists of a varlen batch are ``RaggedLists``.
+    """
     if listed is None:
         return None, (0, 0)
-    if listed != "given":
-        return _lists_for_mask(problem, listed, by_key), _LIST_TILE
-    assert problem.blocks is not None
-    return _lists_of_call(problem, by_key), problem.blocks.tile
+    blocks: Any = problem.blocks if listed == "given" else None
+    assert listed != "given" or blocks is not None
+    tile = _LIST_TILE if blocks is None else blocks.tile
+    if problem.sequences is not None:
+        from anyattn.sparsity.varlen_lists import lists_of_call
+
+        return lists_of_call(blocks, listed, problem.sequences, _LIST_TILE, problem.heads_q, by_key), tile
+    if blocks is not None:
+        return kept_transposed(blocks) if by_key else blocks, tile
+    from anyattn.sparsity.compute import tile_lists
+
+    grid = TileGrid((problem.q.shape[2], problem.k.shape[2]), tile, (problem.batch, problem.heads_q))
+    lists = tile_lists(listed, grid, problem.q.device)
+    return lists.transposed() if by_key else lists, tile
 
 
 def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from anyattn.mods.analysis.row_ranges import LONGEST, RowRanges, limits, row_ran
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "classify", "classify_limits", "judge", "refine"]
+__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "classify", "classify_limits", "coverage", "judge", "refine"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 DOUBT = 3  # used in intermediate maps only
@@ -97,8 +97,10 @@ def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: 
             touched = _between(column, first[part, 0].amin(-1), last[part, 0].amax(-1))
             covered = _between(column, from_[part, 0].amax(-1), until[part, 0].amin(-1))
         else:
-            touched = _coverage(first[part], last[part], empty[part], columns) > 0
-            covered = _coverage(from_[part], until[part], until[part] <= from_[part], columns) == tile_m
+            begins = torch.arange(len(first[part]), device=lo.device)[:, None, None] * columns
+            end = torch.where(empty[part], first[part], last[part])
+            touched = coverage(first[part], end, begins, 1, len(begins) * columns).view(-1, columns) > 0
+            covered = coverage(from_[part], until[part], begins, 1, len(begins) * columns).view(-1, columns) == tile_m
         classes[part] = touched.to(torch.uint8) + covered.to(torch.uint8)
     return classes.reshape(batch, heads, rows, columns)
 
@@ -130,14 +132,17 @@ def _between(column: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     return (column >= start[:, None]) & (column < stop[:, None])
 
 
-def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor:
-    """(row tiles, columns): the number of the row tile's ranges that contain each column, by cumulative sums of starts and ends."""
-    size = len(first)
-    change = torch.zeros(size, columns + 1, dtype=torch.int32, device=first.device)
-    one = (~skip).to(torch.int32).reshape(size, -1)
-    change.scatter_add_(1, first.reshape(size, -1).clamp(0, columns).to(torch.int64), one)
-    change.scatter_add_(1, last.reshape(size, -1).clamp(0, columns).to(torch.int64), -one)
-    return change.cumsum(1, dtype=torch.int32)[:, :columns]
+def coverage(first: Tensor, end: Tensor, begins: Tensor, heads: int, size: int) -> Tensor:
+    """int32 (heads, size): the number of ranges that contain each tile, by cumulative sums of starts and ends along a flat list of tiles.
+
+    begins: of each row of tiles in the list. A range that ends with its row of tiles ends where the next row begins, so rows need no gap
+    between them. A range whose end is not after its first tile is empty.
+    """
+    change = torch.zeros(heads, size + 1, dtype=torch.int32, device=first.device)
+    one = (end > first).to(torch.int32).reshape(heads, -1)
+    change.scatter_add_(1, (begins + first).reshape(heads, -1), one)
+    change.scatter_add_(1, (begins + end).reshape(heads, -1), -one)
+    return change.cumsum_(1)[:, :size]
 
 
 # ---- by refinement

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.row_ranges import MOST_POSITIONS, RowRanges, limits_of_rows, row_ranges
-from anyattn.mods.analysis.tile_classes import Boxes, Refiner, connected, tiles_of_limits
+from anyattn.mods.analysis.tile_classes import Boxes, Refiner, connected, coverage, tiles_of_limits
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
@@ -86,20 +86,8 @@ def _classes_of_rows(ranges: RowRanges, tiles: RaggedTiles, row_tiles: Tensor, r
         rows = 1
     else:
         touched = touched[0], torch.where(empty, touched[0], touched[1])
-    counts = (_coverage(*limits, begins, heads, size) for limits in (touched, covered))
+    counts = (coverage(*limits, begins, heads, size) for limits in (touched, covered))
     return (next(counts) > 0).to(torch.uint8) + (next(counts) == rows).to(torch.uint8)
-
-
-def _coverage(first: Tensor, end: Tensor, begins: Tensor, heads: int, size: int) -> Tensor:
-    """int32 (heads, size): the number of ranges that contain each tile, by cumulative sums of starts and ends along the flat list.
-
-    A range that ends with its row of tiles ends where the next row begins, so rows need no gap between them.
-    """
-    change = torch.zeros(heads, size + 1, dtype=torch.int32, device=first.device)
-    one = (end > first).to(torch.int32).reshape(heads, -1)
-    change.scatter_add_(1, (begins + first).reshape(heads, -1), one)
-    change.scatter_add_(1, (begins + end).reshape(heads, -1), -one)
-    return change.cumsum_(1)[:, :size]
 
 
 # ---- by refinement

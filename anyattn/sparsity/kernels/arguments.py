@@ -6,7 +6,7 @@ text, not the order of a class's fields.
 
 from typing import Any, NamedTuple
 
-__all__ = ["Lists", "SequenceTables", "TileSizes", "VarlenTileSizes"]
+__all__ = ["Lists", "SequenceTables", "TileSizes"]
 
 
 class Lists(NamedTuple):
@@ -20,25 +20,15 @@ class Lists(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Sizes of one pair of lengths, int32. rows, columns: the numbers of tiles along queries and keys. column_hulls_at: the offset of the
-    columns' hulls, which follow the rows', in elements."""
+    """Sizes of a grid of tiles, int32. rows, columns: the numbers of tiles along queries and keys. column_hulls_at: the offset of the
+    columns' hulls, which follow the rows', in elements. Of a varlen batch seqlen_q and seqlen_k are upper bounds of each sequence's, and
+    rows and columns of the tiles of all sequences."""
 
     seqlen_q: Any
     seqlen_k: Any
     rows: Any
     columns: Any
     heads: Any
-    column_hulls_at: Any
-
-
-class VarlenTileSizes(NamedTuple):
-    """Sizes of a varlen batch, int32. batch: sequences. most_rows, most_columns: upper bounds of all tiles along queries and keys. width:
-    the number of flat indices that a row of tiles has room for. column_hulls_at: as in ``TileSizes``."""
-
-    batch: Any
-    most_rows: Any
-    most_columns: Any
-    width: Any
     column_hulls_at: Any
 
 

@@ -14,33 +14,27 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
-from anyattn.sparsity.kernels.arguments import Lists, TileSizes
+from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory
+from anyattn.sparsity.kernels.arguments import Lists, SequenceTables, TileSizes
 from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
-from anyattn.sparsity.list_stacks import lists_of_memory, stack_shapes
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device, launch
 
 __all__ = [
-    "OF_HULLS",
-    "OF_TILES",
     "Launches",
     "Mask",
-    "as_tuple",
     "can_list",
     "compiled_for",
-    "constants_of",
     "in_front",
     "launches_of",
+    "list_ragged",
     "list_tiles",
     "mask_of",
-    "power_of_2",
-    "slots_of",
     "strides_of_captured",
-    "way_of",
 ]
 
-_FEW, _MOST_CHUNK = 64, 1024  # tiles of a row classified at once
+_FEW, _MOST_CHUNK = 64, 1024
 # Limits of the single kernel: the positions of all tiles that it classifies at once, and the number of leaves evaluated at them.
 _MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
@@ -59,60 +53,68 @@ class Mask(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def mask_of(expr: Expr) -> Mask:
+def mask_of(expr: Expr, is_ragged: bool = False) -> Mask:
+    """The kernels of a mask for sequences of equal lengths, or for varlen batches."""
     source, deps = mask_source(expr), dependence(expr)
-    scalars, ranks = slots_of(expr)
-    kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", *MODULES)
+    scalars = tuple(sorted({node.attr for node in expr.nodes if node.op == "scalar"}))  # type: ignore[type-var]
+    ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
+    ranks = {slot: ranks[slot] for slot in sorted(ranks)}
+    name = f"{'ragged_' * is_ragged}mask_{expr.key}"
+    kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks, is_ragged)]), name, *_MODULES)  # type: ignore[arg-type]
     # a fused multiply-add rounds once where torch rounds twice, which could flip a comparison
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
     sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
-    return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
+    return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)  # type: ignore[arg-type]
 
 
-MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # modules that the kernels' source names
-OF_HULLS, OF_TILES = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N")  # constants of the kernels
-_OF_LISTS = (*OF_TILES, "SEPARATE_FULL", "HAS_FULL_TAILS")
+_MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # modules that the kernels' source names
+_OF_HULLS = ("TILE_M", "TILE_N", "BLOCK")  # constants of the kernels
+_OF_LISTS = ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
+_OF_PLACES = ("TILE_M", "TILE_N", "CHUNK")
+_PLACES_CHUNK = 1024  # sequences that ``store_places`` handles at once
 _LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
-def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The slots of the captured numbers that are read, ascending, and of the captured tensors, with their ranks."""
-    scalars: set[Any] = {node.attr for node in expr.nodes if node.op == "scalar"}
-    ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
-    return tuple(sorted(scalars)), {slot: ranks[slot] for slot in sorted(ranks)}
-
-
-def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
+def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int], is_ragged: bool) -> list[str]:
     """The source of the kernels to launch. Every captured value is a separate argument: Triton recompiles for numbers inside tuples."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
-    numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
-    captured = ", ".join([*(f"{name}: tl.int32" for name in TileSizes._fields), *numbers, *tensors])
-    packed = (
-        f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {group(TileSizes, TileSizes._fields)}"
-    )
-    plain = [*_LISTS, "hulls", *TileSizes._fields, *scalars, *(n for names in tensors.values() for n in names), *tensors]
-    head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
-    sources = [
-        f"{head}store_hulls(hulls, {captured}, {constants_of(OF_HULLS)}):\n"
-        f"    classify.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(OF_HULLS)})\n"
+    strides = [name for names in tensors.values() for name in names]
+    lists, tables = (_LISTS[:4], ["places", "batch: tl.int32"]) if is_ragged else (_LISTS, [])
+    numbers = [*(f"{name}: tl.int32" for name in TileSizes._fields), *(f"{name}: tl.int64" for name in (*scalars, *strides))]
+    names = ["hulls", *tables, *numbers, *tensors]
+    captured = f"{_as_tuple(scalars)}, {_as_tuple(_as_tuple([t, *names]) for t, names in tensors.items())}"
+    packed = f"{captured}, {group(TileSizes, TileSizes._fields)}, {'(places, batch)' if is_ragged else None}"
+    both = f"{group(Lists, lists[:4])}, {group(Lists, lists[-4:])}"
+    return [
+        _entry("store_hulls", names, _OF_HULLS, f"store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls"),
+        _entry("list_tiles", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {packed}, value, verdict"),
+        _entry("list_tiles_at_once", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {packed}, value, verdict_at_once"),
     ]
-    for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
-        sources.append(
-            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(_OF_LISTS)}):\n"
-            f"    classify.list_tiles({group(Lists, _LISTS[:4])}, {group(Lists, _LISTS[4:])}, hulls, {packed}, value, {verdict}, "
-            f"{', '.join(_OF_LISTS)})\n"
-        )
-    return sources
 
 
-def as_tuple(names: Iterable[str]) -> str:
+def _entry(name: str, arguments: list[str], constants: tuple[str, ...], call: str) -> str:
+    """The source of a kernel that is compiled once for all values of its arguments."""
+    plain = [argument.partition(":")[0] for argument in arguments]
+    return (
+        f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
+        f"def {name}({', '.join([*arguments, *(f'{constant}: tl.constexpr' for constant in constants)])}):\n"
+        f"    classify.{call}, {', '.join(constants)})\n"
+    )
+
+
+@lru_cache(maxsize=1)
+def _store_places() -> Any:
+    names = ["places", "seqlens_q", "seqlens_k", "q_first", "batch", "most_rows", "width", "bound_q", "bound_k"]
+    arguments = [*names[:4], *(f"{name}: tl.int32" for name in names[4:])]
+    return jit_source.load(
+        _entry("store_places", arguments, _OF_PLACES, f"store_places({', '.join(names)}"), "places", *_MODULES
+    ).store_places
+
+
+def _as_tuple(names: Iterable[str]) -> str:
     return "(" + "".join(f"{name}, " for name in names) + ")"
-
-
-def constants_of(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}: tl.constexpr" for name in names)
 
 
 def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
@@ -135,7 +137,7 @@ class Launch(NamedTuple):
 class Launches(NamedTuple):
     """The launches that make the lists of a mask for two lengths, without addresses and captured values.
 
-    shapes: of the allocations (``sparsity.list_stacks``). classes: 2 if full tiles have their own lists. hulls: int64 entries of
+    shapes: of the allocations (``sparsity.grid``). classes: 2 if full tiles have their own lists. hulls: int64 entries of
     scratch memory. sizes: ``TileSizes``. launches: in launch order; empty if there are no tiles.
     """
 
@@ -148,62 +150,55 @@ class Launches(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def launches_of(
-    expr: Expr,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    *,
-    wants_columns: bool,
-    separate_full: bool,
-    has_full_tails: bool,
-    broadcasts: bool,
-) -> Launches:
+def launches_of(expr: Expr, grid: TileGrid, form: ListForm) -> Launches:
     """The launches for ``list_tiles``, whose arguments these are."""
-    mask = mask_of(expr)
-    entries, heads = batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1
-    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
-    rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
+    mask, lengths = mask_of(expr), grid.lengths
+    entries, heads = grid.batch[0] if mask.sees_b or not form.broadcasts else 1, grid.batch[1] if mask.sees_h or not form.broadcasts else 1
+    rows, columns = grid.shape
     # one allocation for lists of one shape: an allocation takes about a tenth of a first call's time
-    classes = 2 if separate_full else 1
-    shapes = tuple([shape for pair in stack_shapes((entries, heads), (rows, columns), classes, wants_columns) for shape in pair])
-    row_hulls, column_hulls = (2 * n * entries * heads for n in (mask.row_leaves * rows, mask.column_leaves * columns))
-    sizes = TileSizes(*lengths, rows, columns, heads, row_hulls)
-    plan = Launches(mask, shapes, classes, 0, sizes, ())
-    if min(entries, heads, rows, columns) == 0:
-        return plan
+    shapes = form.stack_shapes((entries, heads), (rows, columns))
+    sizes = TileSizes(*lengths, rows, columns, heads, 2 * mask.row_leaves * rows * entries * heads)
     # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
-    chunk, is_at_once = way_of(mask, tile, max(rows, columns))
-    values = (*tile, chunk, power_of_2(tile[0], 32), power_of_2(tile[1], 128), classes == 2, has_full_tails)
-    options = dict(zip(_OF_LISTS, values, strict=True)) | mask.options
-    grid, kernels = (rows + (columns if wants_columns else 0), heads, entries), mask.kernels
-    if is_at_once:
+    programs = (rows + (columns if form.wants_columns else 0), heads, entries)
+    return _launches(mask, shapes, sizes, grid.tile, programs, max(rows, columns), form)
+
+
+def _launches(
+    mask: Mask,
+    shapes: tuple[tuple[int, ...], ...],
+    sizes: TileSizes,
+    tile: tuple[int, int],
+    grid: tuple[int, int, int],
+    longest: int,
+    form: ListForm,
+) -> Launches:
+    """grid: of the kernel that lists tiles. longest: the most tiles of a row or column."""
+    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
+    plan = Launches(mask, shapes, 1 + form.separate_full, 0, sizes, ())
+    if min(sizes.rows, sizes.columns, *grid) == 0:
+        return plan
+    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # tiles of a row classified at once; only two sizes: each needs a compilation
+    values = (*tile, chunk, _power_of_2(tile[0], 32), _power_of_2(tile[1], 128), form.separate_full, form.has_full_tails)
+    options, kernels = dict(zip(_OF_LISTS, values, strict=True)) | mask.options, mask.kernels
+    leaves = mask.row_leaves + mask.column_leaves
+    if 0 < leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
         return plan._replace(launches=(Launch(kernels.list_tiles_at_once, grid, options, True),))
     lists = Launch(kernels.list_tiles, grid, options, True)
-    if not mask.row_leaves + mask.column_leaves:
+    if not leaves:
         return plan._replace(launches=(lists,))
-    options = dict(zip(OF_HULLS, (*tile, power_of_2(max(tile), 1024)), strict=True)) | mask.options
-    hulls = Launch(kernels.store_hulls, (rows + columns, heads, entries), options, False)
-    return plan._replace(hulls=row_hulls + column_hulls, launches=(hulls, lists))
+    options = dict(zip(_OF_HULLS, (*tile, _power_of_2(max(tile), 1024)), strict=True)) | mask.options
+    hulls = Launch(kernels.store_hulls, (sizes.rows + sizes.columns, *grid[1:]), options, False)
+    column_hulls = 2 * mask.column_leaves * sizes.columns * grid[1] * grid[2]
+    return plan._replace(hulls=sizes.column_hulls_at + column_hulls, launches=(hulls, lists))
 
 
-def list_tiles(
-    mod: TracedMod,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-    batch: tuple[int, int],
-    device: torch.device,
-    *,
-    stacks: bool = False,
-    **options: bool,
-) -> list[Tensor | None]:
+def list_tiles(mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
     int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: return the allocations that hold the lists instead
-    (``sparsity.list_stacks``). options, all required: wants_columns. separate_full: False lists full tiles as partial ones and leaves their
-    own lists None. has_full_tails: see ``classify.list_tiles``. broadcasts: B and H are 1 if the mask ignores b or h.
+    (``sparsity.grid``).
     """
-    plan = launches_of(mod.expr, lengths, tile, batch, **options)
+    plan = launches_of(mod.expr, grid, form)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in plan.shapes]
     lists = lists_of_memory(memory, plan.classes)
     if plan.launches:
@@ -215,14 +210,43 @@ def list_tiles(
     return memory if stacks else lists
 
 
-def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None]) -> None:
+def list_ragged(
+    mod: TracedMod,
+    seqlens: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[int, int],
+    most: tuple[int, int],
+    tile: tuple[int, int],
+    heads: int,
+) -> tuple[SequenceTables, Lists]:
+    """The tables of a varlen batch, and counts and indices of the partial and of the full tiles of each row of tiles of each sequence.
+
+    int32, (H, most rows) and (H, most rows * width): see ``classify.list_tiles``. seqlens: integers (B,) each, queries, keys and the
+    first query's position; B is at least 1. bounds: on a sequence's queries and keys. most: bounds on the row tiles and on the key tiles of
+    all sequences, at least one each. heads: 1 if the mask ignores h. The caller has checked ``can_list``, and that there are less than
+    2 ** 31 indices.
+    """
+    mask, batch, device, width = mask_of(mod.expr, is_ragged=True), len(seqlens[0]), seqlens[0].device, ceil_div(bounds[1], tile[1])
+    sizes = TileSizes(*bounds, *most, heads, 2 * mask.row_leaves * heads * most[0])
+    shapes = ((2, heads, most[0]), (2, heads, most[0] * width))
+    plan = _launches(mask, shapes, sizes, tile, (most[0], heads, 1), width, BLOCK_SPARSE)
+    tables = torch.empty((len(SequenceTables._fields), batch), dtype=torch.int64, device=device)
+    lists = lists_of_memory([torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes], 2)
+    with current_device(device):
+        constants = dict(zip(_OF_PLACES, (*tile, _PLACES_CHUNK), strict=True))
+        arguments = [tables, *seqlens, batch, most[0], width, *bounds]
+        launch(_store_places(), (1, 1, 1), arguments, device, constants, compiled_for(seqlens))
+        _launch(plan, mod, lists, (tables, batch))
+    return SequenceTables(*tables.unbind(0)), Lists(*lists)
+
+
+def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None], tables: tuple[Tensor, int] | tuple[()] = ()) -> None:
     first = lists[0]
     assert first is not None
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in plan.mask.tensor_slots)]
     numbers = bits_of_numbers([mod.scalars[slot] for slot in plan.mask.scalar_slots])
     hulls = torch.empty(plan.hulls, dtype=torch.int64, device=first.device) if plan.hulls else first
-    kernel_lists = in_front(lists)
-    behind, known = [hulls, *plan.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
+    kernel_lists = lists if tables else in_front(lists)
+    behind, known = [hulls, *tables, *plan.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
     for kernel, grid, options, takes_lists in plan.launches:
         launch(kernel, grid, [*kernel_lists, *behind] if takes_lists else behind, first.device, options, known)
 
@@ -243,13 +267,6 @@ def compiled_for(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple([t.dtype for t in tensors])
 
 
-def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:
-    """The number of a row's tiles (at most ``longest``) that are classified at once, and whether the same kernel evaluates the leaves."""
-    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # only two sizes: each size needs a compilation
-    leaves = mask.row_leaves + mask.column_leaves
-    return chunk, 0 < leaves <= _MOST_LEAVES and chunk * power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS
-
-
-def power_of_2(size: int, most: int) -> int:
+def _power_of_2(size: int, most: int) -> int:
     """The least power of two that is not less than ``size``, 16 at the least and ``most`` at the most."""
     return min(max(16, next_power_of_2(size)), most)

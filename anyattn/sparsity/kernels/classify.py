@@ -3,6 +3,9 @@
 A program classifies one row of tiles, or one column: interval bounds of the mask decide most tiles, eight sample pairs show most of the
 others to be partial, and the rest is evaluated pair by pair. Then it writes the row's lists. Time is proportional to the number of tiles
 for a usual mask, and to the number of pairs in the worst case.
+
+``tables`` of the kernels' arguments: None for sequences of equal lengths, which have a grid axis of their own; for a varlen batch
+(``SequenceTables``, their stride, which is the number of sequences). A program of a varlen batch finds its sequence by a binary search.
 """
 
 import triton
@@ -10,7 +13,7 @@ import triton.language as tl
 
 from anyattn.sparsity.kernels.arguments import SequenceTables
 
-__all__ = ["list_ragged_tiles", "list_tiles", "store_hulls", "store_places", "store_ragged_hulls"]
+__all__ = ["list_tiles", "store_hulls", "store_places"]
 
 _EMPTY: tl.constexpr = tl.constexpr(0)
 _PARTIAL: tl.constexpr = tl.constexpr(1)
@@ -28,52 +31,79 @@ _FIRST_ENTRY: tl.constexpr = tl.constexpr(SequenceTables._fields.index("first_en
 
 @triton.jit
 def store_hulls(
-    hulls, scalars, tensors, sizes,
+    hulls, scalars, tensors, sizes, tables,
     STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores the least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, heads, batch).
 
     sizes: ``TileSizes``. hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch *
-    heads][columns].
+    heads][columns]. With tables the grid's last axis is 1, and so is ``batch`` here.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh, count = b * sizes.heads + h, tl.num_programs(2) * sizes.heads
     if place < sizes.rows:
-        first = place * TILE_M
-        last = tl.minimum(first + TILE_M, sizes.seqlen_q) - 1
-        STORE_ROW(b, h, first, last, hulls + bh * sizes.rows + place, count * sizes.rows, scalars, tensors, BLOCK)
+        if tables is None:
+            entry, first, end = b, place * TILE_M, sizes.seqlen_q
+        else:
+            entry, m, exists = _located(_ROW_ENDS, tables, place)
+            start = _number(_Q_FIRST, tables, entry)
+            first = start + m * TILE_M
+            end = tl.where(exists, start + _number(_SEQLENS_Q, tables, entry), first)
+        last = tl.minimum(first + TILE_M, end) - 1
+        STORE_ROW(entry, h, first, last, hulls + bh * sizes.rows + place, count * sizes.rows, scalars, tensors, BLOCK)
     else:
         place -= sizes.rows
-        first = place * TILE_N
-        last = tl.minimum(first + TILE_N, sizes.seqlen_k) - 1
+        if tables is None:
+            entry, first, end = b, place * TILE_N, sizes.seqlen_k
+        else:
+            entry, n, exists = _located(_COLUMN_ENDS, tables, place)
+            first = n * TILE_N
+            end = tl.where(exists, _number(_SEQLENS_K, tables, entry), first)
+        last = tl.minimum(first + TILE_N, end) - 1
         at = hulls + sizes.column_hulls_at + bh * sizes.columns + place
-        STORE_COLUMN(b, h, first, last, at, count * sizes.columns, scalars, tensors, BLOCK)
+        STORE_COLUMN(entry, h, first, last, at, count * sizes.columns, scalars, tensors, BLOCK)
 
 
 @triton.jit
 def list_tiles(
-    row_lists, column_lists, hulls, scalars, tensors, sizes,
+    row_lists, column_lists, hulls, scalars, tensors, sizes, tables,
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch).
+    """Writes the lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch); with tables (rows, heads, 1).
 
     sizes: ``TileSizes``. row_lists: ``Lists`` with counts [batch * heads][rows], indices [batch * heads][rows][columns]. column_lists: the
     same with rows and columns exchanged. hulls: as ``store_hulls`` writes them.
+    With tables, row_lists have counts [heads][rows], indices [heads][rows * width], with ``width`` key tiles of ``seqlen_k`` keys: a
+    sequence's indices begin at ``width`` times its first row of tiles, and each of its rows takes as many as the sequence has key tiles.
+    Rows of tiles that belong to no sequence list nothing.
     HAS_FULL_TAILS: a tail tile with all its pairs inside the sequences visible is full; without this option it is partial.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh, count = b * sizes.heads + h, tl.num_programs(2) * sizes.heads
-    is_row = place < sizes.rows
-    line = tl.where(is_row, place, place - sizes.rows)
-    length = tl.where(is_row, sizes.columns, sizes.rows)
+    if tables is None:
+        start, q_end, kv_end = 0, sizes.seqlen_q, sizes.seqlen_k
+        is_row = place < sizes.rows
+        line = tl.where(is_row, place, place - sizes.rows)
+        length = tl.where(is_row, sizes.columns, sizes.rows)
+        lines = tl.where(is_row, sizes.rows, sizes.columns)
+        rows_at, columns_at = bh * sizes.rows, bh * sizes.columns
+        counts_at = bh * lines + line
+        list_at = counts_at.to(tl.int64) * length
+    else:
+        is_row = tl.full((), True, tl.int1)
+        b, line, exists = _located(_ROW_ENDS, tables, place)
+        start, kv_end = _number(_Q_FIRST, tables, b), _number(_SEQLENS_K, tables, b)
+        q_end = start + _number(_SEQLENS_Q, tables, b)
+        length = tl.where(exists, (kv_end + TILE_N - 1) // TILE_N, 0)
+        counts_at = h * sizes.rows + place
+        rows_at, columns_at = counts_at - line, h * sizes.columns + _number(_COLUMN_ENDS, tables, b) - length
+        width = (sizes.seqlen_k + TILE_N - 1) // TILE_N
+        list_at = rows_at.to(tl.int64) * width + line.to(tl.int64) * length
     if is_row:
         partial_count, partial_index, full_count, full_index = row_lists
     else:
         partial_count, partial_index, full_count, full_index = column_lists
-    lines = tl.where(is_row, sizes.rows, sizes.columns)
-    counts_at = bh * lines + line
-    list_at = counts_at.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     first = line * 0  # while loops, because loops over a range fail in Triton's interpreter with NumPy 2.4
     while first < length:
@@ -81,9 +111,9 @@ def list_tiles(
         is_tile = first + lane < length
         along = tl.minimum(first + lane, length - 1)
         m, n = tl.where(is_row, line, along), tl.where(is_row, along, line)
-        q_first, kv_first = m * TILE_M, n * TILE_N
-        q_last, kv_last = tl.minimum(q_first + TILE_M, sizes.seqlen_q) - 1, tl.minimum(kv_first + TILE_N, sizes.seqlen_k) - 1
-        row_hulls, column_hulls = hulls + bh * sizes.rows + m, hulls + sizes.column_hulls_at + bh * sizes.columns + n
+        q_first, kv_first = start + m * TILE_M, n * TILE_N
+        q_last, kv_last = tl.minimum(q_first + TILE_M, q_end) - 1, tl.minimum(kv_first + TILE_N, kv_end) - 1
+        row_hulls, column_hulls = hulls + rows_at + m, hulls + sizes.column_hulls_at + columns_at + n
         certain, possible = VERDICT(
             b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * sizes.rows, column_hulls, count * sizes.columns, scalars, tensors,
             TILE_M, TILE_N,
@@ -95,10 +125,9 @@ def list_tiles(
             doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
             while doubtful < CHUNK:
                 at = first + doubtful
-                q = tl.where(is_row, line, at) * TILE_M
-                kv = tl.where(is_row, at, line) * TILE_N
-                q_end, kv_end = tl.minimum(q + TILE_M, sizes.seqlen_q) - 1, tl.minimum(kv + TILE_N, sizes.seqlen_k) - 1
-                settled = _settled(b, h, q, q_end, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
+                q, kv = start + tl.where(is_row, line, at) * TILE_M, tl.where(is_row, at, line) * TILE_N
+                q_to, kv_to = tl.minimum(q + TILE_M, q_end) - 1, tl.minimum(kv + TILE_N, kv_end) - 1
+                settled = _settled(b, h, q, q_to, kv, kv_to, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
                 classes = tl.where(lane == doubtful, settled, classes)
                 doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
         if not HAS_FULL_TAILS:
@@ -165,7 +194,7 @@ def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: 
     return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))
 
 
-# ---- varlen: a program handles one row of tiles of one sequence, found by a binary search in the tables
+# ---- varlen
 
 
 @triton.jit
@@ -201,103 +230,24 @@ def store_places(
 
 
 @triton.jit
-def _located(ends, batch, number):
-    """(entry, tile number within it, whether it exists) of tile ``number``, counted over all entries in order."""
+def _located(ends: tl.constexpr, tables, number):
+    """(sequence, tile number within it, whether it exists) of tile ``number``, counted over all sequences in order. ends: the row of
+    ``SequenceTables`` with the sequences' ends."""
+    places, batch = tables
     low, high = number * 0, number * 0 + batch
     while low < high:
         middle = (low + high) // 2
-        is_behind = tl.load(ends + middle) > number
+        is_behind = tl.load(places + ends * batch + middle) > number
         high = tl.where(is_behind, middle, high)
         low = tl.where(is_behind, low, middle + 1)
     exists = low < batch
     entry = tl.minimum(low, batch - 1)
-    before = tl.where(entry > 0, tl.load(ends + tl.maximum(entry - 1, 0)), 0).to(tl.int32)
+    before = tl.where(entry > 0, tl.load(places + ends * batch + tl.maximum(entry - 1, 0)), 0).to(tl.int32)
     return entry, number - before, exists
 
 
 @triton.jit
-def _number(places, batch, row: tl.constexpr, entry):
-    """A sequence's value in one row of the table ``places``."""
+def _number(row: tl.constexpr, tables, entry):
+    """A sequence's value in one row of ``SequenceTables``."""
+    places, batch = tables
     return tl.load(places + row * batch + entry).to(tl.int32)
-
-
-@triton.jit
-def store_ragged_hulls(
-    hulls, places, scalars, tensors, sizes,
-    STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``store_hulls`` for the tiles of all sequences. Grid: (most_rows + most_columns, heads).
-
-    sizes: ``VarlenTileSizes``. hulls: int64 [2 * row leaves][heads][most_rows], and from ``column_hulls_at`` [2 * column leaves][heads]
-    [most_columns].
-    """
-    number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch = sizes.batch
-    if number < sizes.most_rows:
-        b, m, exists = _located(places + _ROW_ENDS * batch, batch, number)
-        start = _number(places, batch, _Q_FIRST, b)
-        first = start + m * TILE_M
-        last = tl.where(exists, tl.minimum(first + TILE_M, start + _number(places, batch, _SEQLENS_Q, b)), first) - 1
-        STORE_ROW(b, h, first, last, hulls + h * sizes.most_rows + number, heads * sizes.most_rows, scalars, tensors, BLOCK)
-    else:
-        number -= sizes.most_rows
-        b, n, exists = _located(places + _COLUMN_ENDS * batch, batch, number)
-        first = n * TILE_N
-        last = tl.where(exists, tl.minimum(first + TILE_N, _number(places, batch, _SEQLENS_K, b)), first) - 1
-        at = hulls + sizes.column_hulls_at + h * sizes.most_columns + number
-        STORE_COLUMN(b, h, first, last, at, heads * sizes.most_columns, scalars, tensors, BLOCK)
-
-
-@triton.jit
-def list_ragged_tiles(
-    lists, places, hulls, scalars, tensors, sizes,
-    VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """``list_tiles`` for one row of tiles of one sequence; lists only tiles of this sequence. Grid: (most_rows, heads).
-
-    sizes: ``VarlenTileSizes``. lists: ``Lists`` with counts [heads][most_rows], indices [heads][most_rows * width]: a sequence's indices
-    begin at ``width`` times its first row of tiles, and each of its rows takes as many as the sequence has key tiles. A tail tile is full
-    if all its pairs inside the sequence are visible. Rows of tiles that belong to no sequence list nothing.
-    """
-    number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch = sizes.batch
-    b, m, exists = _located(places + _ROW_ENDS * batch, batch, number)
-    start, q_end, seqlen_k = (
-        _number(places, batch, _Q_FIRST, b),
-        _number(places, batch, _SEQLENS_Q, b),
-        _number(places, batch, _SEQLENS_K, b),
-    )
-    q_end += start
-    length = tl.where(exists, (seqlen_k + TILE_N - 1) // TILE_N, 0)
-    columns_at = h * sizes.most_columns + _number(places, batch, _COLUMN_ENDS, b) - length  # the sequence's first key tile among all
-    counts_at = h * sizes.most_rows + number
-    list_at = (counts_at - m).to(tl.int64) * sizes.width + m.to(tl.int64) * length
-    partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    first = number * 0
-    while first < length:
-        lane = tl.arange(0, CHUNK)
-        along = tl.minimum(first + lane, length - 1)
-        q_first, kv_first = start + m * TILE_M + along * 0, along * TILE_N
-        q_last, kv_last = tl.minimum(q_first + TILE_M, q_end) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
-        row_hulls, column_hulls = hulls + counts_at + along * 0, hulls + sizes.column_hulls_at + columns_at + along
-        certain, possible = VERDICT(
-            b, h, q_first, q_last, kv_first, kv_last, row_hulls, heads * sizes.most_rows, column_hulls, heads * sizes.most_columns,
-            scalars, tensors, TILE_M, TILE_N,
-        )  # fmt: skip
-        classes = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
-        classes = tl.where(first + lane < length, classes, _EMPTY).to(tl.int32)
-        if tl.max((classes == _DOUBT).to(tl.int32), 0) > 0:
-            classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
-            doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
-            while doubtful < CHUNK:
-                q, kv = start + m * TILE_M, (first + doubtful) * TILE_N
-                last, kv_end = tl.minimum(q + TILE_M, q_end) - 1, tl.minimum(kv + TILE_N, seqlen_k) - 1
-                settled = _settled(b, h, q, last, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
-                classes = tl.where(lane == doubtful, settled, classes)
-                doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
-        partial = _appended(lists.partial_index + list_at, partial, classes == _PARTIAL, along)
-        full = _appended(lists.full_index + list_at, full, classes == _FULL, along)
-        first += CHUNK
-    _ended(lists.partial_count + counts_at, lists.partial_index + list_at, partial, length, CHUNK)
-    _ended(lists.full_count + counts_at, lists.full_index + list_at, full, length, CHUNK)

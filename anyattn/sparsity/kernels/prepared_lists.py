@@ -13,8 +13,8 @@ from torch import Tensor
 
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.grid import ListForm, TileGrid, lists_of_memory
 from anyattn.sparsity.kernels.block_lists import Launches, compiled_for, in_front, launches_of, strides_of_captured
-from anyattn.sparsity.list_stacks import lists_of_memory
 from anyattn.tensors.strides import allocator, contiguous_strides
 from anyattn.triton_tools.launch import known_handle
 
@@ -53,21 +53,19 @@ class PreparedLists(NamedTuple):
         return lists
 
 
-def prepared(
-    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, **options: bool
-) -> PreparedLists | None:
+def prepared(mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm) -> PreparedLists | None:
     """The launches of ``list_tiles`` for these arguments; None unless each was launched before and its handle takes addresses.
 
     device: with an index.
     """
-    plan = launches_of(mod.expr, lengths, tile, batch, **options)
+    plan = launches_of(mod.expr, grid, form)
     tensors = [mod.tensors[slot] for slot in plan.mask.tensor_slots]
     sends = []
-    for kernel, grid, constants, takes_lists in plan.launches:
+    for kernel, size, constants, takes_lists in plan.launches:
         handle = known_handle(kernel, device, constants, compiled_for(tensors))
         if handle is None or not handle.takes_addresses:
             return None
-        sends.append((handle.send, grid, takes_lists))
+        sends.append((handle.send, size, takes_lists))
     if not sends:
         return None
     memory = tuple([(shape, contiguous_strides(shape)) for shape in plan.shapes])

@@ -23,8 +23,9 @@ from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.tracing.trace import trace
 from anyattn.sequences.l2_groups import fills_one_round
-from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import tile_lists
+from anyattn.sparsity.grid import TileGrid
 from tests.mutants.hopper_role_mutants import MUTANTS, planted
 from tests.mutants.mutant import Mutant
 from tests.support.covering import few
@@ -283,9 +284,8 @@ def _masked(case: Case, mask: Any, tiles: BackwardTiles) -> tuple[dict[str, Any]
 def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
     if case.kind != "lists":
         return ()
-    found = tile_lists(mask, 1, 1, *case.sizes, case.list_tile, torch.device("cpu"))
-    turned = BlockSparseTensors(*found, tile=case.list_tile, lengths=case.sizes).transposed()
-    tensors = (turned.mask_block_cnt, turned.mask_block_idx, turned.full_block_cnt, turned.full_block_idx, None)
+    turned = tile_lists(mask, TileGrid(case.sizes, case.list_tile, (1, 1)), "cpu").transposed()
+    tensors = (*tensors_of(turned), None)
     return tuple(None if t is None else t.numpy() for t in (ranked(turned.classes()) if case.is_deterministic else tensors))
 
 

@@ -56,17 +56,16 @@ class Allocations(InsideMode):
 @contextmanager
 def as_on_a_gpu() -> Iterator[Allocations]:
     """CPU tensors are taken for an H200's; a mask's tiles are listed by the backend's kernels, and no kernel is launched."""
-    from anyattn.sparsity import block_mask, compute
+    from anyattn.sparsity import compute
     from anyattn.sparsity.kernels import block_lists
 
-    def listed(*about: Any, **options: Any) -> Any:
-        found = block_lists.list_tiles(*about, **{"separate_full": True} | options)
+    def listed(*about: Any) -> Any:
+        found = block_lists.list_tiles(*about)
         return found and tuple(None if t is None else t.zero_() for t in found)  # what nothing has filled would be refused
 
     with pytest.MonkeyPatch.context() as patch, ahead.on((9, 0)), Allocations() as found:
         patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
-        for module in (compute, block_mask):
-            patch.setattr(module, "device_lists", listed)
+        patch.setattr(compute, "device_lists", listed)
         yield found
 
 

@@ -18,6 +18,7 @@ from anyattn.mods.ir.expr import OPS, Builder, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
+from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, TileGrid
 from tests.support.tiles import library_masks, random_mask
 from tests.support.triton.built import POINTERS, Waits, built
 from tests.support.triton.pretended_lists import as_on_a_gpu
@@ -27,31 +28,43 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # ---- compiled
 
 
-def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
+WIDE = ("hulls", "places", "seqlens_q", "seqlens_k", "q_first")  # pointers to int64
+
+
+def compiled(kernel: Any, constants: dict[str, Any], tensors: tuple[torch.Tensor, ...] = ()) -> None:
     named = {f"t{i}": POINTERS[t.dtype] for i, t in enumerate(tensors)}
     types = {}
     for parameter in kernel.params:
-        pointer = named.get(parameter.name, "*i64" if parameter.name == "hulls" else "*i32")
+        pointer = named.get(parameter.name, "*i64" if parameter.name in WIDE else "*i32")
         types[parameter.name] = "constexpr" if parameter.is_constexpr else parameter.annotation_type or pointer
-    return built(kernel, types, constants)
+    assembly = built(kernel, types, constants).asm
+    assert "cubin" in assembly and "ld.local" not in assembly["ptx"]
 
 
-@pytest.mark.parametrize("name", [*library_masks(64, 64), "random 0", "random 1", "random 2"])
-def test_compiles_for_hopper(name: str) -> None:
+RAGGED = ["causal", "document_causal", "tree", "dilated", "sink_window", "random 1", "random 2"]
+CASES = [*((name, False) for name in [*library_masks(64, 64), "random 0", "random 1", "random 2"]), *((name, True) for name in RAGGED)]
+
+
+@pytest.mark.parametrize(("name", "is_ragged"), CASES)
+def test_compiles_for_hopper(name: str, is_ragged: bool) -> None:
     from anyattn.sparsity.kernels import block_lists as kernels
 
     mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
     traced = trace(mod, "mask")
-    mask = kernels.mask_of(traced.expr)
-    tile = {"TILE_M": 192, "TILE_N": 80}
-    options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": False}
-    made = [compiled(mask.kernels.list_tiles, traced.tensors, {**tile, **options})]
+    mask = kernels.mask_of(traced.expr, is_ragged)
+    tile = {"TILE_M": 128, "TILE_N": 128} if is_ragged else {"TILE_M": 192, "TILE_N": 80}
+    options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": is_ragged}
+    compiled(mask.kernels.list_tiles, {**tile, **options}, traced.tensors)
     if mask.row_leaves or mask.column_leaves:
-        made.append(compiled(mask.kernels.store_hulls, traced.tensors, {**tile, "BLOCK": 256}))
-        if mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
-            made.append(compiled(mask.kernels.list_tiles_at_once, traced.tensors, {**tile, **options}))
-    for kernel in made:
-        assert "cubin" in kernel.asm and "ld.local" not in kernel.asm["ptx"]
+        compiled(mask.kernels.store_hulls, {**tile, "BLOCK": 128 if is_ragged else 256}, traced.tensors)
+        if is_ragged or mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
+            compiled(mask.kernels.list_tiles_at_once, {**tile, **options}, traced.tensors)
+
+
+def test_the_table_of_sequences_compiles_for_hopper() -> None:
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    compiled(kernels._store_places(), {"TILE_M": 128, "TILE_N": 96, "CHUNK": 1024})
 
 
 KERNEL = """
@@ -134,7 +147,7 @@ def test_nothing_waits(launches: list[tuple]) -> None:
                 with Waits() as waits:
                     mask = create_block_mask(mod, 2, 2, 1000, 1000, device="cuda")
                     compute_block_sparsity(128, 64, 2, 2, 1000, 1000, mod, device="cuda")
-                    tile_lists(trace(mod, "mask"), 2, 2, 1000, 1000, (192, 128), "cuda")
+                    tile_lists(trace(mod, "mask"), TileGrid((1000, 1000), (192, 128), (2, 2)), "cuda")
             assert mask.kv_indices.shape == (2, 2, 8, 8) and mask.kv_indices.device.type == "cuda", name
             assert len(launches) == 6, name
             launches.clear()
@@ -187,10 +200,10 @@ def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "mask_of", mask_of)
     monkeypatch.setattr(kernels, "launches_of", kernels.launches_of.__wrapped__)  # caches nothing
-    table, options = torch.zeros(4096, 1000, dtype=torch.int32), {"separate_full": True, "has_full_tails": False, "broadcasts": False}
+    table, device = torch.zeros(4096, 1000, dtype=torch.int32), torch.device("cpu")
     for mask in (masks.causal(), lambda b, h, q, k: table[b, q] == table[b, k] % (h + 1)):
-        kernels.list_tiles(trace(mask, "mask"), (1000, 1000), (128, 128), (4096, 32), torch.device("cpu"), wants_columns=True, **options)
-        kernels.list_tiles(trace(mask, "mask"), (8000, 8000), (512, 512), (4096, 2), torch.device("cpu"), wants_columns=False, **options)
+        kernels.list_tiles(trace(mask, "mask"), TileGrid((1000, 1000), (128, 128), (4096, 32)), device, BLOCK_MASK)
+        kernels.list_tiles(trace(mask, "mask"), TileGrid((8000, 8000), (512, 512), (4096, 2)), device, BLOCK_SPARSE)
     assert len(grids) > 4 and {grid[1:] for grid in grids} == {(32, 4096), (2, 4096)}, grids
 
 
@@ -227,8 +240,8 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(60):
         lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))
         for mod in (masks.sliding_window(rng.choice([1, 2, 16, 1000, 2**33]), 0), masks.document(table[at % 3 :]) & masks.causal()):
-            options = {"wants_columns": True, "separate_full": True, "has_full_tails": False, "broadcasts": False}
-            kernels.list_tiles(trace(mod, "mask"), lengths, (128, 128), (1, 1), torch.device("cpu"), **options)  # type: ignore[arg-type]
+            grid = TileGrid(lengths, (128, 128), (1, 1))  # type: ignore[arg-type]
+            kernels.list_tiles(trace(mod, "mask"), grid, torch.device("cpu"), BLOCK_MASK)
     assert found and all(len(keys) <= 2 for keys in found.values()), {name: len(keys) for name, keys in found.items()}
 
 

@@ -18,10 +18,11 @@ from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.ir.expr import OPS, Builder, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
-from anyattn.sparsity import block_mask, compute, compute_block_sparsity
-from anyattn.sparsity.block_mask import _with_partial_tails
+from anyattn.sparsity import compute, compute_block_sparsity
+from anyattn.sparsity.block_mask import LISTS
+from anyattn.sparsity.grid import ListForm, TileGrid
 from anyattn.sparsity.kernels import block_lists
-from anyattn.sparsity.lists import lists_of_grid
+from anyattn.sparsity.lists import lists_of_grid, with_partial_tails
 from anyattn.triton_tools import emit, jit_source
 from tests.support.covering import few
 from tests.support.tiles import brute_classes, dense, library_masks, random_mask
@@ -169,23 +170,30 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  
     traced = trace(mod, "mask")
     classes = classify(traced, *lengths, *tile, *batch) if classes is None else classes
     for has_full_tails, separate in options:
-        choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails, "broadcasts": True}
-        found = block_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
-        grid = classes if has_full_tails else _with_partial_tails(classes, lengths, tile)
+        form = ListForm(separate, True, has_full_tails, True)
+        found = block_lists.list_tiles(traced, TileGrid(lengths, tile, batch), torch.device("cpu"), form)
+        grid = classes if has_full_tails else with_partial_tails(classes, lengths, tile)
         wanted = [*lists_of_grid(grid, separate), *lists_of_grid(grid.transpose(-1, -2), separate)]
         for ours, theirs in zip(found, wanted, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or (ours.dtype is torch.int32 and ours.is_contiguous() and torch.equal(ours, theirs))
 
 
-@pytest.fixture(params=["two kernels", "many chunks"])
-def way(request, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
-    if request.param == "many chunks":
-        monkeypatch.setattr(block_lists, "_FEW", 1)
-        monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
+def in_ways(*ways):  # type: ignore[no-untyped-def]
+    """A fixture: the ways in which the kernels list the tiles."""
+
+    def way(request, monkeypatch):  # type: ignore[no-untyped-def]
+        if request.param != "at once":
+            monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
+            monkeypatch.setattr(block_lists, "launches_of", block_lists.launches_of.__wrapped__)  # caches nothing
+        if request.param == "many chunks":
+            monkeypatch.setattr(block_lists, "_FEW", 1)
+            monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
+
+    return pytest.fixture(params=ways)(way)
 
 
+way = in_ways("two kernels", "many chunks")
 SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1, 70), (16, 24))]
 
 
@@ -295,9 +303,9 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
     """The front doors take the kernels' lists as they are."""
     made = []
 
-    def by_kernels(*args, **options):  # type: ignore[no-untyped-def]
+    def by_kernels(*args):  # type: ignore[no-untyped-def]
         made.append(1)
-        return block_lists.list_tiles(*args, **{"separate_full": True, **options})
+        return block_lists.list_tiles(*args)
 
     def both(mod):  # type: ignore[no-untyped-def]
         sizes = (2, 3, 40, 70)
@@ -307,8 +315,7 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
         mod = library_masks(40, 70)[name]
         theirs, other = both(mod)
         with monkeypatch.context() as patched:
-            for module in (compute, block_mask):
-                patched.setattr(module, "device_lists", by_kernels)
+            patched.setattr(compute, "device_lists", by_kernels)
             ours, lists = both(mod)
         assert len(made) == 2, name
         made.clear()
@@ -345,7 +352,7 @@ def test_warm_calls_by_the_kernels() -> None:
                 for at in (0, 0, 1, 2, 1):
                     launches.made.clear()
                     ours = create_block_mask(make(captured[at]), 2, 1, *size, "cpu", tile, separate_full_blocks=separate)
-                    for field in block_mask.LISTS:
+                    for field in LISTS:
                         a, b = getattr(ours, field), getattr(theirs[at], field)
                         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (name, field)
             assert all(x.is_warm for x in launches.made) and len(launches.made) == 1 + (name == "scratch memory")

@@ -12,8 +12,8 @@ from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sparsity import varlen_lists as ragged
 from anyattn.sparsity.kernels import block_lists
-from anyattn.sparsity.kernels import varlen_lists as kernels
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
+from tests.sparsity.kernels.test_block_lists_interpreted import in_ways
 from tests.support.covering import few
 from tests.support.tiles import library_masks, random_mask
 
@@ -68,15 +68,7 @@ def assert_ragged(mod, s, tile, heads=2):  # type: ignore[no-untyped-def]
         assert not count[:, ~known].any()
 
 
-@pytest.fixture(params=["at once", "two kernels", "many chunks"])
-def way(request, monkeypatch):  # type: ignore[no-untyped-def]
-    if request.param != "at once":
-        monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
-    if request.param == "many chunks":
-        monkeypatch.setattr(block_lists, "_FEW", 1)
-        monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
-
-
+way = in_ways("at once", "two kernels", "many chunks")
 LIBRARY = list(library_masks(*LONGEST))
 
 
@@ -125,7 +117,7 @@ def test_positions_that_begin_elsewhere():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("count", [4, 13])
 def test_many_sequences(count, monkeypatch):  # type: ignore[no-untyped-def]
     """More than one step of the table of sequences."""
-    monkeypatch.setattr(kernels, "_PLACES_CHUNK", 4)
+    monkeypatch.setattr(block_lists, "_PLACES_CHUNK", 4)
     g = torch.Generator().manual_seed(1)
     of_q, of_k = (torch.randint(0, 5, (count,), generator=g).tolist() for _ in range(2))
     assert_ragged(lambda b, h, q, k: q >= k, stored((of_q, of_k)), (2, 2), 1)
