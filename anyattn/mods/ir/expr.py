@@ -173,7 +173,7 @@ OPS: dict[str, OpSpec] = {
     "where": OpSpec(3, _ANY, "same", None),
     "cast": OpSpec(1, _ANY, "any", None),
 }
-_LEAVES = ("index", "score", "const", "scalar", "load", "tensor")
+_LEAVES = ("index", "bound", "score", "const", "scalar", "load", "tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,4 +465,4 @@ def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
         assert isinstance(node.attr, int) and is_weak(node.dtype), f"{where}: a captured number is weak"
     elif node.op == "const" and category(node.dtype) == "int" and not is_weak(node.dtype):
         assert wrapped(node.attr, node.dtype) == node.attr, f"{where}: a literal outside of its dtype"  # type: ignore[arg-type]
-    assert node.op == "load" or not node.args, f"{where}: a leaf takes no arguments"
+    assert node.op in ("load", "bound") or not node.args, f"{where}: a leaf takes no arguments"
