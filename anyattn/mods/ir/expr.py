@@ -455,6 +455,8 @@ def verify(expr: Expr) -> None:
 def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
     if node.op == "index":
         assert node.attr in INDICES and node.dtype is torch.int64, f"{where}: not an index"
+    elif node.op == "bound":
+        assert isinstance(node.attr, tuple), f"{where}: not a leaf of bounds.py"
     elif node.op == "score":
         assert node.dtype in (torch.float32, torch.float64), f"{where}: a score is float32 or float64"
     elif node.op == "load":
