@@ -12,7 +12,7 @@ in 32, which takes a third of the instructions on a GPU. ``Style`` lists the oth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,10 +124,11 @@ class Style(NamedTuple):
 PLAIN = Style()
 
 
-def emit(expr: Expr, leaves: Mapping[str, str] = LEAVES, prefix: str = "v", style: Style = PLAIN) -> Lines:
+def emit(expr: Expr, leaves: Mapping[Any, str] = LEAVES, prefix: str = "v", style: Style = PLAIN) -> Lines:
     """The lines that compute ``expr.outputs`` from the variables that ``leaves`` names and from ``scalars`` and ``tensors``.
 
-    leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score. prefix: of all new names.
+    leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score, and of bounds by attribute.
+    prefix: of all new names.
     An int64 output is a 32-bit variable if its values fit.
 
     >>> from anyattn.mods.tracing.trace import trace
@@ -173,7 +174,7 @@ def triton_dtype(dtype: DType) -> str:
 class _Writer:
     """Writes the nodes of one expression, arguments first."""
 
-    def __init__(self, expr: Expr, leaves: Mapping[str, str], prefix: str, style: Style) -> None:
+    def __init__(self, expr: Expr, leaves: Mapping[Any, str], prefix: str, style: Style) -> None:
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
         self.stages = [_stage(dep) for dep in dependence(expr)]
         most = NEAR if style.is_near else SMALL
@@ -220,8 +221,8 @@ class _Writer:
     # -- values
     def _value(self, at: int) -> str:
         node = self.nodes[at]
-        if node.op in ("index", "score"):
-            return f"tl.cast({self.leaves[node.attr if node.op == 'index' else 'score']}, {self._dtype(at)})"  # type: ignore[index]
+        if node.op in ("index", "bound", "score"):
+            return f"tl.cast({self.leaves['score' if node.op == 'score' else node.attr]}, {self._dtype(at)})"  # type: ignore[index]
         if node.op == "const":
             return _constant(node.attr, self._dtype(at))  # type: ignore[arg-type]
         if node.op == "scalar":

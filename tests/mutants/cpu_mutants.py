@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anyattn.call_cache import attention
+from anyattn.mods.ir.bounds import bounds
 from anyattn.tensors import by_contents
 from tests.mutants.mutant import Mutant, by_name
 from tests.mutants.syntax import scope_of
@@ -120,6 +121,8 @@ MUTANTS = by_name(
     Mutant("known_mask_reads_outside", "call_cache.block_mask:_remember", "held is not user", "False", "hidden_index"),
     Mutant("known_mask_of_a_far_number", "call_cache.block_mask:_remember", "user.source is None or has_far", "False", "far_numbers"),
     Mutant("narrowing_cast_taken_for_none", "mods.analysis.solver:Solver._linear", "not self.exact[node]", "False", "narrowed"),
+    Mutant("bounds_that_overflow", "mods.ir.bounds:_Writer.fit", "outside.where(end, value)", "value", "bounds"),
+    Mutant("bounds_of_unknown_operands", "mods.ir.bounds:_Writer.result", "for a in args: ...", "for a in (): ...", "bounds"),
     Mutant("subtracted_bias_added", "mods.analysis.additive_bias:additive_bias", "node.op == 'sub'", "False", "alibi"),
     # the backward
     Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "lse * LOG2E", "lse.roll(1, -1) * LOG2E", "full"),
@@ -252,6 +255,7 @@ def _forget() -> None:
     """Nothing that an earlier call left goes round the bug, and nothing that the bug made outlives it."""
     attention.clear()
     by_contents.forget()
+    bounds.cache_clear()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_kvcache as kvcache
+from tests.mods.analysis import test_tile_classes as tile_classes
 from tests.mutants import cpu_mutants as mutants
 from tests.sequences import test_block_info as blocks
 from tests.support import cases
@@ -165,7 +166,7 @@ def splits() -> None:
     seq.judge(got, batch, meaning)
 
 
-CHECKS: dict[str, Callable[[], None]] = {
+CHECKS: dict[str, Callable[[], object]] = {
     "full": case("full"),
     "causal": case("causal", TALL),
     "window": case("window", TALL),
@@ -212,6 +213,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "pages_by_head": known_calls.test_pages_of_a_sequence_whose_heads_see_other_keys,
     "bits": lambda: kvcache.test_the_batch_changes_no_bit_of_an_entry((20, 20, 20, 20), 1),
     "splits": splits,
+    "bounds": lambda: (tile_classes.test_wild_values_are_left_open(), tile_classes.test_unknown_stays_unknown()),
     "blocks": lambda: blocks.test_ranges_are_tight_and_transposes_of_each_other(0),
 }
 

@@ -70,12 +70,16 @@ def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Ten
     return torch.tensor(value, dtype=mod.expr.output.dtype, device=device)  # type: ignore[arg-type]
 
 
-def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Any]:
-    """The values of ``expr.outputs``. leaves: ``score`` and the indices, as tensors or Python numbers."""
+def run(expr: Expr, leaves: Mapping[Any, Any], scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of ``expr.outputs``. leaves: ``score`` and the indices, as tensors or Python numbers; those of ``bounds.py`` by attribute,
+    loads' as functions of their arguments."""
     values: list[Any] = []
     for node in expr.nodes:
         if node.op == "index":
             values.append(leaves[node.attr])  # type: ignore[index]
+        elif node.op == "bound":
+            leaf = leaves[node.attr]  # type: ignore[index]
+            values.append(leaf(*(values[a] for a in node.args)) if callable(leaf) else leaf)
         elif node.op == "score":
             values.append(leaves["score"])
         elif node.op == "const":

@@ -185,15 +185,13 @@ def _still_doubtful(
 ) -> Iterator[tuple[int, int, int]]:
     """The loads that interval arithmetic over ``box`` does not prove to be inside."""
     device = box["b"][0].device
-    indices, positions = _without_dead_nodes(Expr(mod.expr.nodes, tuple(arg for _, _, arg in doubtful)))
+    builder = Builder()
+    indices = builder.build(*(builder.copy(mod.expr, arg) for _, _, arg in doubtful))
     found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
-    for (slot, dim, arg), position in zip(doubtful, positions, strict=True):
+    for at, (slot, dim, arg) in enumerate(doubtful):
         size = mod.tensors[slot].shape[dim]
-        if found is not None and not found[position].wild:
-            inside = (found[position].lo >= -size) & (found[position].hi < size)
-            if bool(inside.all()):
-                continue
-        yield slot, dim, arg
+        if found is None or not bool(((found[at].lo >= -size) & (found[at].hi < size)).all()):
+            yield slot, dim, arg
 
 
 def _index(mod: TracedMod, arg: int) -> Expr:
@@ -218,12 +216,6 @@ def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) 
     if node.op == "const":
         return -size <= node.attr < size  # type: ignore[operator]
     return node.op == "index" and sizes[node.attr] <= size  # type: ignore[index, call-overload]
-
-
-def _without_dead_nodes(expr: Expr) -> tuple[Expr, tuple[int, ...]]:
-    builder = Builder()
-    pruned = builder.build(*(builder.copy(expr, o) for o in expr.outputs))
-    return pruned, pruned.outputs
 
 
 def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict[str, int]) -> None:

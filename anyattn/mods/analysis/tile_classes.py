@@ -246,8 +246,7 @@ class Refiner:
         """Applies interval arithmetic to every undecided square."""
         for where in self._doubtful(found, _BATCH_BOXES):
             b, h, q, kv = self.grid.boxes(where, size)
-            verdict = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
-            span = verdict[self.mod.expr.outputs[0]]
+            (span,) = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
             classes = torch.where(span.lo, FULL, torch.where(span.hi, DOUBT, EMPTY)).to(torch.uint8)
             self._write(found, where, classes.expand(len(where)))
 

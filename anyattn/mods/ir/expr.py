@@ -173,7 +173,7 @@ OPS: dict[str, OpSpec] = {
     "where": OpSpec(3, _ANY, "same", None),
     "cast": OpSpec(1, _ANY, "any", None),
 }
-_LEAVES = ("index", "score", "const", "scalar", "load", "tensor")
+_LEAVES = ("index", "bound", "score", "const", "scalar", "load", "tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,6 +455,8 @@ def verify(expr: Expr) -> None:
 def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
     if node.op == "index":
         assert node.attr in INDICES and node.dtype is torch.int64, f"{where}: not an index"
+    elif node.op == "bound":
+        assert isinstance(node.attr, tuple), f"{where}: not a leaf of bounds.py"
     elif node.op == "score":
         assert node.dtype in (torch.float32, torch.float64), f"{where}: a score is float32 or float64"
     elif node.op == "load":
@@ -465,4 +467,4 @@ def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
         assert isinstance(node.attr, int) and is_weak(node.dtype), f"{where}: a captured number is weak"
     elif node.op == "const" and category(node.dtype) == "int" and not is_weak(node.dtype):
         assert wrapped(node.attr, node.dtype) == node.attr, f"{where}: a literal outside of its dtype"  # type: ignore[arg-type]
-    assert node.op == "load" or not node.args, f"{where}: a leaf takes no arguments"
+    assert node.op in ("load", "bound") or not node.args, f"{where}: a leaf takes no arguments"

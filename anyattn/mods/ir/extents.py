@@ -120,6 +120,8 @@ def extent_of(node: Node, dtypes: Sequence[DType], args: Sequence[Extent | None]
     whole = _range(node.dtype)
     if node.op == "index":
         return getattr(box, node.attr), True  # type: ignore[call-overload]
+    if node.op == "bound":
+        return getattr(box, str(node.attr[0]), whole), True  # type: ignore[index]
     if node.op == "const":
         return Extent(int(node.attr), int(node.attr)), True  # type: ignore[call-overload]
     if node.op == "scalar":

@@ -92,6 +92,15 @@ def test_unknown_stays_unknown():
         assert torch.equal(refine(trace(mod, "mask"), (4, 4), (2, 2), (1, 1)), brute_classes(dense(mod, 4, 4), 2, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_times_16_bit_floats_are_not_rounded(dtype):
+    """torch multiplies by a number in float32, so bounds that round it to 16 bits first exclude the product."""
+    floats, factor = (torch.arange(64) / 7).to(dtype), 0.1
+    products = floats * factor
+    for mod in (lambda b, h, q, k: floats[q] * factor == products[k], lambda b, h, q, k: floats[q] * 0.1 == products[k]):
+        assert torch.equal(refine(trace(mod, "mask"), (64, 64), (1, 1), (1, 1)), brute_classes(dense(mod, 64, 64), 1, 1))
+
+
 def test_long_tables_are_looked_up_in_blocks(monkeypatch):
     monkeypatch.setattr(range_tables, "_MAX_BLOCKS", 5)
     for seed in range(60):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from anyattn.mods.tracing.trace import TracedMod
 from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges, check_words
-from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
+from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, check_tile_bounds, traced
 from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, Program
 from tests.support.limits import HANG
 from tests.support.processes import python
@@ -39,13 +39,14 @@ def check_mask(made: Program, mod: TracedMod) -> bool:
     """What is read of masks alone; whether the mask has row ranges."""
     check_stages(made, mod)
     check_classes(made, mod)
+    check_tile_bounds(made, mod)
     has_ranges = check_ranges(made, mod)
     check_cute_ranges(made, mod)
     return has_ranges
 
 
 def check_readers(programs: Iterable[Program]) -> Read:
-    """The evaluator, the torch backend's stages, classes of tiles, row ranges, and the text for CuTe by value."""
+    """The evaluator, the torch backend's stages, classes and bounds of tiles, row ranges, and the text for CuTe by value."""
     has_ranges = is_taken = has_words = asked = 0
     for made in programs:
         mod = traced(made)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor
 
 from anyattn.backends.torch.mod_runner import Bound, Tile
 from anyattn.errors import ModError
-from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.analysis.row_ranges import limits_of_rows, row_ranges
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify, judge
+from anyattn.mods.ir.bounds import bounds
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr, category
+from anyattn.mods.ir.extents import Box
 from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.fuzz.whole_numbers import LENGTH, Program, called
 
@@ -62,6 +68,28 @@ def check_classes(made: Program, mod: TracedMod) -> None:
         assert bool((want[judged == sure] == sure).all()), f"judge, tiles of {tile}\n{made}{mod.expr}"
     got = classify(mod, 48, LENGTH, *tile)[0, 0]
     assert torch.equal(got, want), f"classify, tiles of {tile}\n{made}{mod.expr}"
+
+
+def check_tile_bounds(made: Program, mod: TracedMod) -> None:
+    """The bounds of tiles, as kernels have them: from the extremes of loads and of other parts of one position, chosen at random."""
+    expr, draw, deps = mod.expr, random.Random(made.seed), dependence(mod.expr)
+    is_far = any(isinstance(n, int) and abs(n) >= 2**40 for n in mod.scalars)
+    if is_far or any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, deps, strict=True)):
+        return  # numbers that kernels do not take, and indices that only kernels clamp
+    is_part = [dep.q != dep.kv and category(node.dtype) != "float" for node, dep in zip(expr.nodes, deps, strict=True)]
+    parts = [at for at, node in enumerate(expr.nodes) if is_part[at] and (node.op == "load" or draw.random() < 0.3)]
+    b, h, q, kv = grid(origin_of(made))
+    leaves = {"b": B, "h": H, "q_idx": q, "kv_idx": kv}
+    values = run(Expr(expr.nodes, tuple(parts)), leaves, mod.scalars, mod.tensors)
+    extremes = {at: value.to(torch.int64).expand(ROWS, COLUMNS) for at, value in zip(parts, values, strict=True)}
+    ends = {}
+    for name, value in (extremes | {"q_idx": q, "kv_idx": kv}).items():
+        tiles = value.expand(ROWS, COLUMNS).unflatten(1, (2, -1)).unflatten(0, (3, -1))
+        ends[name, 0], ends[name, 1] = tiles.amin((1, 3)), tiles.amax((1, 3))
+    wanted = bounds(expr, Box.of_sizes(2**30, 2**40), frozenset(parts))
+    must, may = (torch.as_tensor(end).expand(3, 2) for end in run(wanted, leaves | ends, mod.scalars, mod.tensors))
+    seen = called(made, b, h, q, kv).expand(ROWS, COLUMNS).unflatten(1, (2, -1)).unflatten(0, (3, -1))
+    assert bool((seen.all(3).all(1) | ~must).all()) and bool((may | ~seen.any(3).any(1)).all()), f"tile bounds\n{made}{expr}\n{wanted}"
 
 
 def check_ranges(made: Program, mod: TracedMod) -> bool:
