@@ -15,10 +15,9 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_operands, operands_of_blocks
-from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operands_of
 from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
-from anyattn.custom_ops.gradients import called, differentiable, returned
+from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
