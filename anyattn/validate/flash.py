@@ -52,6 +52,7 @@ __all__ = [
     "combine_arguments",
     "dense_problem",
     "ends",
+    "heads_first",
     "other_names",
     "page_lengths",
     "pages",
@@ -269,7 +270,7 @@ def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_si
 def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
     """The problem of any entry point, given its sequences. offset: the first query's position among the keys, minus its ``q_idx``."""
     heads = q.shape[-2]
-    q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
+    q4, k4, v4 = (heads_first(t) for t in (q, k, v))
     aux = flex.aux_list(options.aux_tensors, q.device)
     sink = flex.sink_logits(options.sink, q4)
     bare = Problem(q4, k4, v4, flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype), sequences=sequences)
@@ -378,7 +379,7 @@ def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
         raise ValueError(f"{v_name} has {v.shape[-2]} heads but {k_name} has {k.shape[-2]}; wanted the same")
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
     return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
 

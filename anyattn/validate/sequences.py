@@ -23,6 +23,7 @@ __all__ = [
     "check_table",
     "check_used",
     "ends",
+    "not_negative",
     "offset_unread",
     "pages",
     "sequence_lengths",
@@ -129,12 +130,17 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
 def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
     """(batch,) integers as int64, checked to be 0 or more."""
     check_table(name, given, batch, device)
-    if given is None:
+    return not_negative(name, given)
+
+
+def not_negative(name: str, table: Tensor | None) -> Any:
+    """The table as int64, checked to have no entry below 0."""
+    if table is None:
         return None
-    if len(given) and int(given.min()) < 0:
-        at = int(given.argmin())
-        raise ValueError(f"{name}[{at}]={int(given[at])}; wanted 0 or more")
-    return given.to(torch.int64)
+    if len(table) and int(table.min()) < 0:
+        at = int(table.argmin())
+        raise ValueError(f"{name}[{at}]={int(table[at])}; wanted 0 or more")
+    return table.to(torch.int64)
 
 
 def check_table(name: str, given: Any, batch: int, device: torch.device) -> None:
