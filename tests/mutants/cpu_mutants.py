@@ -238,6 +238,8 @@ def active(name: str) -> Iterator[None]:
     mutated = _rewritten(mutant, module)
     _forget()
     places = [(owner, last)] if parents else _bindings(original)
+    if hasattr(mutated, "__set_name__"):  # a cached_property
+        mutated.__set_name__(owner, last)
     for place, attribute in places:
         setattr(place, attribute, mutated)
     try:
