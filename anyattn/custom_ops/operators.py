@@ -93,8 +93,8 @@ def returned(gradients: Sequence[Tensor | None], wants: Sequence[bool], sources:
 
 
 class _Derivative(NamedTuple):
-    """What ``differentiable`` says of an operator, as ``register_autograd`` takes it. backward: None for an operator without a derivative,
-    or whose derivative is the second one of attention. custom: the operator's ``CustomOpDef``."""
+    """An operator's derivative, as ``register_autograd`` takes it. custom: the operator's ``CustomOpDef``. backward, of, constant: of
+    ``differentiable``; backward is None for an operator without a derivative, and for a backward operator."""
 
     custom: Any
     arguments: Arguments
@@ -123,14 +123,12 @@ class _Derivative(NamedTuple):
         values = pytree.tree_unflatten([next(rest) if x is Tensor else x for x in ctx.leaves], ctx.spec)
         results = called(self.backward, *self.arguments.records(values), Results(out, lse, dout, dlse, ctx.wants))
         wanted = iter([g if w else None for g, w in zip(results, ctx.wants, strict=True)])
-        return tuple(
-            [next(wanted) if name in self.of else None for _ in value]
-            if _holds_tensors(value)
-            else next(wanted)
-            if name in self.of
-            else None
-            for name, value in zip(self.arguments.names, values, strict=True)
-        )
+
+        def gradient(name: str) -> Tensor | None:
+            return next(wanted) if name in self.of else None
+
+        by_argument = zip(self.arguments.names, values, strict=True)
+        return tuple([gradient(n) for _ in value] if _holds_tensors(value) else gradient(n) for n, value in by_argument)
 
 
 _derivatives: dict[Any, _Derivative] = {}
