@@ -316,8 +316,8 @@ def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, 
     from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
 
     arguments, options = Given(*cached), Options(*given)
-    records = torch.is_grad_enabled()
-    if records:
+    is_grad_mode = torch.is_grad_enabled()
+    if is_grad_mode:
         check_no_gradients(arguments, options)
     with torch.no_grad():
         step = decode_call(arguments, options, backend)
@@ -326,8 +326,8 @@ def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, 
 
             return eager_calls.decode(arguments, options, backend)
         call, chosen = step
-        if records and call.problem.score is not None:
-            check_no_captured_gradients(call.problem.score.tensors)
+        if is_grad_mode:
+            check_no_captured_gradients(call.problem.score)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
     return _laid_out(out, lse, arguments.cu_seqlens_q is not None, True)  # type: ignore[no-any-return]
 

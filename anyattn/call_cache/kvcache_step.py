@@ -104,4 +104,4 @@ def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_si
         q, arguments.k_cache, arguments.v_cache, arguments.k, arguments.v, tables, sizes, arguments.rotary_cos, arguments.rotary_sin,
         bool(arguments.rotary_interleaved), warm.follows,
     )  # fmt: skip
-    return CacheCall(Problem.of_fields(filled), step, arguments, None, None)
+    return CacheCall(Problem.of_fields(filled), step, arguments)

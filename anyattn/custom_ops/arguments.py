@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -69,8 +69,6 @@ class Arguments:
         kinds = [pair for record in records for pair in _fields_of(record) if pair[0] not in self._left_out]
         self.names = tuple(name for name, _ in kinds)
         self._kinds = tuple(kind for _, kind in kinds)
-        self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
-        self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
         self.are_plain: Callable[..., bool] = self._check_of_tensors()
         scope: dict[str, Any] = {"construct": tuple.__new__, "left_out": self._left_out}
         records_source = ", ".join([_constructed(record, self._left_out, scope) for record in records])
@@ -78,7 +76,8 @@ class Arguments:
 
     def _check_of_tensors(self) -> Callable[..., bool]:
         """Generates the check that all tensors of a call are plain CPU or GPU memory: of no subclass and without the negative bit."""
-        checks = [f"({self.names[self._tensors[0]]}.is_cuda or {self.names[self._tensors[0]]}.is_cpu)"]
+        first = self.names[self._kinds.index(Tensor)]
+        checks = [f"({first}.is_cuda or {first}.is_cpu)"]
         for i, kind in enumerate(self._kinds):
             plain = "type({0}) in plain and not {0}.is_neg()"
             if kind == Tensor:
@@ -121,26 +120,6 @@ class Arguments:
             value = values[self.names.index(name)]
             tensors += value if isinstance(value, (list, tuple)) else [value]
         return tensors
-
-    def split(self, values: tuple) -> tuple[tuple, list[Tensor | None]]:
-        """(arguments without tensors, the tensors): in the first, None replaces a tensor and its length replaces a list of tensors."""
-        others = list(values)
-        tensors: list[Tensor | None] = [values[i] for i in self._tensors]
-        for i in self._tensors:
-            others[i] = None
-        for i in self._lists:
-            tensors += values[i]
-            others[i] = len(values[i])
-        return tuple(others), tensors
-
-    def joined(self, others: tuple, tensors: Iterable[Any]) -> tuple:
-        """The inverse of ``split``. tensors: one item for each tensor."""
-        values, rest = list(others), iter(tensors)
-        for i in self._tensors:
-            values[i] = next(rest)
-        for i in self._lists:
-            values[i] = [next(rest) for _ in range(others[i])]
-        return tuple(values)
 
 
 def _fields_of(record: type) -> Iterator[tuple[str, Any]]:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
-from anyattn.custom_ops.gradients import called
 from anyattn.custom_ops.graph_nodes import captures_in_graph
+from anyattn.custom_ops.operators import called, operator
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions

@@ -9,7 +9,7 @@ without it, and in C++ code (AOTInductor), the operator is called as usual.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,13 @@ _are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active
 _is_traced, _is_profiled = torch._C._is_tracing, torch._C._autograd._profiler_enabled  # type: ignore
 _has_function_mode, _is_grad_enabled = torch._C._is_torch_function_mode_enabled, torch._C.is_grad_enabled  # type: ignore
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
+_count_write = torch.autograd.graph.increment_version
 
 
-def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
+def direct(operator: Any, arguments: Arguments, run: Callable[..., Any], written: Sequence[int] = ()) -> Callable[..., Any]:
     """A function that calls ``run`` directly where the dispatcher would do nothing but call it, and else the operator.
 
+    written: the positions of the tensors that it writes to, whose writes are counted as the operator counts them.
     Its attributes: ``run``, and ``may_pass``, the condition on a call's arguments; ``needs_dispatcher`` is the condition on modes.
     """
     are_plain = arguments.are_plain
@@ -41,6 +43,8 @@ def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Call
     def call(*values: Any) -> Any:
         if needs_dispatcher() or not may_pass(*values):
             return operator(*values)
+        for i in written:
+            _count_write(values[i])
         with _Below():
             return run(*values)
 

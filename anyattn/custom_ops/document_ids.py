@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.custom_ops.define import operator
+from anyattn.custom_ops.operators import operator
 from anyattn.mods.masks import ids_of_documents
 
 __all__ = ["document_ids"]

@@ -22,8 +22,6 @@ from anyattn.validate.kvcache import Given
 
 __all__ = ["decode", "flash", "flex"]
 
-Results = tuple[Tensor, Tensor]
-
 
 @opaque
 def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +33,7 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
 
 
 @opaque
-def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> Results:
+def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
     cu_q, cu_k, used_q, used_k, pages = places.tables
     if all(t is None for t in places.tables):
@@ -52,7 +50,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
 
 
 @opaque
-def decode(arguments: Given, options: Options, backend: str | None) -> Results:
+def decode(arguments: Given, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a ``flash_attn_with_kvcache`` call."""
     if active := kinds.transforms():
         raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
@@ -83,7 +81,7 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
     """The checks of FlashAttention's arguments besides q, k and v that read no values."""
-    check.sink_logits(options.sink, kvcache.heads_first(q))
+    check.sink_logits(options.sink, check_flash.heads_first(q))
     check.aux_list(options.aux_tensors, q.device)
     check_flash.softcap_score(options.softcap, q.dtype)
     if options.alibi_slopes is not None:

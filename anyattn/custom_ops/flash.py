@@ -15,10 +15,9 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.block_sparse_operands import BlockSparse, blocks_of_operands, operands_of_blocks
-from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operands_of
 from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
-from anyattn.custom_ops.gradients import called, differentiable, returned
+from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -29,8 +28,8 @@ from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 from anyattn.validate.block_sparse import check_dense, check_varlen
-from anyattn.validate.flash import Options, check_dense_storage
-from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients, heads_first
+from anyattn.validate.flash import Options, check_dense_storage, heads_first
+from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
 
 __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods", "shared_options"]
 
@@ -258,8 +257,8 @@ def decode_with_mods(
     cache_args = cache_args._replace(q=q, k=k, v=v)
     shared = shared_options(q, Options(*options), score, mask)
     if torch.is_grad_enabled():
-        check_no_gradients(cache_args[:12], Options(*options))
-        check_no_captured_gradients(() if score is None else score.tensors)
+        check_no_gradients(cache_args, Options(*options))
+        check_no_captured_gradients(score)
     longest = _number(cache_args.max_seqlen_q)
     call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, backend or "")
     return called(decode, call)  # type: ignore[no-any-return]

@@ -18,10 +18,9 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
-from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flops import count_operator, flex_pairs
-from anyattn.custom_ops.gradients import called, differentiable, returned
 from anyattn.custom_ops.graph_nodes import captures_in_graph
+from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
 from anyattn.errors import ModError
 from anyattn.mods.dropout import KEEP_PROGRAM, Seeded, dropout_of

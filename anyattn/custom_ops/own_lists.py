@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from anyattn.custom_ops.define import operator
-from anyattn.custom_ops.gradients import called
 from anyattn.custom_ops.graph_nodes import node_of
+from anyattn.custom_ops.operators import called, operator
 
 __all__ = ["own_list", "own_lists"]
 

@@ -1,44 +1,40 @@
 """Appending to a KV cache in place: computes the slot of each new row, checks the slots, and writes the rows.
 
 A cache is (B_cache, S_cache, H, D), or a pool of pages (num_pages, page_size, H, D) with a page table; in both forms two leading indices
-name a row. New row j of batch entry b goes to the entry's logical storage row ``leftpad_k + seqlen_k_og + j``.
+name a row. New row j of batch entry b goes to the entry's logical storage row ``cache_seqlens[b] + j``, padding included.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import end_to_end
-from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 __all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_step", "reaches", "slots"]
 
 _MOST_TRIED = 10_000  # sums of strides compared with two tensors' distance before the tensors are assumed to overlap
 
 
-def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
+def slots(start: Tensor, new: Tensor, cache_rows: Tensor, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
     """The two leading cache indices of every new row of a batch, entry after entry; int64 (total_new,) each.
 
-    info: fields of the whole batch, int64 (B,) (a Python int if all entries agree). cache_rows: int64 (B,), each entry's row of a
-    contiguous cache; unused with pages. page_table: (B, max_pages) of any integer dtype, or None for a contiguous cache. page_size: rows
-    of a page; unused without pages. ``check_append`` checks their contents.
+    start, new: int64 (B,), the storage row of each entry's first new row, and the number of its new rows. cache_rows: int64 (B,), each
+    entry's row of a contiguous cache; unused with pages. page_table: (B, max_pages) of any integer dtype, or None for a contiguous cache.
+    page_size: rows of a page; unused without pages. ``check_append`` checks their contents.
 
-    >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 3]))
-    >>> slots(info, torch.tensor([5, 9]), None, 0)
+    >>> start, new, rows = torch.tensor([7, 3]), torch.tensor([2, 2]), torch.tensor([5, 9])
+    >>> slots(start, new, rows, None, 0)
     (tensor([5, 5, 9, 9]), tensor([7, 8, 3, 4]))
-    >>> slots(info, None, torch.tensor([[4, 6], [1, 0]]), 8)
+    >>> slots(start, new, rows, torch.tensor([[4, 6], [1, 0]]), 8)
     (tensor([4, 6, 1, 1]), tensor([7, 0, 3, 4]))
     """
+    entry, row = end_to_end(start, new)
     if page_table is None:
-        assert cache_rows is not None, "a contiguous cache needs cache_rows"
-        entry, row = _new_rows(info, cache_rows)
         return cache_rows[entry], row
-    entry, row = _new_rows(info, page_table)
     return page_table[entry, row // page_size].long(), row % page_size
 
 
@@ -56,32 +52,39 @@ def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
     cache.index_put_((first, second), rows)
 
 
-def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int, num_pages: int) -> None:
+def check_append(
+    first: Tensor, start: Tensor, new: Tensor, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int, num_pages: int
+) -> None:
     """Raises ``ValueError`` if appending, or reading afterwards, would leave the cache or write a slot twice.
 
-    info, cache_rows, page_table: as in ``slots``; lengths and cache rows before appending are assumed to be in range. page_size, num_pages:
-    the second and the first dimension of the cache, which without pages are its capacity and its rows. cache_rows None without pages: every
-    entry has its own row. Refused are entries that do not fit with their new rows, pages in use that are not in the pool, and a cache row
-    or page that two entries append to. Pages or rows that another entry only reads are not checked.
+    first: int64 (B,), the storage row of each entry's first key. start, new, cache_rows, page_table: as in ``slots``; cache rows and
+    lengths before appending are assumed to be in range. cache_rows None without pages: every entry has its own row. page_size, num_pages:
+    the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused are entries that do not fit
+    with their new rows, pages in use that are not in the pool, and a cache row or page that two entries append to. Pages or rows that
+    another entry only reads are not checked.
 
-    >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
-    >>> check_append(info, torch.tensor([5, 9]), None, 32, 16)
+    >>> check_append(torch.zeros(2), torch.tensor([7, 31]), torch.tensor([2, 2]), torch.tensor([5, 9]), None, 32, 16)
     Traceback (most recent call last):
     ValueError: k and v append 2 rows to the 31 of entry 1 (cache_seqlens[1]), 33 in all, but each row of k_cache holds 32; wanted at most \
 32: append fewer, or make the cache longer
     """
-    if page_table is None:
-        like = info.seqlen_k if cache_rows is None else cache_rows
-        _check_capacity(info, like, page_size, f"each row of k_cache holds {page_size}", "make the cache longer")
-        if cache_rows is not None:
-            _check_cache_rows(info, cache_rows)
-        return
-    width = page_table.shape[1]
-    room = f"page_table[{{b}}] has {width} pages of {page_size} rows, {width * page_size} in all"
-    _check_capacity(info, page_table, width * page_size, room, "give it more pages")
-    end = _extents(info, page_table)[2]
-    check_pages(page_table, end - info.seqlen_k, end, page_size, num_pages)
-    _check_own_pages(info, page_table, page_size)
+    width, end = 1 if page_table is None else page_table.shape[1], start + new
+    over = end > width * page_size
+    if bool(over.any()):
+        b = int(over.nonzero()[0])
+        room, cure = f"each row of k_cache holds {page_size}", "make the cache longer"
+        if page_table is not None:
+            room = f"page_table[{b}] has {width} pages of {page_size} rows, {width * page_size} in all"
+            cure = "give it more pages"
+        raise ValueError(
+            f"k and v append {int(new[b])} rows to the {int(start[b])} of entry {b} (cache_seqlens[{b}]), {int(end[b])} in all, but "
+            f"{room}; wanted at most {width * page_size}: append fewer, or {cure}"
+        )
+    if page_table is not None:
+        check_pages(page_table, first, end, page_size, num_pages)
+        _check_own_pages(start, new, page_table, page_size)
+    elif cache_rows is not None:
+        _check_cache_rows(new, cache_rows)
 
 
 def check_pages(page_table: Tensor, begin: Tensor | list[int], end: Tensor | list[int], page_size: int, num_pages: int) -> None:
@@ -236,35 +239,8 @@ def _share_elements(
     return can_make(distance, 0)
 
 
-def _extents(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B,) each: the storage row of the first new row, the number of new rows, and the row after them."""
-    start, new = (_vector(x, like) for x in (info.leftpad_k + info.seqlen_k_og, info.seqlen_k_new))
-    return start, new, start + new
-
-
-def _vector(x: Any, like: Tensor) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.full((like.shape[0],), x, dtype=torch.int64, device=like.device)
-
-
-def _new_rows(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(total_new,) each: the batch entry and the logical storage row of every new row."""
-    start, new, _ = _extents(info, like)
-    return end_to_end(start, new)
-
-
-def _check_capacity(info: SeqlenInfoQKNewK, like: Tensor, capacity: int, room: str, cure: str) -> None:
-    start, new, end = _extents(info, like)
-    over = end > capacity
-    if bool(over.any()):
-        b = int(over.nonzero()[0])
-        raise ValueError(
-            f"k and v append {int(new[b])} rows to the {int(start[b])} of entry {b} (cache_seqlens[{b}]), {int(end[b])} in all, but "
-            f"{room.format(b=b)}; wanted at most {capacity}: append fewer, or {cure}"
-        )
-
-
-def _check_cache_rows(info: SeqlenInfoQKNewK, cache_rows: Tensor) -> None:
-    appending = (_extents(info, cache_rows)[1] > 0).nonzero().flatten()
+def _check_cache_rows(new: Tensor, cache_rows: Tensor) -> None:
+    appending = (new > 0).nonzero().flatten()
     twice = _equal_pair(cache_rows[appending])
     if twice is not None:
         a, b = (int(appending[i]) for i in twice)
@@ -274,11 +250,10 @@ def _check_cache_rows(info: SeqlenInfoQKNewK, cache_rows: Tensor) -> None:
         )
 
 
-def _check_own_pages(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> None:
+def _check_own_pages(start: Tensor, new: Tensor, page_table: Tensor, page_size: int) -> None:
     """Refuses whole pages, not only slots: where one entry appends, another appending entry has keys or will have them."""
-    start, new, end = _extents(info, page_table)
     first = start // page_size
-    entry, position = end_to_end(first, torch.where(new > 0, ceil_div(end, page_size) - first, 0))
+    entry, position = end_to_end(first, torch.where(new > 0, ceil_div(start + new, page_size) - first, 0))
     pages = page_table[entry, position]
     twice = _equal_pair(pages)
     if twice is not None:

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from anyattn.arithmetic import ceil_div
 from anyattn.errors import OutOfPagesError
 from anyattn.kvcache import append
-from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sparsity.arguments import length
 from anyattn.tensors.devices import usable_device
 
@@ -137,16 +136,8 @@ class PagedKVCache:
             raise ValueError(f"k has {new} new tokens by sequence but v has {new_v}; wanted the same")
         held = [s.lengths[at] for s in sequences]
         self._hand_out(sequences, [have + count for have, count in zip(held, new)])
-        device = self._k.device
-        info = SeqlenInfoQKNewK.create(
-            torch.arange(len(sequences), device=device),
-            0,
-            0,
-            0,
-            cu_seqlens_k_new=torch.tensor([0, *new], device=device).cumsum(0),
-            seqused_k=torch.tensor(held, dtype=torch.int64, device=device),
-        )
-        first, second = append.slots(info, None, self._table(sequences), self.page_size)
+        start, rows = (torch.tensor(x, dtype=torch.int64, device=self._k.device) for x in (held, new))
+        first, second = append.slots(start, rows, start, self._table(sequences), self.page_size)
         with torch.no_grad():
             append.append(pools[0], k_rows, first, second)
             append.append(pools[1], v_rows, first, second)

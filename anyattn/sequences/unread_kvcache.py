@@ -124,15 +124,12 @@ class StoredCache(UnreadSequences):
         return min(0, new - self.sizes.bound_q), self.sizes.capacity
 
     def kept(self) -> Sequences:
-        """A copy for later use, with copies of the vectors and the page table."""
-        pages = None if self.page_table is None else self.page_table.clone()
-        vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
-        return Sequences(*vectors, pages, self.page_size, True, self.most_q)
+        return self.read().kept()
 
     @cached_property
     def seqlens_q(self) -> Tensor:  # type: ignore[override]
         if self.tables.cu_seqlens_q is None:
-            return torch.full((self.batch,), self.sizes.rows_q, device=self.device)
+            return torch.full((self.sizes.batch,), self.sizes.rows_q, device=self.device)
         return self._ends.diff().clamp(min=0)
 
     @cached_property
@@ -169,4 +166,4 @@ class StoredCache(UnreadSequences):
 
     @cached_property
     def _zero(self) -> Tensor:
-        return torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        return torch.zeros(self.sizes.batch, dtype=torch.int64, device=self.device)

@@ -67,6 +67,12 @@ class UnreadSequences(Sequences):
     def is_unread(self) -> bool:
         return True
 
+    def read(self) -> Sequences:
+        """The same sequences with all vectors computed, in memory of their own."""
+        vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
+        page_table, page_size = self.page_table, self.page_size
+        return Sequences(*[t.clone() for t in vectors], page_table, page_size, self.is_cache, self.most_q)  # type: ignore[arg-type, call-arg]
+
     @cached_property
     def _number(self) -> Tensor:
         return torch.arange(self.batch, device=self.device)

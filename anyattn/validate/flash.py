@@ -22,22 +22,18 @@ from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.seqlen_info import SeqlenInfoQK
 from anyattn.sequences.unread_varlen import LengthTables
 from anyattn.tensors.by_contents import kept
 from anyattn.tensors.kinds import has_memory, refuse, refuse_hidden_captures, refuse_mixed
 from anyattn.validate import flex
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.sequences import (
-    NEEDS_USED,
-    batch_of,
     batch_of_ends,
     check_max,
     check_used,
     ends,
+    not_negative,
     offset_unread,
-    pages,
-    sequence_lengths,
     unread_sequences,
 )
 from anyattn.validate.window import TableOffset, band
@@ -52,12 +48,11 @@ __all__ = [
     "combine_arguments",
     "dense_problem",
     "ends",
+    "heads_first",
     "other_names",
     "page_lengths",
-    "pages",
     "problem_of",
     "refuse_positional",
-    "sequence_lengths",
     "softcap_score",
     "storage",
     "varlen_problem",
@@ -210,24 +205,13 @@ def _checked_sequences(
     q: Tensor, k: Tensor, tables: tuple[Tensor | None, ...], lengths: tuple[Any, Any], validate: bool | None
 ) -> tuple[Sequences, int | Tensor]:
     """The sequences, and the offset of each one's queries among its keys. Reads the tables' contents."""
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
-    batch, device = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
-    if page_table is not None and seqused_k is None:
-        raise ValueError(NEEDS_USED)
-    table = None if page_table is None else pages(page_table, batch, k)
-    number = torch.arange(batch, device=device)
-    info = SeqlenInfoQK.create(
-        number,
-        q.shape[1] if cu_seqlens_q is None else None,
-        k.shape[1] if cu_seqlens_k is None else None,
-        ends("cu_seqlens_q", cu_seqlens_q, q, validate),
-        ends("cu_seqlens_k", cu_seqlens_k, k, validate),
-        sequence_lengths("seqused_q", seqused_q, batch, device),
-        sequence_lengths("seqused_k", seqused_k, batch, device),
-        tile_m=1,
-        tile_n=1,
-    )
-    sequences = _sequences(info, number, table, k.shape[1])
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table = tables
+    stored = unread_sequences(q, k, LengthTables(*tables[:4]), (None, None), table)
+    ends("cu_seqlens_q", cu_seqlens_q, q, validate)
+    ends("cu_seqlens_k", cu_seqlens_k, k, validate)
+    not_negative("seqused_q", seqused_q)
+    not_negative("seqused_k", seqused_k)
+    sequences = stored.read()
     check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
     capacity = table.shape[1] * k.shape[1] if table is not None else None if cu_seqlens_k is not None else k.shape[1]
     check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
@@ -251,25 +235,10 @@ def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
 
 
-def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_size: int) -> Sequences:
-    zero = torch.zeros_like(number)
-    return Sequences(
-        seqlens_q=info.seqlen_q + zero,
-        seqlens_k=info.seqlen_k + zero,
-        q_row=zero if info.has_cu_seqlens_q else number,
-        q_start=info.offset_q + zero,
-        k_row=zero if info.has_cu_seqlens_k else number,
-        k_start=info.offset_k + zero,
-        q_first=zero,
-        page_table=table,
-        page_size=page_size if table is not None else 0,
-    )
-
-
 def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
     """The problem of any entry point, given its sequences. offset: the first query's position among the keys, minus its ``q_idx``."""
     heads = q.shape[-2]
-    q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
+    q4, k4, v4 = (heads_first(t) for t in (q, k, v))
     aux = flex.aux_list(options.aux_tensors, q.device)
     sink = flex.sink_logits(options.sink, q4)
     bare = Problem(q4, k4, v4, flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype), sequences=sequences)
@@ -378,7 +347,7 @@ def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
         raise ValueError(f"{v_name} has {v.shape[-2]} heads but {k_name} has {k.shape[-2]}; wanted the same")
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
     return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Validation of ``flash_attn_with_kvcache``: raises every user error, and finds the slots of appended rows, before anything is written."""
+"""Validation of ``flash_attn_with_kvcache``: raises every user error before anything is written."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from anyattn import hardware, planner
 from anyattn.backends import backend_module
 from anyattn.kvcache import append, rotary
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences, end_to_end
-from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.tensors.strides import in_order
 from anyattn.validate import flash
 from anyattn.validate import sequences as check_lengths
-from anyattn.validate.flash import Options
+from anyattn.validate.flash import Options, heads_first
 
 __all__ = [
     "CacheCall",
@@ -57,16 +57,11 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CacheCall:
-    """The attention of one call, and the step before it (append, rotary embedding).
-
-    problem.q: the queries as given, not rotated. looked: the checked contents of the tables, None if they have not been read.
-    """
+    """The attention of one call, and the step before it (append, rotary embedding). problem.q: the queries as given, not rotated."""
 
     problem: Problem
     step: CacheStep
     given: Given
-    looked: _Looked | None
-    turn: _Turn | None
 
     def prepared(self, chosen: Plan) -> Problem:
         """Appends to the caches and returns the attention over their new contents, for the plan that was chosen for ``problem``.
@@ -76,76 +71,53 @@ class CacheCall:
         problem, step = self.problem, self.step
         appender = planner.appender(chosen, hardware.of(step.q.device.type))
         if appender is not None:
-            turned = backend_module(appender).append(step)
-            return problem if turned is step.q else problem.like(q=in_order(heads_first(turned), problem.q))
-        looked, turn = self.looked, self.turn
-        if looked is None:
-            looked = _look(self.given, step.tables, step.sizes)
-            turn, problem = _turn(step, looked), problem.like(sequences=looked.sequences)
-        if looked.slots is None or step.k is None or step.v is None:
+            q = backend_module(appender).append(step)
+            return problem if q is step.q else problem.like(q=in_order(heads_first(q), problem.q))
+        sequences = problem.sequences
+        assert sequences is not None
+        if sequences.is_unread:
+            sequences = _read(self.given, step.tables, step.sizes)
+            problem = problem.like(sequences=sequences)
+        if step.k is None or step.v is None:
             return problem
-        new_k, new_v = (t.reshape(-1, *t.shape[-2:]) for t in (step.k, step.v))
-        if len(new_k) != len(looked.slots[0]):  # packed rows of no entry are not appended
-            of_entries = end_to_end(looked.sequences.q_start, looked.sequences.seqlens_q)[1]
-            new_k, new_v = new_k[of_entries], new_v[of_entries]
-        if turn is not None:
-            new_k = turn.applied(new_k, turn.k_positions)
-            turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
-            problem = problem.like(q=in_order(heads_first(turned.view(step.q.shape)), problem.q))
-        append.append(step.k_cache, new_k, *looked.slots)
-        append.append(step.v_cache, new_v, *looked.slots)
+        start, new = step.tables.cached.to(torch.int64), _counts(sequences, step.sizes)
+        slots = append.slots(start, new, sequences.k_row, sequences.page_table, sequences.page_size)
+        k, v = (t.reshape(-1, *t.shape[-2:]) for t in (step.k, step.v))
+        if len(k) != len(slots[0]):  # packed rows of no entry are not appended
+            of_entries = end_to_end(sequences.q_start, new)[1]
+            k, v = k[of_entries], v[of_entries]
+        if step.cos is not None and step.sin is not None:
+            positions = end_to_end(start, new)[1], _q_positions(step, sequences, start)
+            last = max((int(p.max()) for p in positions if len(p)), default=-1)
+            rotary.check_rotary(step.cos, step.sin, step.q.shape[-1], last, step.q.device)
+            rows = k, step.q.reshape(-1, *step.q.shape[-2:])
+            k, q = (rotary.apply_rotary(x, step.cos, step.sin, at, step.interleaved) for x, at in zip(rows, positions, strict=True))
+            problem = problem.like(q=in_order(heads_first(q.view(step.q.shape)), problem.q))
+        append.append(step.k_cache, k, *slots)
+        append.append(step.v_cache, v, *slots)
         return problem
 
 
-def heads_first(q: Tensor) -> Tensor:
-    """The entry point's queries with heads before positions, as in a ``Problem``."""
-    return (q if q.ndim == 4 else q.unsqueeze(0)).transpose(1, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class _Looked:
-    """The checked contents of the tables. slots: the two leading cache indices of every new row, int64 (total_new,) each."""
-
-    info: SeqlenInfoQKNewK
-    sequences: Sequences
-    slots: tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Turn:
-    """Rotary tables, and the position of every row of the queries' storage and of every new key."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-    q_positions: Tensor
-    k_positions: Tensor
-
-    def applied(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotary.apply_rotary(x, self.cos, self.sin, positions, self.interleaved)
-
-
 def cache_call(given: Given, options: Options) -> CacheCall:
-    """A checked call; nothing is written.
+    """A checked call, whose pages are its own (``with_own_pages``); nothing is written.
 
-    On a GPU, unless ``validate`` is True, the tables' contents are not read.
+    On a GPU, unless ``validate`` is True, the tables' contents are not read. How many rows rotary tables need is checked by ``prepared``.
     """
-    given = with_own_pages(given)
     tables, sizes = _tables(given)
-    q = given.q
-    looked = None if check_lengths.skips_device_reads(q.device, given.validate) else _look(given, tables, sizes)
-    sequences = StoredCache(tables, sizes, q.device) if looked is None else looked.sequences
-    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before _turn, which also uses the options
+    q, cos, sin = given.q, given.rotary_cos, given.rotary_sin
+    is_unread = check_lengths.skips_device_reads(q.device, given.validate)
+    sequences = StoredCache(tables, sizes, q.device) if is_unread else _read(given, tables, sizes)
+    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)
+    if cos is not None or sin is not None:
+        if given.k is None:
+            raise ValueError(
+                "rotary_cos is given without k and v; wanted k and v too, because cached keys must be rotated already: to append nothing, "
+                "pass a rotated q and leave out rotary_cos and rotary_sin"
+            )
+        rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
-    cos, sin = given.rotary_cos, given.rotary_sin
-    if (cos is not None or sin is not None) and given.k is None:
-        raise ValueError(
-            "rotary_cos is given without k and v; wanted k and v too, because cached keys must be rotated already: to append nothing, pass "
-            "a rotated q and leave out rotary_cos and rotary_sin"
-        )
-    rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
-    return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
+    return CacheCall(problem, step, given)
 
 
 def with_own_pages(given: Given) -> Given:
@@ -165,7 +137,7 @@ def with_own_pages(given: Given) -> Given:
     if len(table) == 0 and batch:
         raise ValueError("page_table has no rows; wanted one for each entry of the cache, which cache_batch_idx selects")
     if not check_lengths.skips_device_reads(q.device, given.validate):
-        _cache_rows(rows, batch, len(table), "page_table", q.device)
+        _check_cache_rows(rows, len(table), "page_table")
     chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
     return given._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
 
@@ -178,17 +150,14 @@ def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
 
     tensors: of the call, in the order of ``_DIFFERENTIABLE``; more may follow. Only called in grad mode.
     """
-    for name, x in zip(_DIFFERENTIABLE, tensors):
-        if isinstance(x, Tensor) and x.requires_grad:
-            _refuse_gradient(name)
-    for name, x in (("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
+    for name, x in (*zip(_DIFFERENTIABLE, tensors), ("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
         if isinstance(x, Tensor) and x.requires_grad:
             _refuse_gradient(name)
 
 
-def check_no_captured_gradients(tensors: Iterable[Tensor]) -> None:
+def check_no_captured_gradients(score: TracedMod | None) -> None:
     """``check_no_gradients`` for the tensors that a score mod reads."""
-    for x in tensors:
+    for x in () if score is None else score.tensors:
         if x.requires_grad:
             _refuse_gradient(f"a tensor of shape {tuple(x.shape)} that score_mod reads")
 
@@ -210,7 +179,9 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     cached = cached_rows(given.cache_seqlens, batch, capacity, q.device)
     check_lengths.check_table("cache_leftpad", given.cache_leftpad, batch, q.device)
-    _check_rows(given.cache_batch_idx, batch, k_cache, table, q.device)
+    check_lengths.check_table("cache_batch_idx", given.cache_batch_idx, batch, q.device)
+    if given.cache_batch_idx is None and table is None and k_cache.shape[0] < batch:
+        raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
     if k is not None:
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", given.v_cache)
@@ -224,46 +195,37 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     return CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, ends, table), sizes
 
 
-def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
-    """Reads the tables' contents and checks them."""
-    q, k_cache, table, batch = given.q, given.k_cache, tables.page_table, sizes.batch
-    ends = check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, given.validate)
-    cached = check_lengths.sequence_lengths("cache_seqlens", tables.cached, batch, q.device)
-    leftpad = check_lengths.sequence_lengths("cache_leftpad", tables.leftpad, batch, q.device)
-    assert cached is not None
+def _read(given: Given, tables: CacheTables, sizes: CacheSizes) -> Sequences:
+    """Reads the tables' contents and checks them; the sequences after the step."""
+    q, k_cache, table = given.q, given.k_cache, tables.page_table
+    check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, given.validate)
+    cached, leftpad = (check_lengths.not_negative(n, t) for n, t in (("cache_seqlens", tables.cached), ("cache_leftpad", tables.leftpad)))
     _check_cached(cached, leftpad, sizes.capacity)
-    rows = _cache_rows(tables.rows, batch, k_cache.shape[0], "k_cache", q.device)
-    number = torch.arange(batch, device=q.device)
-    zero = torch.zeros_like(number)
-    seqlen_q, new_ends = q.shape[1] if ends is None else None, ends if sizes.new is None else None
-    info = SeqlenInfoQKNewK.create(number, seqlen_q, None, sizes.new or 0, ends, None, new_ends, None, cached, leftpad)
-    info = _as_vectors(info, zero)
-    sequences = Sequences(
-        seqlens_q=info.seqlen_q,
-        seqlens_k=info.seqlen_k,
-        q_row=number if ends is None else zero,
-        q_start=info.offset_q,
-        k_row=rows,
-        k_start=info.offset_k,
-        q_first=info.seqlen_k - info.seqlen_q,
-        page_table=table,
-        page_size=sizes.page_size,
-        is_cache=True,
-        most_q=sizes.most_q,
-    )
+    _check_cache_rows(tables.rows, len(k_cache), "k_cache")
+    sequences = StoredCache(tables, sizes, q.device).read()
     check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
+    first = sequences.k_start
     if given.k is not None:
         # a cache row may be appended to only once; without cache_batch_idx all rows are different
-        append.check_append(info, rows if tables.rows is not None else None, table, k_cache.shape[1], k_cache.shape[0])
-        return _Looked(info, sequences, append.slots(info, rows, table, k_cache.shape[1]))
-    if table is not None:
-        append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
-    return _Looked(info, sequences, None)
+        append.check_append(first, cached, _counts(sequences, sizes), tables.rows, table, k_cache.shape[1], len(k_cache))
+    elif table is not None:
+        append.check_pages(table, first, first + sequences.seqlens_k, sizes.page_size, len(k_cache))
+    return sequences
 
 
-def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
-    """The fields with one number per entry."""
-    return SeqlenInfoQKNewK(*(f if isinstance(f, Tensor) else zero + f if f else zero for f in vars(info).values()))
+def _counts(sequences: Sequences, sizes: CacheSizes) -> Tensor:
+    """The number of new rows of each entry."""
+    return sequences.seqlens_q if sizes.new is None else torch.full_like(sequences.seqlens_q, sizes.new)
+
+
+def _q_positions(step: CacheStep, sequences: Sequences, start: Tensor) -> Tensor:
+    """The rotary position of every row of the queries' storage: ``start + i`` if they follow the new keys, else start."""
+    s, q = sequences, step.q
+    positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
+    per_row = q.shape[1] if q.ndim == 4 else 0
+    used = end_to_end(start, s.seqlens_q)[1] if step.follows else start[s.row_entry]
+    positions[end_to_end(s.q_row * per_row + s.q_start, s.seqlens_q)[1]] = used
+    return positions
 
 
 def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
@@ -293,17 +255,16 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
         raise ValueError(f"k has {k.shape[0]} rows but q has {q.shape[0]}; packed new keys are laid out as q is, by cu_seqlens_q")
 
 
-def cached_rows(given: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
+def cached_rows(cache_seqlens: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
     """The rows of each entry's cache that are in use, padding included."""
-    if given is None:
-        given = capacity
-    if isinstance(given, int) and not isinstance(given, bool):
-        if batch and not 0 <= given <= capacity:
-            wanted = "0 or more" if given < 0 else f"at most {capacity}, for which the cache has room"
-            raise ValueError(f"cache_seqlens={given}; wanted {wanted}")
-        return torch.full((batch,), given, dtype=torch.int64, device=device)
-    check_lengths.check_table("cache_seqlens", given, batch, device)
-    return given
+    rows = capacity if cache_seqlens is None else cache_seqlens
+    if isinstance(rows, int) and not isinstance(rows, bool):
+        if batch and not 0 <= rows <= capacity:
+            wanted = "0 or more" if rows < 0 else f"at most {capacity}, for which the cache has room"
+            raise ValueError(f"cache_seqlens={rows}; wanted {wanted}")
+        return torch.full((batch,), rows, dtype=torch.int64, device=device)
+    check_lengths.check_table("cache_seqlens", rows, batch, device)
+    return rows
 
 
 def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None:
@@ -317,34 +278,9 @@ def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None
         )
 
 
-def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:
-    """Raises if the shapes show that entries have no cache row."""
-    check_lengths.check_table("cache_batch_idx", given, batch, device)
-    if given is None and table is None and k_cache.shape[0] < batch:
-        raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
-
-
-def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: torch.device) -> Tensor:
-    """The row of the cache, or of another tensor called ``name``, of each batch entry. have: number of rows of that tensor."""
-    rows = check_lengths.sequence_lengths("cache_batch_idx", given, batch, device)
-    if rows is None:
-        return torch.arange(batch, device=device)
-    if len(rows) and int(rows.max()) >= have:
+def _check_cache_rows(rows: Tensor | None, have: int, name: str) -> None:
+    """Raises if an entry selects a row that the cache, or another tensor called ``name``, does not have. have: number of its rows."""
+    check_lengths.not_negative("cache_batch_idx", rows)
+    if rows is not None and len(rows) and int(rows.max()) >= have:
         at = int(rows.argmax())
         raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but {name} has {have} rows; wanted 0 to {have - 1}")
-    return rows
-
-
-def _turn(step: CacheStep, looked: _Looked) -> _Turn | None:
-    """The call's rotary positions: new key j is at ``seqlen_rotary + j``; query i too if causal or windowed, else at seqlen_rotary."""
-    if step.cos is None or step.sin is None:
-        return None
-    info, s, q = looked.info, looked.sequences, step.q
-    k_positions = end_to_end(info.seqlen_rotary, info.seqlen_k_new)[1]
-    used = end_to_end(info.seqlen_rotary, s.seqlens_q)[1] if step.follows else info.seqlen_rotary[s.row_entry]
-    q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
-    per_row = q.shape[1] if q.ndim == 4 else 0
-    q_positions[end_to_end(s.q_row * per_row + s.q_start, s.seqlens_q)[1]] = used
-    last = max((int(p.max()) for p in (k_positions, q_positions) if len(p)), default=-1)
-    rotary.check_rotary(step.cos, step.sin, q.shape[-1], last, q.device)
-    return _Turn(step.cos, step.sin, step.interleaved, q_positions, k_positions)

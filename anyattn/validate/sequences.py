@@ -13,7 +13,6 @@ from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, Store
 from anyattn.validate.window import TableOffset
 
 __all__ = [
-    "NEEDS_USED",
     "batch_of",
     "batch_of_ends",
     "bound",
@@ -23,14 +22,12 @@ __all__ = [
     "check_table",
     "check_used",
     "ends",
+    "not_negative",
     "offset_unread",
     "pages",
-    "sequence_lengths",
     "skips_device_reads",
     "unread_sequences",
 ]
-
-NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers, or cu_seqlens_k"
 
 
 def skips_device_reads(device: torch.device, validate: bool | None) -> bool:
@@ -43,7 +40,9 @@ def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tables
     batch = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table)
     if page_table is not None and seqused_k is None:
-        raise ValueError(NEEDS_USED)
+        raise ValueError(
+            "seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers, or cu_seqlens_k"
+        )
     for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_device(name, given, q.device)
     for name, given in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
@@ -126,19 +125,18 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
     return found
 
 
-def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
-    """(batch,) integers as int64, checked to be 0 or more."""
-    check_table(name, given, batch, device)
-    if given is None:
+def not_negative(name: str, table: Tensor | None) -> Any:
+    """The table as int64, checked to have no entry below 0."""
+    if table is None:
         return None
-    if len(given) and int(given.min()) < 0:
-        at = int(given.argmin())
-        raise ValueError(f"{name}[{at}]={int(given[at])}; wanted 0 or more")
-    return given.to(torch.int64)
+    if len(table) and int(table.min()) < 0:
+        at = int(table.argmin())
+        raise ValueError(f"{name}[{at}]={int(table[at])}; wanted 0 or more")
+    return table.to(torch.int64)
 
 
 def check_table(name: str, given: Any, batch: int, device: torch.device) -> None:
-    """The checks of ``sequence_lengths`` that do not read the values."""
+    """Raises unless the table, if there is one, is (batch,) integers on the device; does not read them."""
     if given is None:
         return
     _integers(name, given, 1, f"({batch},)")

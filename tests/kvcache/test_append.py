@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from anyattn.kvcache.append import append, check_apart, check_append, check_disjoint, check_pages, slots
-from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 Slot = tuple[int, int]
 
@@ -31,13 +30,9 @@ class Case:
     def page_size(self) -> int:
         return self.shape[1]
 
-    def info(self) -> SeqlenInfoQKNewK:
-        """As the front door makes it, new rows packed by their lengths."""
-        ends = torch.tensor([0, *self.new]).cumsum(0)
-        number = torch.arange(len(self.new))
-        return SeqlenInfoQKNewK.create(
-            number, 0, None, 0, cu_seqlens_k_new=ends, seqused_k=torch.tensor(self.cached), leftpad_k=torch.tensor(self.leftpad)
-        )
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The first new row of each entry, and their number."""
+        return torch.tensor(self.cached), torch.tensor(self.new)
 
     def tensors(self, table_dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor | None]:
         return torch.tensor(self.cache_rows), None if self.table is None else torch.tensor(self.table, dtype=table_dtype)
@@ -55,7 +50,7 @@ class Case:
         return found
 
     def check(self) -> None:
-        check_append(self.info(), *self.tensors(), self.shape[1], self.shape[0])
+        check_append(torch.tensor(self.leftpad), *self.rows(), *self.tensors(), self.shape[1], self.shape[0])
 
 
 def random_case(seed: int, paged: bool) -> Case:
@@ -85,19 +80,9 @@ def test_slots_equal_one_row_at_a_time(seed: int, paged: bool) -> None:
     case = random_case(seed, paged)
     case.check()
     for dtype in (torch.int32, torch.int64):
-        first, second = slots(case.info(), *case.tensors(dtype), case.page_size)
+        first, second = slots(*case.rows(), *case.tensors(dtype), case.page_size)
         assert list(zip(first.tolist(), second.tolist())) == case.model()
         assert first.dtype is second.dtype is torch.int64 and first.shape == second.shape == (sum(case.new),)
-
-
-def test_lengths_that_all_entries_share_may_be_ints() -> None:
-    info = SeqlenInfoQKNewK.create(torch.arange(3), 2, None, 2, seqused_k=torch.tensor([4, 0, 9]))
-    assert isinstance(info.seqlen_k_new, int)
-    check_append(info, torch.tensor([2, 0, 1]), None, 11, 3)
-    first, second = slots(info, torch.tensor([2, 0, 1]), None, 0)
-    assert (first.tolist(), second.tolist()) == ([2, 2, 0, 0, 1, 1], [4, 5, 0, 1, 9, 10])
-    with pytest.raises(ValueError, match=r"append 2 rows to the 9 of entry 2 \(cache_seqlens\[2\]\), 11 in all"):
-        check_append(info, torch.tensor([2, 0, 1]), None, 10, 3)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
@@ -128,7 +113,7 @@ def test_append_writes_the_new_rows_and_nothing_else(dtype: torch.dtype, layout:
         before = rows.clone()
         for row, (i, j) in zip(rows, case.model()):
             expected[i, j] = row
-        append(cache, rows, *slots(case.info(), *case.tensors(), case.page_size))
+        append(cache, rows, *slots(*case.rows(), *case.tensors(), case.page_size))
         assert torch.equal(bits(memory), bits(expected_memory)), (seed, paged)
         assert torch.equal(rows, before)
 
@@ -143,7 +128,7 @@ def test_appending_step_by_step() -> None:
         case = Case([0, 0], list(held), [rng.randrange(4), rng.randrange(4)], [0, 1], table, (10, page_size))
         case.check()
         rows = torch.randn(sum(case.new), 2, 3)
-        append(cache, rows, *slots(case.info(), *case.tensors(), page_size))
+        append(cache, rows, *slots(*case.rows(), *case.tensors(), page_size))
         for b, part in enumerate(rows.split(case.new)):
             kept[b] += list(part)
             held[b] += len(part)
@@ -163,7 +148,7 @@ def test_a_pool_past_2_to_the_31_elements() -> None:
     for page in (1, num_pages - 1, num_pages - 2):
         pool[page] = 0
     rows = torch.arange(1, 6, dtype=torch.uint8)[:, None, None].expand(5, 1, width)
-    append(pool, rows, *slots(case.info(), *case.tensors(), page_size))
+    append(pool, rows, *slots(*case.rows(), *case.tensors(), page_size))
     assert pool[1, :, 0, 5].tolist() == [0] * 14 + [1, 2]
     assert pool[num_pages - 1, :, 0, 5].tolist() == [3, 4] + [0] * 14
     assert pool[num_pages - 2, :, 0, 5].tolist() == [0, 0, 5] + [0] * 13
@@ -174,12 +159,12 @@ def test_nothing_to_append() -> None:
         case = Case([0, 0], [0, 0], [0, 0], [1, 1], table, (4, 8))
         case.check()  # no row is in use, so no page is looked at; a cache row may be read twice
         cache = torch.full((4, 8, 1, 1), math.nan)
-        append(cache, torch.empty(0, 1, 1), *slots(case.info(), *case.tensors(), 8))
+        append(cache, torch.empty(0, 1, 1), *slots(*case.rows(), *case.tensors(), 8))
         assert bool(cache.isnan().all())
-    empty = SeqlenInfoQKNewK.create(torch.arange(0), 1, None, 1, seqused_k=torch.empty(0, dtype=torch.int64))
+    empty = torch.arange(0)
     for none in (None, torch.empty(0, 3, dtype=torch.int32), torch.empty(0, 0, dtype=torch.int32)):
-        check_append(empty, torch.arange(0), none, 8, 4)
-        assert [len(x) for x in slots(empty, torch.arange(0), none, 8)] == [0, 0]
+        check_append(empty, empty, empty, empty, none, 8, 4)
+        assert [len(x) for x in slots(empty, empty, empty, none, 8)] == [0, 0]
 
 
 # ---- what is accepted and what is not

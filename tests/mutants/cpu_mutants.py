@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward
 _SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runner", "backends.torch.captured_gradients"
 _WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
 _MEMORY, _DROPS = "backends.torch.workspace", "backends.torch.drops"
-_CACHE, _APPEND, _LENGTHS = "validate.kvcache", "kvcache.append", "sequences.seqlen_info"
+_CACHE, _APPEND, _STORED = "validate.kvcache", "kvcache.append", "sequences.unread_kvcache:StoredCache"
 
 MUTANTS = by_name(
     # the forward's arithmetic
@@ -173,20 +173,20 @@ MUTANTS = by_name(
         "self.storage_rows[:, None]", "(self.storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
     ),
     Mutant("slot_off_by_one", f"{_APPEND}:slots", "row // page_size", "(row + 1) // page_size", "pages"),
+    Mutant("leftpad_ignored", f"{_STORED}.k_start", "self.tables.leftpad is None", "True", "leftpad"),
+    Mutant("leftpad_counted_as_keys", f"{_STORED}.seqlens_k", "__ - self.k_start", "__", "leftpad"),
     Mutant(
-        "leftpad_ignored", f"{_LENGTHS}:SeqlenInfoQKNewK.create",
-        "(0 if __ else __1) + leftpad", "(0 if __ else __1) + 0 * leftpad", "leftpad",
+        "padding_not_turned", f"{_CACHE}:CacheCall.prepared",
+        "_q_positions(step, sequences, start)", "_q_positions(step, sequences, start - sequences.k_start)", "leftpad_rotary",
     ),
-    Mutant("leftpad_counted_as_keys", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "__ - leftpad", "__", "leftpad"),
-    Mutant("padding_not_turned", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "seqlen_k_og + leftpad", "seqlen_k_og", "leftpad_rotary"),
     Mutant(
         "rotary_off_by_one", "kvcache.rotary:apply_rotary",
         "__.index_select(0, positions)", "__.index_select(0, positions + 1)", "rotary",
     ),
-    Mutant("rotary_stands_still", f"{_CACHE}:_turn", "step.follows", "False", "rotary"),
-    Mutant("wrong_batch_row", f"{_CACHE}:_cache_rows", "return rows", "return rows.flip(0)", "rows"),
+    Mutant("rotary_stands_still", f"{_CACHE}:_q_positions", "step.follows", "False", "rotary"),
+    Mutant("wrong_batch_row", f"{_STORED}.k_row", "self.tables.rows.to(__)", "self.tables.rows.to(__).flip(0)", "rows"),
     Mutant("appended_to_the_wrong_row", f"{_APPEND}:slots", "cache_rows[entry]", "entry", "rows"),
-    Mutant("place_counted_from_0", f"{_CACHE}:_look", "info.seqlen_k - info.seqlen_q", "info.seqlen_q * 0", "places"),
+    Mutant("place_counted_from_0", f"{_STORED}.q_first", "self.seqlens_k - self.seqlens_q", "self.seqlens_q * 0", "places"),
     Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
     Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
     Mutant("known_page_off_by_one", "call_cache.kvcache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
@@ -241,6 +241,8 @@ def active(name: str) -> Iterator[None]:
     mutated = _rewritten(mutant, module)
     _forget()
     places = [(owner, last)] if parents else _bindings(original)
+    if hasattr(mutated, "__set_name__"):  # a cached_property
+        mutated.__set_name__(owner, last)
     for place, attribute in places:
         setattr(place, attribute, mutated)
     try:

@@ -12,6 +12,7 @@ import torch
 
 from anyattn.backends.triton.append_rotary import append
 from anyattn.kvcache import rotary
+from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import Given, cache_call
@@ -193,18 +194,30 @@ def test_many_lines(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sequences_nobody_has_looked_at(seed):  # type: ignore[no-untyped-def]
-    """What the tables say is what looking at them finds."""
+def test_sequences_that_the_host_has_not_read(seed):  # type: ignore[no-untyped-def]
+    """Their fields, computed from the tables, are those of ``SeqlenInfoQKNewK`` for each entry; so are those of the read ones."""
     made, options = random_call(seed)
     call = cache_call(Given(**made), options)
-    unread, looked = StoredCache(call.step.tables, call.step.sizes, torch.device("cpu")), call.problem.sequences
-    for name in ("seqlens_q", "seqlens_k", "q_row", "q_start", "k_start", "q_first"):
-        assert getattr(unread, name).tolist() == getattr(looked, name).tolist(), name
-    if "page_table" not in made:
-        assert unread.k_row.tolist() == looked.k_row.tolist()
+    unread, read = StoredCache(call.step.tables, call.step.sizes, torch.device("cpu")), call.problem.sequences
+    ends, used, leftpad = (made.get(n) for n in ("cu_seqlens_q", "cache_seqlens", "cache_leftpad"))
+    q, k, packed = made["q"], made["k"], made["k"].ndim == 3
+    for b in range(len(used)):
+        statics, cu_seqlens = (
+            (None if ends is not None else q.shape[1], None, 0 if packed else k.shape[1]),
+            (ends, None, ends if packed else None),
+        )
+        info = SeqlenInfoQKNewK.create(b, *statics, *cu_seqlens, None, used, leftpad)
+        row = made["cache_batch_idx"][b] if "cache_batch_idx" in made else b
+        wanted = {
+            "seqlens_q": info.seqlen_q, "seqlens_k": info.seqlen_k, "q_row": 0 if ends is not None else b, "q_start": info.offset_q,
+            "k_start": info.offset_k, "q_first": info.seqlen_k - info.seqlen_q,
+        } | ({} if "page_table" in made else {"k_row": row})  # fmt: skip
+        for s in (unread, read):
+            assert {n: int(getattr(s, n)[b]) for n in wanted} == {n: int(x) for n, x in wanted.items()}
+    assert len(unread.seqlens_q) == len(read.seqlens_q) == len(used)
     first, end = unread.position_bounds
-    assert (first, end) == (first, max(end, looked.end_position)) and first <= looked.position_bounds[0]
-    assert unread.bound_q >= looked.max_seqlen_q and unread.bound_k >= looked.max_seqlen_k
+    assert (first, end) == (first, max(end, read.end_position)) and first <= read.position_bounds[0]
+    assert unread.bound_q >= read.max_seqlen_q and unread.bound_k >= read.max_seqlen_k
     again = unread.kept()
     assert again.on_host == unread.on_host and again.is_cache
 
