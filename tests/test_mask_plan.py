@@ -21,7 +21,7 @@ from anyattn.validate import kvcache
 from anyattn.validate.flash import Options
 
 LENGTH = 64
-BACKENDS = {"torch": coverage._ABILITIES, "triton": programs._ABILITIES, "hopper": make_config._ABILITIES}
+BACKENDS = {"torch": coverage._ABILITIES, "triton": programs._ABILITIES, "hopper": make_config.ABILITIES}
 IDS = torch.tensor([0] * 20 + [1] * 44)
 MASKS = {
     "full": masks.full(),
