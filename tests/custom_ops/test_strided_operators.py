@@ -85,7 +85,7 @@ def test_decode(name: str, turned: bool) -> None:
 CHECKED = [("projected",) * 3, ("one batch entry",) * 3, ("sliced", "one head", "transposed")]
 
 
-@pytest.mark.parametrize("layouts", few(CHECKED, CHECKED[0], CHECKED[2]), ids="-".join)
+@pytest.mark.parametrize("layouts", few(CHECKED, CHECKED[2]), ids="-".join)
 def test_opcheck(layouts: tuple[str, str, str]) -> None:
     x = [t.requires_grad_() for t in inputs(*layouts, heads_kv=2)]
     torch.library.opcheck(attend, flex_operands(*x, torch.randn(H, requires_grad=True)))
