@@ -1,12 +1,10 @@
-"""What the machine offers is asked by the library, and chosen by a test: the torch backend's paths on every CPU that there may be."""
+"""What the machine offers is asked by the library, and chosen by a test; no test asks for seconds, cores or resident memory."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ import torch
 
 import anyattn
 from anyattn import hardware
-from tests.support.covering import few
-from tests.support.flex_calls import judge
-from tests.support.machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
+from tests.support.machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked
 
 QUESTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
 
@@ -49,38 +45,6 @@ def test_a_test_does_not_ask_its_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hardware.of("cpu") == CPUS[os.environ.get("ANYATTN_TEST_CPU", "bf16")]
     q = torch.randn(1, 2, 40, 8, dtype=torch.bfloat16)
     anyattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i >= j)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("cpu", CPUS)
-def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole spans where the CPU multiplies 16 bits fast, in both passes; streaming everywhere else, and where statistics are asked for."""
-    took = []
-    for name in ("forward", "unstreamed"):
-        module = importlib.import_module(f"anyattn.backends.torch.{name}")
-        monkeypatch.setattr(module, "forward", lambda *a, name=name, compute=module.forward: (took.append(name), compute(*a))[1])
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, 8, generator=g).to(dtype) for heads, n in ((2, 90), (1, 100), (1, 100)))
-    with planned_for(CPUS[cpu]):
-        judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
-    spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
-    assert took == ["forward", "unstreamed" if spans else "forward"]
-
-
-@pytest.mark.parametrize("threads", few([1, 2, 3, 64], 1, 3))
-def test_any_number_of_cores(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More threads than there are cores run one after the other: the same products in other pieces."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: pytest.fail("how much is computed at once hangs on the number of threads"))
-    g = torch.Generator().manual_seed(0)
-    torch.set_num_threads(threads)
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            q, k, v = (torch.randn(2, heads, n, 16, generator=g).to(dtype) for heads, n in ((4, 300), (2, 310), (2, 310)))
-            with planned_for(replace(WITH_BF16, threads=threads)):
-                judge(q, k, v, score=lambda s, b, h, i, j: s - 0.05 * (i - j), mask=lambda b, h, i, j: (j <= i + 10) & (i - j < 90))
-    finally:
-        torch.set_num_threads(before)
 
 
 ASKS_THE_MACHINE = re.compile(r"perf_counter\(|process_time\(|getrusage\(|cpu_count\(|\btimeout=[1-9]|mark\.timeout\([1-9]")

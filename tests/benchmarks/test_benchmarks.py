@@ -26,6 +26,7 @@ from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES, GALLERY
 
 LIMITS = Limits(rounds=3, seconds=0.0, least=3, sample=0.02)
+QUICKLY = ("--rounds", "3", "--seconds", "0", "--patience", "0")
 SMALL = Shape.square(192, heads=2, head_dim=16)
 SEQUENCES = {"varlen": Shape.square(1200, heads=2, head_dim=16), "decode": Shape(3, 6, 2, 1, 256, 16)}
 MINE = [case for case in CASES if case.group == "sequences"]
@@ -189,11 +190,11 @@ def test_every_bar_is_reached_by_what_is_fast_and_missed_by_what_is_slow() -> No
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CASES", [Case("forward", "flex", "softcap", SMALL)])
     out = tmp_path / "bench"
-    done = CliRunner().invoke(command.main, ["--filter", "soft", "--rounds", "3", "--out", str(out)])
+    done = CliRunner().invoke(command.main, ["--filter", "soft", *QUICKLY, "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert json.loads(out.with_suffix(".json").read_text())["cases"][0]["variant"] == "softcap"
     assert "softcap" in out.with_suffix(".md").read_text()
-    again = CliRunner().invoke(command.main, ["--filter", "soft", "--rounds", "3", "--out", str(out), "--keep"])
+    again = CliRunner().invoke(command.main, ["--filter", "soft", *QUICKLY, "--out", str(out), "--keep"])
     assert again.exit_code == 0, again.output
     assert CliRunner().invoke(command.main, ["--filter", "soft", "--keep"]).exit_code == 2
     nothing = CliRunner().invoke(command.main, ["--filter", "no such case"])
@@ -208,5 +209,5 @@ def test_a_case_that_raises_is_reported_and_the_rest_goes_on(monkeypatch: pytest
 
     monkeypatch.setitem(PEERS, OURS, Peer(broken))
     monkeypatch.setattr(command, "CASES", [Case("forward", "flex", "full", SMALL)])
-    done = CliRunner().invoke(command.main, ["--filter", "full", "--rounds", "3"])
+    done = CliRunner().invoke(command.main, ["--filter", "full", *QUICKLY])
     assert done.exit_code == 1 and "no such instruction" in done.output

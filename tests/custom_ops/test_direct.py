@@ -86,7 +86,7 @@ def flash_calls() -> dict[str, tuple[Callable[..., Any], tuple]]:
     rows = tuple(made(2, S, H, 16) for _ in range(3))
     return {
         "flash": (lambda q, k, v: anyattn.flash_attn_func(q, k, v, causal=True), rows),
-        "decode": (lambda q, k, v: anyattn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=5, k=k[:, :1] + 1, v=v[:, :1] + 1), rows),
+        "decode": (lambda q, k, v: anyattn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=5, k=q[:, 1:2], v=q[:, 2:3]), rows),
         "block_lists": (
             lambda q, k, v: anyattn.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S, device="cpu").kv_indices + 1,
             rows,

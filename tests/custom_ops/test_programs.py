@@ -42,10 +42,10 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self, checkpoints: bool = False, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(Attention() for _ in range(layers))
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_one_graph_over_steps(options) -> None:
 
 
 def test_other_lengths_make_one_more_graph() -> None:
-    model = GPT()
+    model = GPT(layers=1)
     compiled, graphs = fresh(model)
     assert all(agree(model, compiled, batch(length)) for length in (80, 96, 70, 101))
     assert graphs.frame_count == 2
@@ -91,7 +91,7 @@ def test_other_lengths_make_one_more_graph() -> None:
 
 @needs_compiler
 def test_inductor() -> None:
-    model = GPT()
+    model = GPT(layers=1)
     compiled, graphs = fresh(model, "inductor")
     assert all(agree(model, compiled, batch(seed=step)) for step in range(2))
     assert graphs.frame_count == 1
@@ -107,13 +107,13 @@ def test_saved_tensors_are_unpacked_once() -> None:
 
 
 def test_autocast() -> None:
-    model = GPT()
+    model = GPT(layers=1)
     compiled, _ = fresh(model)
     assert agree(model, compiled, batch(), lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 def test_functional_call() -> None:
-    model = GPT()
+    model = GPT(layers=1)
     call = lambda parameters, x, ids: torch.func.functional_call(model, parameters, (x, ids))
     parameters = {name: p.detach() * 0.9 for name, p in model.named_parameters()}
     x, ids = batch()

@@ -22,10 +22,9 @@ MATRIX = [(case, dtype) for i, case in enumerate(cases.CASES) for dtype in _dtyp
 
 
 def _covered(case: cases.Case, dtype: torch.dtype) -> tuple:
-    """Each variant small and, if it has a mask alone, long; each shape with each kind of input and in each dtype that it meets."""
-    variant, shape = cases.VARIANTS[case.variant], case.shape
-    is_long = max(shape) >= 2048
-    return case.variant, (case.variant, is_long) if variant.score is None else is_long, (shape, case.kind), (shape, dtype)
+    """Each variant; long ones with a mask alone and with a score; each shape in each dtype that it meets, and each kind of input."""
+    is_long = max(case.shape) >= 2048
+    return case.variant, (cases.VARIANTS[case.variant].score is None, is_long), (is_long, case.kind), (case.shape, dtype)
 
 
 def _cost(case: cases.Case, dtype: torch.dtype) -> float:

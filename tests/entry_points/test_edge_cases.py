@@ -610,7 +610,7 @@ def test_gradcheck(name):
         out, lse = flex(q, k, v, score_mod=mods["score"], mask_mod=mods["mask"], sink=sink, enable_gqa=True, return_lse=True)
         return out, torch.where(lse.isneginf(), 0.0, lse)
 
-    assert torch.autograd.gradcheck(call, (*leaves, *others))
+    assert torch.autograd.gradcheck(call, (*leaves, *others), fast_mode=True)
 
 
 @pytest.mark.covering(2)

@@ -1,4 +1,4 @@
-"""Any number of splits, and ``flash_attn_combine``: the budget of the single pass, whatever part has seen nothing."""
+"""Any number of splits on every path, and ``flash_attn_combine``: the budget of the single pass, whatever part has seen nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from anyattn import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
 from anyattn.testing import budget
 from tests.entry_points.test_flash_packed import FORMS, judged
+from tests.support import cases
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
 from tests.support.flash_calls import NAN, RECIPES
+from tests.support.flex_calls import results as flex_results
 
 LENGTHS = ([5, 0, 17, 64, 1, 33], [5, 3, 0, 50, 70, 33])
 
@@ -46,6 +48,22 @@ def test_equal_splits_give_equal_bits(splits):
     q, k, v = (torch.stack(part) for part in (made.q, made.k, made.v))
     one, other = (flash_attn_func(q, k, v, causal=True, num_splits=splits, return_lse=True) for _ in range(2))
     assert all(calls.same_bits(a, b) for a, b in zip(one, other))
+    reference.judge(reference.dense(q, k, v), {"out": one[0], "lse": one[1]}, RECIPES["causal"].options)
+
+
+def test_one_split_is_no_split_to_the_bit():
+    made = calls.ragged([3, 40], [300, 200])
+    one, none = (judged(made, FORMS["packed"](made), RECIPES["causal"], num_splits=n) for n in (1, 0))
+    assert all(calls.same_bits(one[name], none[name]) for name in one)
+
+
+@pytest.mark.parametrize("variant", ["causal", "sink", "relative_window", "islands"])
+def test_flex_attention(variant):
+    for dtype in (torch.float32, torch.bfloat16):
+        case = cases.Case(variant, cases.Shape(2, 4, 2, 67, 300, 16, 16), "normal")
+        for with_lse in (True, False):
+            want = cases.expected(case, dtype, with_lse=with_lse)
+            want.check(flex_results(case, want, kernel_options={"num_splits": 3}), variant)
 
 
 # ---- merging

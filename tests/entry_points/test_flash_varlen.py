@@ -142,17 +142,6 @@ def test_shapes(kind: str, heads: int, kv_heads: int, d: int, dv: int) -> None:
     seq.judge(got, batch, meaning)
 
 
-def test_long_sequences_in_16_bits() -> None:
-    """Above 512 rows other ways are taken: rectangles in float32, whole spans in bfloat16."""
-    for dtype in (torch.float32, torch.bfloat16):
-        batch = seq.ragged([1100, 40, 700], [1100, 1400, 30], 2, 1, 16, dtype=dtype)
-        for meaning in (Meaning(), Meaning(causal=True), Meaning(window_size=(200, 0))):
-            want = seq.wanted(batch, meaning)
-            for return_lse in (True, False):
-                got, _ = results(batch, meaning, packed_call, return_lse=return_lse)
-                seq.judge(got, batch, meaning, want=want)
-
-
 def test_packed_is_each_sequence_on_its_own_to_the_bit() -> None:
     batch = seq.ragged(*LENGTHS)
     for name in ("full", "causal", "window", "alibi", "sink"):

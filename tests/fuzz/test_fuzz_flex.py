@@ -1,6 +1,6 @@
 """flex_attention on random calls: mask trees, score chains, lengths, head ratios, head dims, strides, tiles, dtypes.
 
-200 fixed calls as a rule, a quarter of them in ``make test``; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed
+200 fixed calls as a rule, an eighth of them in ``make test``; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed
 and can be given back as ANYATTN_FUZZ_SEED.
 """
 

@@ -17,7 +17,6 @@ _LONGEST = (
     "custom_ops/test_aoti.py",
     "benchmarks/test_transformers_gpu.py",
     "fuzz/test_fuzz_triton.py",
-    "cli/test_cache.py::test_warmup",
     "examples/test_serve.py::test_the_command_answers",
     "cli/test_pictures.py::test_files_are_reproducible_and_show_their_counts",
     "backends/triton/test_privatized_sum.py",

@@ -109,18 +109,6 @@ def test_a_kernel_is_listed_by_a_name_for_people() -> None:
     assert build.name_of(window) == f"window + score {score.key[:8]} + sink"
 
 
-def test_keys_are_the_same_in_every_process() -> None:
-    code = (
-        "from anyattn.backends.hopper.config import Config, Tiles\nfrom anyattn.backends.hopper.compile.cache_key import key_of\n"
-        "import torch\nfrom anyattn.mods.tracing.trace import trace\n"
-        "score = trace(lambda s, b, h, i, j: s * 0.5, 'score').expr\n"
-        "print(key_of(Config(128, 128, True, Tiles(128, 128, 2), score), (float, torch.float32, -2, type(None))))"
-    )
-    done = python("-c", code, PYTHONHASHSEED="7")
-    score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
-    assert done.stdout.strip() == key_of(config(score=score), (FLOAT, torch.float32, -2, type(None))), done.stderr
-
-
 def test_our_sources_and_versions_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key_of(config(), ())}
     for name, changed in (
@@ -375,7 +363,7 @@ for step in sys.argv[1:]:
         (file,) = Path(os.environ["ANYATTN_CACHE_DIR"]).rglob("*.kernel")
         file.write_bytes(file.read_bytes()[:-1])
         os.environ["PATH"] = "/nowhere"
-    calls = calls_of(lambda: launch.prepare(config, kinds))
+    calls = calls_of(lambda: launch.prepare(config, kinds)) if step == "warm" else None
     try:
         launch.launch(config, arguments)
         said = ""
@@ -401,13 +389,13 @@ def in_a_process(folder: Path, *steps: str, **environment: str) -> list[dict[str
 
 @needs_compiler
 def test_what_one_process_compiled_another_loads_without_the_compiler(tmp_path: Path) -> None:
-    """And where there is no linker, or the file is torn, with it."""
-    (cold,) = in_a_process(tmp_path, "cold")
+    """And where there is no linker, or the file is torn, with it. Whatever the seed of hashes, a kernel has one key."""
+    (cold,) = in_a_process(tmp_path, "cold", PYTHONHASHSEED="7")
     (file,) = (tmp_path / "kernels").glob("*.kernel")
     whole = file.read_bytes()
-    warm, torn = in_a_process(tmp_path, "warm", "torn, no linker")
+    warm, torn = in_a_process(tmp_path, "warm", "torn, no linker", PYTHONHASHSEED="8")
     assert cold["compiler"] and not warm["compiler"]
-    assert warm["calls"] < 100_000 < cold["calls"]  # 35,000 and 2.7 million
+    assert warm["calls"] < 100_000  # 35,000; of compiling 2.7 million
     assert torn["compiler"], "a torn file was taken"
     written, stored = file.stat().st_mtime, disk_cache.DiskCache(file.parent).get(file.stem)
     assert list(tmp_path.rglob("*.kernel")) == [file] and file.read_bytes() != whole[:-1]

@@ -404,8 +404,8 @@ KERNELS = 40
 # the widest with lists and what is asked beside them, and with a score mod, a band and the row maximum
 FAMILIES = {
     (64, 64): ("pages of 1", "floats"),
-    (128, 128): ("pages and lists", "packed straight"),
-    (256, 256): ("whole numbers", "highest of capped"),
+    (128, 128): ("pages and lists",),
+    (256, 256): ("highest of capped",),
 }
 
 

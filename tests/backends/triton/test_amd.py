@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from anyattn import hardware, planner
+from tests.support.covering import few
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -24,10 +25,12 @@ CALLS = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("gpu", "name"), [("gfx90a", "causal"), ("gfx90a", "lists, capped"), ("gfx942", "float32"), ("gfx1100", "lists, capped")]
-)
+PAIRS = [
+    pytest.param(*pair) for pair in (("gfx90a", "causal"), ("gfx90a", "lists, capped"), ("gfx942", "float32"), ("gfx1100", "lists, capped"))
+]
+
+
+@pytest.mark.parametrize(("gpu", "name"), few(PAIRS, PAIRS[0], PAIRS[3]))
 def test_compiles(gpu: str, name: str) -> None:
     score, mask, dtype, dim = CALLS[name]
     problem = ahead.problem_of(score, mask, dim=dim, dtype=dtype, has_grad=True)

@@ -52,7 +52,7 @@ PARTS = {
     "strides and operators": Part(
         ("tensors/test_strides.py", "custom_ops/test_strided_operators.py", "custom_ops/test_block_sparse_operands.py"),
         """(test_strides and ((test_flex and score_mod) or remembered or packed or pages or decoding)) or (custom_ops and
-        ((test_attend and all) or pages or packed or decode or (opcheck and projected) or (gpt and flex and aot_eager)))""",
+        ((test_attend and all) or pages or packed or decode) and not opcheck)""",
     ),
     "kernels alone": Part(
         (

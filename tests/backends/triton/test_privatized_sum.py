@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def test_lanes_add_to_copies_of_their_own(name: str, dtype: torch.dtype) -> None
     """Copies follow the rows (columns where that is all there is), so the lanes of a warp have to lie along them."""
     shape, mod = MODS[name]
     launch = launched(torch.zeros(shape, requires_grad=True), mod, dtype)
-    kernel = ahead.compiled(launch, (9, 0))
+    kernel = ahead.compiled(launch, (9, 0), "cubin" if name == "buckets" else "llir")
     text = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#blocked\d*) = #ttg.blocked<\{(.*)\}>", text, re.M))
     adds = re.findall(r"tt.atomic_rmw fadd, relaxed.*?: \(tensor<(\d+)x(\d+)x!tt.ptr<\w+>, (#blocked\d*)>", text)
@@ -55,14 +54,14 @@ def test_lanes_add_to_copies_of_their_own(name: str, dtype: torch.dtype) -> None
     for rows, columns, layout in adds:
         across, along = map(int, re.findall(r"threadsPerWarp = \[(\d+), (\d+)\]", layouts[layout])[0])
         assert (across if int(rows) > 1 else along) == 32, (rows, columns, layouts[layout])
-    assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
+    assert name != "buckets" or ahead.spilled(kernel) <= ahead.MOST_SPILLED
 
 
 @pytest.mark.parametrize("name", few(MODS, "buckets", next(n for n in MODS if n not in ("buckets", "pairs"))))
 def test_a_tile_of_one_entry_is_asked_for_where_that_may_be(name: str) -> None:
     """By what is computed of distances or looked up on both sides, not where a row or a key is summed anyway."""
     shape, mod = MODS[name]
-    text = ahead.compiled(launched(torch.zeros(shape, requires_grad=True), mod, torch.bfloat16), (8, 0)).asm["ttgir"]
+    text = ahead.compiled(launched(torch.zeros(shape, requires_grad=True), mod, torch.bfloat16), (8, 0), "llir").asm["ttgir"]
     single = re.findall(r"tt.atomic_rmw fadd, relaxed.*: \(!tt.ptr<f32>", text)
     assert bool(single) is (name in ("buckets", "pairs"))
 
@@ -87,19 +86,16 @@ WIDE = (
 @pytest.mark.covering(1, of=lambda name, gpu, dim, dtype: (name, gpu, dim, dtype))
 @pytest.mark.parametrize(("gpu", "dim", "dtype"), WIDE, ids=str)
 @pytest.mark.parametrize("name", ["buckets", "pairs"])
-def test_they_find_their_room(
-    name: str, gpu: tuple[int, int], dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_find_their_room(name: str, gpu: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
     """What is brought into another layout, and what sums a whole tile. Nothing is assembled: only the memory counts."""
     from anyattn.backends.triton import tile_config
     from anyattn.backends.triton.codegen.assumptions import shape_of
 
-    ahead.only_measured(monkeypatch, tmp_path)
     shape, mod = MODS[name]
     score = mod(torch.zeros(shape, requires_grad=True))
     problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, dtype=dtype, has_grad=True)
     launch = next(x for x in ahead.launches(problem, gpu, backward=True) if "SLOT_M" in x.options)
     options = launch.options
     tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
-    taken, needed = ahead.compiled(launch, gpu).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), gpu)
+    taken, needed = ahead.compiled(launch, gpu, "llir").metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), gpu)
     assert taken <= needed <= tile_config.shared_memory(gpu), (tiles, taken, needed)

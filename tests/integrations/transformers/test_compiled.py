@@ -43,7 +43,7 @@ def _config(counter: CompileCounterWithBackend) -> Any:
     return config
 
 
-@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "gemma2", GPT_OSS))
+@pytest.mark.parametrize(("name", "is_padded"), _in_turn("gemma2", "llama", GPT_OSS, every=2))
 def test_forward_is_one_graph(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 11)
     mask = padded(2, 11, [11, 6]) if is_padded else None
@@ -97,7 +97,7 @@ def _positions(first: int, count: int) -> dict[str, Any]:
     return {} if IS_FIVE else {"cache_position": torch.arange(first, first + count)}
 
 
-@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "gemma2", "mistral", GPT_OSS, every=2))
+@pytest.mark.parametrize(("name", "is_padded"), _in_turn("llama", "gemma2", "mistral", GPT_OSS, every=4))
 def test_generate_with_a_compiled_step(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 6)
     mask = padded(2, 6, [6, 3]) if is_padded else None

@@ -1,4 +1,4 @@
-"""Registration, switching between implementations, refusals with their cures, and importing."""
+"""Registration, switching between implementations, and refusals with their cures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from anyattn.integrations.transformers import NAME, attention_forward, describe_mask, register
-from tests.support.processes import python, result_of
 from tests.support.transformers_models import IS_FIVE, check_attention, decoder, generated, logits, made, tokens
-
-
-def test_importing_anyattn_imports_no_transformers() -> None:
-    program = "import sys, anyattn, anyattn.integrations; anyattn.flex_attention; print('transformers' in sys.modules)"
-    assert result_of(python("-c", program)) == "False"
 
 
 def test_both_registries_know_the_name() -> None:

@@ -15,6 +15,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from anyattn.integrations.transformers import NAME, forward_passes
 from anyattn.integrations.transformers.positions import text_positions
 from anyattn.testing import budget
+from tests.support.covering import few
 from tests.support.transformers_models import IS_FIVE, VOCABULARY, check_like_eager, gradients, logits, made, padded, tokens
 
 pytestmark = pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 passes a row of M-RoPE's positions to its masks")
@@ -112,7 +113,7 @@ def test_packed_texts(family: str, rows: int) -> None:
     _packed_like_alone(family, positions[:1] if rows == 0 else positions[:1].expand(rows, -1)[:, None], lengths)
 
 
-@pytest.mark.parametrize("family", ["Qwen2VL", "Cosmos3Edge"])
+@pytest.mark.parametrize("family", few(["Qwen2VL", "Cosmos3Edge"], "Qwen2VL"))
 def test_packed_texts_with_images(family: str) -> None:
     lengths = tuple(part.shape[1] for part in IMAGES)
     _packed_like_alone(family, torch.cat(IMAGES, 1)[:, None], lengths)
@@ -191,7 +192,7 @@ def test_rows_of_a_batch_are_judged_each() -> None:
     assert ids.tolist() == [[0] * 4 + [1] * 5, [0] * 9]
 
 
-@pytest.mark.parametrize("of", [_texts((5, 3, 6)), torch.cat(IMAGES[:2], 1)], ids=["texts", "images"])
+@pytest.mark.parametrize("of", [pytest.param(_texts((5, 3, 6)), marks=pytest.mark.slow), torch.cat(IMAGES[:2], 1)], ids=["texts", "images"])
 def test_packed_in_a_compiled_graph(of: Tensor) -> None:
     model = _model("Qwen2VL")
     ids, positions = tokens(1, of.shape[1]), of[:, None]

@@ -17,6 +17,7 @@ from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.tracing.activations import ACTIVATIONS
 from anyattn.mods.tracing.functions import FUNCTIONS
 from anyattn.mods.tracing.trace import trace
+from tests.support.covering import few
 
 SCORES = torch.tensor([-1.75, -0.5, 0.0, 0.5, 2.25, float("nan")])
 ROWS = len(SCORES)
@@ -212,7 +213,7 @@ def ours(body: Any) -> tuple[Any, Any]:
     return dtypes[-1], traced
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), 0))
 def test_any_argument_of_any_function_is_torchs_or_refused(seed):
     draw, table_of = random.Random(seed), functions()
     assert len(table_of) > 100

@@ -15,7 +15,7 @@ from tests.support.processes import python
 
 __all__ = ["SHARDS", "Read", "check_mask", "check_readers", "check_triton_text", "seeds_of"]
 
-SHARDS = 8 if FRESH else 2
+SHARDS = 8 if FRESH else 4
 
 
 class Read(NamedTuple):

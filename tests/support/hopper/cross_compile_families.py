@@ -1,6 +1,6 @@
-"""Cross-compilation of a kernel of each family for sm_90a in one process; prints {"forward": ..., "backward": ..., "cute": ...}.
+"""Cross-compilation of a kernel of each family for sm_90a in one process; prints {"forward": ..., "backward": ...}.
 
-Each value is the output of the family's own script (``cross_compile.py``, ``cross_compile_backward.py``, ``cross_compile_cute_mods.py``).
+Each value is the output of the family's own script (``cross_compile.py``, ``cross_compile_backward.py``).
 Arguments: folder, and for each script its other arguments, as a JSON list.
 """
 
@@ -10,17 +10,16 @@ import json
 import sys
 from pathlib import Path
 
-from tests.support.hopper import cross_compile, cross_compile_backward, cross_compile_cute_mods
+from tests.support.hopper import cross_compile, cross_compile_backward
 
 
-def main(folder: Path, forward: list[str], backward: list[str], cute: list[str]) -> None:
-    places = {name: folder / name for name in ("forward", "backward", "cute")}
+def main(folder: Path, forward: list[str], backward: list[str]) -> None:
+    places = {name: folder / name for name in ("forward", "backward")}
     for place in places.values():
         place.mkdir()
     found = {
         "forward": cross_compile.of_each(places["forward"], forward, cross_compile.main),
         "backward": cross_compile.of_each(places["backward"], backward, cross_compile_backward.main),
-        "cute": cross_compile_cute_mods.main(places["cute"], *cute),
     }
     print(json.dumps(found))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 
 import anyattn
@@ -23,6 +22,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.validate import flex
 from tests.support import cases
+from tests.support.triton.built import compiling_until
 
 MOST_SPILLED = 0.08  # of a loop's operations
 
@@ -85,8 +85,9 @@ def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         yield made
 
 
-def compiled(launch: Launch, gpu: tuple[int, int] | str) -> Any:
-    """The launch's kernel, specialised as Triton's own launcher does. gpu: NVIDIA's compute capability, or an architecture of AMD's."""
+def compiled(launch: Launch, gpu: tuple[int, int] | str, until: str = "cubin") -> Any:
+    """The launch's kernel, specialised as Triton's own launcher does. gpu: NVIDIA's compute capability, or an architecture of AMD's. until:
+    the last stage (``compiling_until``)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -100,21 +101,8 @@ def compiled(launch: Launch, gpu: tuple[int, int] | str) -> Any:
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options, signature, constants, attributes = kernel._pack_args(backend, launch.options, *bind(*launch.given, **launch.options))
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
-
-
-def only_measured(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Kernels are compiled until their shared memory is known, neither optimised by LLVM nor assembled, and kept in ``folder`` alone."""
-    from triton.backends.nvidia import compiler
-
-    def named(self: Any, source: Any, metadata: dict[str, Any], *about: Any) -> str:
-        metadata["name"] = "measured"
-        return "// not written"
-
-    patch.setattr(compiler.llvm, "optimize_module", lambda *about, **options: None)
-    patch.setattr(compiler.CUDABackend, "make_ptx", named)
-    patch.setattr(compiler.CUDABackend, "make_cubin", lambda *about: b"")
-    patch.setenv("TRITON_CACHE_DIR", str(folder))
+    with compiling_until(until):
+        return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
 def _tool(name: str, *arguments: str) -> str:

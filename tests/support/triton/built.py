@@ -1,8 +1,12 @@
-"""Triton kernels compiled for Hopper without a GPU, and a mode in which reading a tensor on the host fails."""
+"""Triton kernels compiled without a GPU, as far as a test needs, and a mode in which reading a tensor on the host fails."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -11,12 +15,36 @@ from tests.support.inside import InsideMode
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
-def built(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+@contextlib.contextmanager
+def compiling_until(stage: str) -> Iterator[None]:
+    """Inside, NVIDIA's kernels are compiled until stage: "llir", where shared memory is known and LLVM has optimised nothing, "ptx", which
+    is not assembled, or "cubin", which is all. The kernels of each stage have a cache of their own."""
+    import triton
+    from triton.backends.nvidia import compiler
+
+    def unwritten(self: Any, source: Any, metadata: dict[str, Any], *about: Any) -> str:
+        metadata["name"] = "unwritten"
+        return "// not written"
+
+    with contextlib.ExitStack() as stack:
+        if stage != "cubin":
+            folder = os.path.join(triton.knobs.cache.dir, f"until_{stage}")
+            stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder))
+            stack.enter_context(mock.patch.object(compiler.CUDABackend, "make_cubin", lambda *about: b""))
+        if stage == "llir":
+            stack.enter_context(mock.patch.object(compiler.llvm, "optimize_module", lambda *about, **options: None))
+            stack.enter_context(mock.patch.object(compiler.CUDABackend, "make_ptx", unwritten))
+        yield
+
+
+def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], until: str = "cubin") -> Any:
+    """The kernel compiled for Hopper (``compiling_until``)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+    with compiling_until(until):
+        return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
 
 
 class Waits(InsideMode):

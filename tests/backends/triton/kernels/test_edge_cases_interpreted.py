@@ -138,7 +138,7 @@ def test_11_tables_of_exactly_the_lengths() -> None:
 # ---- 12. garbage: in padding rows, forward and backward; in pages and rows of a cache that are not in use
 
 
-@pytest.mark.parametrize("form", few(["tail", "partly used", "padded", "pages of 3", "pages of 16"], "partly used", "pages of 3"))
+@pytest.mark.parametrize("form", few(["tail", "partly used", "padded", "pages of 3", "pages of 16"], "pages of 3"))
 def test_12_garbage_in_padding_and_unused_pages(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v, dout and dlse of rows that belong to no sequence; sequences end inside of tiles and pages."""
     found = []
@@ -209,7 +209,7 @@ def test_14_tables_of_64_bits() -> None:
 # ---- 16. scores of minus infinity, and huge ones
 
 
-@pytest.mark.parametrize("size", [-math.inf, 1e4, -1e30])
+@pytest.mark.parametrize("size", few([-math.inf, 1e4, -1e30], -math.inf, 1e4))
 def test_16_packed_sequences_with_infinite_and_huge_scores(size: float) -> None:
     if size == -math.inf:
         score = lambda s, b, h, i, j: torch.where((i >= j) & (i % 9 != 4), s, -math.inf)
@@ -292,7 +292,7 @@ def test_20_threads_calling_at_once() -> None:
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, wanted, dout)]
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(call, range(12)))
+        together = list(pool.map(call, range(6)))
     for at, got in enumerate(together):
         assert all(torch.equal(a, b) for a, b in zip(got, call(at), strict=True)), at
 
