@@ -12,8 +12,7 @@ import torch
 
 import anyattn
 from anyattn import hardware, masks, planner
-from anyattn.backends.triton import api as forward_pass
-from anyattn.backends.triton import backward_pass, launch_cache, tile_config
+from anyattn.backends.triton import launch_cache, repeater, tile_config
 from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.tile_config import PipelineOptions, TmaUse
 from anyattn.call_cache import attention
@@ -229,8 +228,7 @@ def guarded(number: int, monkeypatch: pytest.MonkeyPatch, score: Any = None) -> 
     """out, lse and gradients of a call, all of whose launches have a guard that holds this number."""
     guard = torch.tensor([number], dtype=torch.int32)
     with monkeypatch.context() as patch:
-        for module in (forward_pass, backward_pass):
-            patch.setattr(module, "forms_of", lambda problem, plan: (Form(problem, guard),))
+        patch.setattr(repeater, "forms_of", lambda problem, form: (Form(problem, guard),))
         return plainly(score)
 
 
