@@ -22,7 +22,7 @@ from anyattn.sparsity.derived import write_counts
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.dynamo import opaque
 
-__all__ = ["backward", "compute", "forward", "refuse_second_derivative", "wanting"]
+__all__ = ["backward", "compute", "forward", "refuse_second_derivative", "requiring_grad"]
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -153,7 +153,8 @@ def _gradients(
     fields: dict[str, Any], plan: Plan, needed: tuple[bool, ...], saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """The gradients of the inputs of ``_Attention``; grad mode is off. fields, saved: kept by the node. needed: one bool per input."""
-    inputs = [t if t is None or t.requires_grad is n else wanting(t, n) for t, n in zip(saved, needed)]  # saved begins with the inputs
+    # saved begins with the inputs
+    inputs = [t if t is None or t.requires_grad is n else requiring_grad(t, n) for t, n in zip(saved, needed)]
     out, lse = saved[len(inputs) : len(inputs) + 2]
     dout, dlse = _in_memory(dout), _in_memory(dlse)
     try:
@@ -209,7 +210,7 @@ def refuse_second_derivative(*_: Any) -> Any:
     )
 
 
-def wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
+def requiring_grad(t: Tensor | None, is_needed: bool) -> Tensor | None:
     """The tensor with ``requires_grad`` set to ``is_needed``. Grad mode is off, so the user's own tensor may be returned."""
     return t if t is None or t.requires_grad is is_needed else t.detach().requires_grad_(is_needed)
 

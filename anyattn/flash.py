@@ -100,7 +100,7 @@ def flash_attn_func(
         flash.refuse_positional(flash_attn_func, beyond)
     if others:
         return_lse, _ = flash.other_names("flash_attn_func", others, return_lse)
-    given = (
+    option_values = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q),
     )  # fmt: skip
@@ -108,9 +108,9 @@ def flash_attn_func(
     if is_compiling():
         from anyattn.custom_ops.entry_points import flash as compiled
 
-        found = compiled(q, k, v, nowhere, given, backend)
+        found = compiled(q, k, v, nowhere, option_values, backend)
         return found if return_lse else found[0]
-    return _attended(q, k, v, nowhere, given, backend, is_varlen=False)
+    return _attended(q, k, v, nowhere, option_values, backend, is_varlen=False)
 
 
 @entry_point
@@ -180,7 +180,7 @@ def flash_attn_varlen_func(
         return_lse, page_table = flash.other_names("flash_attn_varlen_func", others, return_lse, page_table)
     if page_table is not None and cu_seqlens_k is not None:
         seqused_k, cu_seqlens_k = flash.page_lengths(cu_seqlens_k, seqused_k), None
-    given = (
+    option_values = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q),
     )  # fmt: skip
@@ -188,16 +188,16 @@ def flash_attn_varlen_func(
     if is_compiling():
         from anyattn.custom_ops.entry_points import flash as compiled
 
-        found = compiled(q, k, v, places, given, backend)
+        found = compiled(q, k, v, places, option_values, backend)
         return found if return_lse else found[0]
-    return _attended(q, k, v, places, given, backend, is_varlen=True)
+    return _attended(q, k, v, places, option_values, backend, is_varlen=True)
 
 
 @opaque
 @without_default_device
-def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, given: tuple, backend: str | None, is_varlen: bool) -> Any:
-    """Eager calls of ``flash_attn_func`` and ``flash_attn_varlen_func``. places, given: ``Places``, ``Options``."""
-    options = Options(*given)
+def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, option_values: tuple, backend: str | None, is_varlen: bool) -> Any:
+    """Eager calls of ``flash_attn_func`` and ``flash_attn_varlen_func``. places, option_values: ``Places``, ``Options``."""
+    options = Options(*option_values)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
     if is_varlen:
@@ -289,7 +289,7 @@ def flash_attn_with_kvcache(
         flash.refuse_positional(flash_attn_with_kvcache, beyond)
     if others:
         return_lse, page_table = flash.other_names("flash_attn_with_kvcache", others, return_lse, page_table)
-    given = (
+    option_values = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
@@ -302,20 +302,20 @@ def flash_attn_with_kvcache(
     if is_compiling():
         from anyattn.custom_ops.entry_points import decode as compiled
 
-        found = compiled(cached, given, backend)
+        found = compiled(cached, option_values, backend)
         return found if return_lse else found[0]
-    out, lse = _decoded(cached, given, backend)
+    out, lse = _decoded(cached, option_values, backend)
     return (out, lse) if return_lse else out
 
 
 @opaque
 @without_default_device
-def _decoded(cached: tuple, given: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """Eager calls of ``flash_attn_with_kvcache``. cached, given: ``Given``, ``Options``."""
+def _decoded(cached: tuple, option_values: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """Eager calls of ``flash_attn_with_kvcache``. cached, option_values: ``CacheArguments``, ``Options``."""
     from anyattn.call_cache.kvcache import decode_call
-    from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
+    from anyattn.validate.kvcache import CacheArguments, check_no_captured_gradients, check_no_gradients
 
-    arguments, options = Given(*cached), Options(*given)
+    arguments, options = CacheArguments(*cached), Options(*option_values)
     is_grad_mode = torch.is_grad_enabled()
     if is_grad_mode:
         check_no_gradients(arguments, options)

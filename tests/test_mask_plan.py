@@ -140,7 +140,7 @@ def test_a_cache_has_lists_where_they_are_made_for_it(case: str, backend: str) -
     """Elsewhere the conjuncts that have row ranges say which tiles are visited, and show all that the mask shows."""
     (causal, window, mask), expected = CACHED[case]
     q, cache = torch.zeros(2, 1, 2, 64), torch.zeros(2, LENGTH, 2, 64)
-    given = kvcache.Given(q, cache, cache, cache_seqlens=torch.tensor([9, 40]))
+    given = kvcache.CacheArguments(q, cache, cache, cache_seqlens=torch.tensor([9, 40]))
     problem = kvcache.cache_call(given, Options(causal=causal, window_size=window, mask_mod=mask)).problem
     found = mask_plan(problem, BACKENDS[backend])
     assert shown(found) == expected[list(BACKENDS).index(backend)]

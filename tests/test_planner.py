@@ -20,7 +20,7 @@ from anyattn.call_cache.kvcache import decode_call
 from anyattn.tensors.strides import dense_strides
 from anyattn.validate import sequences
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import Given
+from anyattn.validate.kvcache import CacheArguments
 from tests.support.hopper.pretended import H200
 
 if importlib.util.find_spec("triton") is None:
@@ -78,11 +78,11 @@ def test_flash_calls_are_copied_too(gpu: None) -> None:
 
 def test_queries_of_a_cache_are_copied_and_the_cache_is_not(gpu: None) -> None:
     q, good = of_convolution(2, 1, 4, 64, wants=False), torch.zeros(2, 32, 4, 64, dtype=torch.bfloat16)
-    call, plan = decode_call(Given(q, good, good.clone(), cache_seqlens=5), Options(), None)  # type: ignore[misc]
+    call, plan = decode_call(CacheArguments(q, good, good.clone(), cache_seqlens=5), Options(), None)  # type: ignore[misc]
     assert plan.backend == "triton" and call.problem.q.stride(3) == 1
     bad = of_convolution(2, 32, 4, 64, wants=False)
     with pytest.warns(UserWarning, match="torch operations on the GPU.*last dimension has stride.*Cure: make the cache"):
-        call, plan = decode_call(Given(q, bad, bad, cache_seqlens=5), Options(), None)  # type: ignore[misc]
+        call, plan = decode_call(CacheArguments(q, bad, bad, cache_seqlens=5), Options(), None)  # type: ignore[misc]
     assert plan.backend == "torch" and call.step.k_cache is bad
 
 

@@ -27,7 +27,7 @@ from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import CacheCall, Given, cache_call, with_own_pages
+from anyattn.validate.kvcache import CacheArguments, CacheCall, cache_call, with_own_pages
 from anyattn.validate.window import band
 
 __all__ = ["KnownCall", "decode_call"]
@@ -35,12 +35,12 @@ __all__ = ["KnownCall", "decode_call"]
 _MOST_PLANS = 8  # the layers of one step share a plan
 _MOST_ROWS = 2048  # new rows: with more, vectors are faster than lists, and the host takes a small part of the time
 
-_GIVEN = fields(
-    Given, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
+_ARGUMENTS = fields(
+    CacheArguments, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
     rotary_sin=Kind.ABSENT, cache_seqlens=Kind.LENGTHS, cache_batch_idx=Kind.STORAGE, cache_leftpad=Kind.STORAGE,
     page_table=Kind.STORAGE, cu_seqlens_q=Kind.ABSENT, max_seqlen_q=Kind.ABSENT, rotary_interleaved=Kind.ELSEWHERE, validate=Kind.VALUE,
 )  # fmt: skip
-_signature = signature("flash_attn_with_kvcache", arguments=_GIVEN, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
+_signature = signature("flash_attn_with_kvcache", arguments=_ARGUMENTS, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
 
 
 class KnownCall(NamedTuple):
@@ -61,7 +61,7 @@ class KnownCall(NamedTuple):
 
 
 def decode_call(
-    arguments: Given, options: Options, backend: str | None, is_operator: bool = False
+    arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
     """The checked call and its plan; nothing is written. None if the call must run as its operator (``tensors.kinds``).
 
@@ -98,7 +98,7 @@ def _plan(problem: Problem, backend: str | None, plans: dict[int, Plan] | None) 
     return plan
 
 
-def _signature_of_call(arguments: Given, options: Options, backend: str | None) -> Signature | None:
+def _signature_of_call(arguments: CacheArguments, options: Options, backend: str | None) -> Signature | None:
     """The call's signature; None also for a call that another backend computes."""
     if backend not in (None, "torch") or not isinstance(arguments.q, Tensor) or arguments.q.device.type != "cpu":
         return None
@@ -110,7 +110,7 @@ def _signature_of_call(arguments: Given, options: Options, backend: str | None) 
 # ---- a warm call
 
 
-def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_signature: Signature) -> KnownCall | None:
+def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> KnownCall | None:
     """The call with its tables checked; None if their contents are not clearly right."""
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     new = 0 if arguments.k is None else arguments.k.shape[1]
@@ -136,7 +136,7 @@ def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_si
     return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 
-def _numbers(arguments: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
+def _numbers(arguments: CacheArguments, new: int) -> tuple[ListedSequences, list[int]] | None:
     """The contents of a call's tables, and the storage row of each entry's first new row.
 
     None if a number is out of range, or two entries append to one cache row.

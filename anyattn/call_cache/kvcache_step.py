@@ -22,24 +22,24 @@ from anyattn.sequences.unread_kvcache import CacheStep, CacheTables, StoredCache
 from anyattn.tensors import kinds
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import CacheCall, Given, cache_call, cached_rows, heads_first
+from anyattn.validate.kvcache import CacheArguments, CacheCall, cache_call, cached_rows, heads_first
 
 __all__ = ["OPTIONS_WITHOUT_MODS", "extents_of", "named_tensors", "step_call"]
 
 OPTIONS_WITHOUT_MODS = OPTIONS | dict.fromkeys(("score_mod", "mask_mod", "alibi_slopes", "aux_tensors"), Kind.ABSENT)
-_GIVEN = fields(
-    Given, q=Kind.ALIGNED, k_cache=Kind.ALIGNED, v_cache=Kind.ALIGNED, k=Kind.ALIGNED, v=Kind.ALIGNED, rotary_cos=Kind.ALIGNED,
+_ARGUMENTS = fields(
+    CacheArguments, q=Kind.ALIGNED, k_cache=Kind.ALIGNED, v_cache=Kind.ALIGNED, k=Kind.ALIGNED, v=Kind.ALIGNED, rotary_cos=Kind.ALIGNED,
     rotary_sin=Kind.ALIGNED, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.ALIGNED, cache_leftpad=Kind.ALIGNED,
     page_table=Kind.ALIGNED, cu_seqlens_q=Kind.ALIGNED, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
 )  # fmt: skip
-_of_call = signature("flash_attn_with_kvcache, unread", arguments=_GIVEN, options=OPTIONS, backend=Kind.VALUE)
+_of_call = signature("flash_attn_with_kvcache, unread", arguments=_ARGUMENTS, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
-    "flash_attn_with_kvcache, unread and growing", arguments=_GIVEN | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING), options=OPTIONS,
-    backend=Kind.VALUE,
+    "flash_attn_with_kvcache, unread and growing", arguments=_ARGUMENTS | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING),
+    options=OPTIONS, backend=Kind.VALUE,
 )  # fmt: skip
 
 
-def step_call(arguments: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
+def step_call(arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
     """The checked call and its plan; nothing is written. None if the call must run as its operator."""
     may_grow = arguments.k is None and arguments.page_table is None
     signatures: dict[Callable, Signature | None] = {}
@@ -77,17 +77,17 @@ def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
     return mod.expr == other.expr and mod.scalars == other.scalars and all(map(operator.is_, mod.tensors, other.tensors))
 
 
-def named_tensors(arguments: Given, options: Options) -> dict[str, Any]:
+def named_tensors(arguments: CacheArguments, options: Options) -> dict[str, Any]:
     """The tensor arguments of a call by name, including wrong values passed for them."""
     return {**arguments._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
-def extents_of(arguments: Given) -> tuple[int, ...]:
+def extents_of(arguments: CacheArguments) -> tuple[int, ...]:
     """The extents that ``append.check_step`` needs; empty if the call does not append."""
     return () if arguments.k is None else append.reaches(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache)
 
 
-def _warm_call(arguments: Given, options: Options, warm: RememberedCall, call_signature: Signature) -> CacheCall:
+def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> CacheCall:
     q, sizes = arguments.q, warm.sizes
     assert sizes is not None
     if arguments.k is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from anyattn.call_cache.signature import NotCacheable, Signature
-from anyattn.mods.analysis.load_bounds import doubt, hangs_on_masks, unsettled
+from anyattn.mods.analysis.load_bounds import depends_on_masks, doubt, unsettled
 from anyattn.mods.analysis.visible_loads import reading_waits
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
@@ -128,6 +128,6 @@ def _checks_depend_on_numbers(mod: TracedMod, problem: Problem) -> bool | None:
     if dependent.slots:  # for tensors on a device ``RememberedCall.checked`` has those whose contents were read
         has_other_lists = problem.blocks is not None and not problem.blocks_follow
         return dependent.of_numbers if reading_waits([mod]) and not has_other_lists else None
-    if hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates)):
+    if depends_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates)):
         return None
     return dependent.of_numbers

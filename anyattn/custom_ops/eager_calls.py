@@ -18,7 +18,7 @@ from anyattn.validate import block_sparse, kvcache, sequences
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import Given
+from anyattn.validate.kvcache import CacheArguments
 
 __all__ = ["decode", "flash", "flex"]
 
@@ -50,7 +50,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, bac
 
 
 @opaque
-def decode(arguments: Given, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+def decode(arguments: CacheArguments, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a ``flash_attn_with_kvcache`` call."""
     if active := kinds.transforms():
         raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")

@@ -3,7 +3,7 @@
 Dynamo traces this module's functions, so they do no arithmetic and no checks (those are in the operator's body) and use only constructs
 that Dynamo supports. Dynamo guards everything that is read here besides the arguments (functions, classes, a module's tuples) before every
 call of the compiled graph, for some tenths of a microsecond each: so arguments are plain tuples in the order of ``FlexCall``, ``Places``,
-``Options`` and ``Given``, and constants are written inline.
+``Options`` and ``CacheArguments``, and constants are written inline.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backen
 
 
 def decode(arguments: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_attn_with_kvcache``. arguments, options: ``Given``, ``Options``."""
+    """(out, lse) of ``flash_attn_with_kvcache``. arguments, options: ``CacheArguments``, ``Options``."""
     q, k_cache, v_cache, k, v, cos, sin, lengths, rows, padding, pages, ends, *others = arguments
     if isinstance(lengths, int):
         lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)

@@ -29,7 +29,7 @@ from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 from anyattn.validate.block_sparse import check_dense, check_varlen
 from anyattn.validate.flash import Options, check_dense_storage, heads_first
-from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
+from anyattn.validate.kvcache import CacheArguments, check_no_captured_gradients, check_no_gradients
 
 __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods", "shared_options"]
 
@@ -179,7 +179,7 @@ def _gradients(operands: Flash, lists: BlockSparse | None, results: Results) -> 
     shared = shared._replace(alibi_slopes=slopes, score=shared.score._replace(score_tensors=captured))
     problem, chosen = _call(operands._replace(shared=shared), lists)
     needed = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # the graph's tensors themselves do not require grad
-    problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in needed})
+    problem = problem.like(**{name: autograd.requiring_grad(getattr(problem, name), w) for name, w in needed})
     rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
     douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *others = autograd.backward(problem, chosen, *rows, *douts)
@@ -200,7 +200,7 @@ def decode(operands: Decode) -> tuple[Tensor, Tensor]:
     from anyattn.call_cache.kvcache import decode_call
 
     options = _options(operands.shared, False, operands.q.is_cuda)
-    arguments = Given(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
+    arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
     call, chosen = decode_call(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return _results(call.prepared(chosen), chosen, operands.q.ndim == 3)
 
@@ -250,9 +250,10 @@ def _number(longest: Any) -> Any:
 def decode_with_mods(
     arguments: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator call with traced mods. arguments, options: ``Given`` and ``Options`` without mods."""
+    """``flash_attn_with_kvcache`` as one operator call with traced mods. arguments, options: ``CacheArguments`` and
+    ``Options`` without mods."""
     check_backend(backend)
-    cache_args = Given(*arguments)
+    cache_args = CacheArguments(*arguments)
     q, k, v = autocast.beside(cache_args.k_cache, cache_args.q, cache_args.k, cache_args.v)
     cache_args = cache_args._replace(q=q, k=k, v=v)
     shared = shared_options(q, Options(*options), score, mask)

@@ -28,7 +28,7 @@ from anyattn.mods.ir import codec
 from anyattn.mods.tracing.arguments import misfit
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
-from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, strayed, unfit
+from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, overflowing_slots, unfit
 from anyattn.plan import Plan
 from anyattn.planner import check_backend
 from anyattn.problem import Problem
@@ -110,7 +110,7 @@ def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[t
         scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
         if (use := unfit(expr, scalars)) is not None:
             raise ModError("; ".join(misfit(*use)))
-        if strayed(expr, scalars):
+        if overflowing_slots(expr, scalars):
             raise ValueError(_FAR.format(scalars))
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))
         mods_and_slots.append((TracedMod(kind, expr, scalars, (), "compiled mod", source), first, first + count))
@@ -225,7 +225,7 @@ def attend_backward(operands: Attend, results: Results) -> list[Tensor]:
     wants = results.wants
     sources = (*operands[:4], *operands.score.score_tensors)
     # the graph's tensors themselves do not require grad
-    sources_needed: list[Any] = [autograd.wanting(t, w) for t, w in zip(sources, wants, strict=True)]
+    sources_needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources, wants, strict=True)]
     q, k, v, sink, *captured = sources_needed
     problem, chosen = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
     grads = [*autograd.backward(problem, chosen, *results[:4])]

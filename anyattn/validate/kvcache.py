@@ -23,8 +23,8 @@ from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options, heads_first
 
 __all__ = [
+    "CacheArguments",
     "CacheCall",
-    "Given",
     "cache_call",
     "cached_rows",
     "check_no_captured_gradients",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-class Given(NamedTuple):
+class CacheArguments(NamedTuple):
     """The entry point's arguments that describe the cache, unchecked."""
 
     q: Any
@@ -61,7 +61,7 @@ class CacheCall:
 
     problem: Problem
     step: CacheStep
-    given: Given
+    arguments: CacheArguments
 
     def prepared(self, chosen: Plan) -> Problem:
         """Appends to the caches and returns the attention over their new contents, for the plan that was chosen for ``problem``.
@@ -76,7 +76,7 @@ class CacheCall:
         sequences = problem.sequences
         assert sequences is not None
         if sequences.is_unread:
-            sequences = _read(self.given, step.tables, step.sizes)
+            sequences = _read(self.arguments, step.tables, step.sizes)
             problem = problem.like(sequences=sequences)
         if step.k is None or step.v is None:
             return problem
@@ -98,48 +98,60 @@ class CacheCall:
         return problem
 
 
-def cache_call(given: Given, options: Options) -> CacheCall:
+def cache_call(arguments: CacheArguments, options: Options) -> CacheCall:
     """A checked call, whose pages are its own (``with_own_pages``); nothing is written.
 
     On a GPU, unless ``validate`` is True, the tables' contents are not read. How many rows rotary tables need is checked by ``prepared``.
     """
-    tables, sizes = _tables(given)
-    q, cos, sin = given.q, given.rotary_cos, given.rotary_sin
-    is_unread = check_lengths.skips_device_reads(q.device, given.validate)
-    sequences = StoredCache(tables, sizes, q.device) if is_unread else _read(given, tables, sizes)
-    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)
+    tables, sizes = _tables(arguments)
+    q, cos, sin = arguments.q, arguments.rotary_cos, arguments.rotary_sin
+    is_unread = check_lengths.skips_device_reads(q.device, arguments.validate)
+    sequences = StoredCache(tables, sizes, q.device) if is_unread else _read(arguments, tables, sizes)
+    problem = flash.problem_of(q, arguments.k_cache, arguments.v_cache, sequences, options, 0)
     if cos is not None or sin is not None:
-        if given.k is None:
+        if arguments.k is None:
             raise ValueError(
                 "rotary_cos is given without k and v; wanted k and v too, because cached keys must be rotated already: to append nothing, "
                 "pass a rotated q and leave out rotary_cos and rotary_sin"
             )
         rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
-    step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
-    return CacheCall(problem, step, given)
+    step = CacheStep(
+        q,
+        arguments.k_cache,
+        arguments.v_cache,
+        arguments.k,
+        arguments.v,
+        tables,
+        sizes,
+        cos,
+        sin,
+        bool(arguments.rotary_interleaved),
+        follows,
+    )
+    return CacheCall(problem, step, arguments)
 
 
-def with_own_pages(given: Given) -> Given:
+def with_own_pages(arguments: CacheArguments) -> CacheArguments:
     """The call with one page table row per batch entry, where cache_batch_idx selects them from a table with one row per cache entry.
 
     On a GPU the values are not checked, and a row outside the table is replaced by the nearest row inside it.
     """
-    rows, table = given.cache_batch_idx, given.page_table
+    rows, table = arguments.cache_batch_idx, arguments.page_table
     if rows is None or table is None:
-        return given
-    q, ends = given.q, given.cu_seqlens_q
-    if not isinstance(q, Tensor) or not isinstance(given.k_cache, Tensor) or (ends is not None and not isinstance(ends, Tensor)):
-        return given  # wrong types are refused later
+        return arguments
+    q, ends = arguments.q, arguments.cu_seqlens_q
+    if not isinstance(q, Tensor) or not isinstance(arguments.k_cache, Tensor) or (ends is not None and not isinstance(ends, Tensor)):
+        return arguments  # wrong types are refused later
     batch = check_lengths.batch_of_ends("cu_seqlens_q", ends) if ends is not None else q.shape[0]
     check_lengths.check_table("cache_batch_idx", rows, batch, q.device)
-    check_lengths.check_pages_of("(cache entries, pages)", table, given.k_cache)
+    check_lengths.check_pages_of("(cache entries, pages)", table, arguments.k_cache)
     if len(table) == 0 and batch:
         raise ValueError("page_table has no rows; wanted one for each entry of the cache, which cache_batch_idx selects")
-    if not check_lengths.skips_device_reads(q.device, given.validate):
+    if not check_lengths.skips_device_reads(q.device, arguments.validate):
         _check_cache_rows(rows, len(table), "page_table")
     chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
-    return given._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
+    return arguments._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
 
 
 _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
@@ -169,43 +181,43 @@ def _refuse_gradient(name: str) -> None:
     )
 
 
-def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
+def _tables(arguments: CacheArguments) -> tuple[CacheTables, CacheSizes]:
     """The call's tables, checked by shape, dtype and device only."""
-    q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
-    check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
+    q, k_cache, k, ends = arguments.q, arguments.k_cache, arguments.k, arguments.cu_seqlens_q
+    check_storage(q, k_cache, arguments.v_cache, k, arguments.v, ends, arguments.page_table)
     batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
     check_lengths.check_device("cu_seqlens_q", ends, q.device)
-    table = None if given.page_table is None else check_lengths.pages(given.page_table, batch, k_cache)
+    table = None if arguments.page_table is None else check_lengths.pages(arguments.page_table, batch, k_cache)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    cached = cached_rows(given.cache_seqlens, batch, capacity, q.device)
-    check_lengths.check_table("cache_leftpad", given.cache_leftpad, batch, q.device)
-    check_lengths.check_table("cache_batch_idx", given.cache_batch_idx, batch, q.device)
-    if given.cache_batch_idx is None and table is None and k_cache.shape[0] < batch:
+    cached = cached_rows(arguments.cache_seqlens, batch, capacity, q.device)
+    check_lengths.check_table("cache_leftpad", arguments.cache_leftpad, batch, q.device)
+    check_lengths.check_table("cache_batch_idx", arguments.cache_batch_idx, batch, q.device)
+    if arguments.cache_batch_idx is None and table is None and k_cache.shape[0] < batch:
         raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
     if k is not None:
         append.check_apart("k_cache", k_cache)
-        append.check_apart("v_cache", given.v_cache)
-        append.check_step(q, k, given.v, k_cache, given.v_cache)
+        append.check_apart("v_cache", arguments.v_cache)
+        append.check_step(q, k, arguments.v, k_cache, arguments.v_cache)
     rows_q = q.shape[0] if ends is not None else q.shape[1]
-    bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
-    most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0
+    bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", arguments.max_seqlen_q, rows_q)
+    most_q = rows_q if ends is None else arguments.max_seqlen_q if isinstance(arguments.max_seqlen_q, int) else 0
     new = None if k is not None and k.ndim == 3 else 0 if k is None else k.shape[1]
     page_size = 0 if table is None else k_cache.shape[1]
     sizes = CacheSizes(batch, rows_q, bound_q, new, capacity, k_cache.shape[0], page_size, most_q)
-    return CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, ends, table), sizes
+    return CacheTables(cached, arguments.cache_leftpad, arguments.cache_batch_idx, ends, table), sizes
 
 
-def _read(given: Given, tables: CacheTables, sizes: CacheSizes) -> Sequences:
+def _read(arguments: CacheArguments, tables: CacheTables, sizes: CacheSizes) -> Sequences:
     """Reads the tables' contents and checks them; the sequences after the step."""
-    q, k_cache, table = given.q, given.k_cache, tables.page_table
-    check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, given.validate)
+    q, k_cache, table = arguments.q, arguments.k_cache, tables.page_table
+    check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, arguments.validate)
     cached, leftpad = (check_lengths.not_negative(n, t) for n, t in (("cache_seqlens", tables.cached), ("cache_leftpad", tables.leftpad)))
     _check_cached(cached, leftpad, sizes.capacity)
     _check_cache_rows(tables.rows, len(k_cache), "k_cache")
     sequences = StoredCache(tables, sizes, q.device).read()
-    check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
+    check_lengths.check_max("max_seqlen_q", arguments.max_seqlen_q, sequences.max_seqlen_q)
     first = sequences.k_start
-    if given.k is not None:
+    if arguments.k is not None:
         # a cache row may be appended to only once; without cache_batch_idx all rows are different
         append.check_append(first, cached, _counts(sequences, sizes), tables.rows, table, k_cache.shape[1], len(k_cache))
     elif table is not None:

@@ -107,7 +107,7 @@ def test_a_known_call_is_a_first_call(name: str, options: str) -> None:
 def test_numbers_on_the_host_are_those_of_the_vectors(name: str) -> None:
     """Where a known call's rows are is what ``check_cache`` says, number for number, kept copies included."""
     given = arguments(KNOWN[name])
-    asked = kvcache.Given(**dict.fromkeys(kvcache.Given._fields) | given)
+    asked = kvcache.CacheArguments(**dict.fromkeys(kvcache.CacheArguments._fields) | given)
     with torch.no_grad():
         want, _ = kvcache.decode_call(asked, Options(causal=True, num_splits=0), None)
         got, _ = kvcache.decode_call(asked, Options(causal=True, num_splits=0), None)

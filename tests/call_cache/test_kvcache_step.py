@@ -20,7 +20,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import Given
+from anyattn.validate.kvcache import CacheArguments
 from tests.support.no_reading import no_reading, noted_launches
 
 BATCH, HEADS, KV_HEADS, CAPACITY, DIM = 3, 4, 2, 80, 64
@@ -299,5 +299,5 @@ def test_a_compiled_graph_knows_its_calls_too(noted: Noted) -> None:
         given = step(seed, **recipe("mask behind padding", seed))
         mask, options = trace(given.pop("mask_mod"), "mask"), Options(causal=given.pop("causal"))
         with torch.no_grad():
-            decode_with_mods(tuple(Given(**given)), tuple(options), None, None, mask)
+            decode_with_mods(tuple(CacheArguments(**given)), tuple(options), None, None, mask)
     assert noted.cold == 1

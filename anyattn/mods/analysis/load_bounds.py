@@ -26,8 +26,8 @@ __all__ = [
     "Unsettled",
     "check_loads",
     "check_loads_ragged",
+    "depends_on_masks",
     "doubt",
-    "hangs_on_masks",
     "inside",
     "message",
     "unsettled",
@@ -110,7 +110,7 @@ def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt
     return Doubt(of_numbers, tuple(slots), any(node.op == "score" for node in nodes))  # type: ignore[arg-type]
 
 
-def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
+def depends_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether a load leaves its tensor at some pair, so that a mask has to hide the pair."""
     try:
         check_loads(mod, B, H, seqlen_q, seqlen_k)

@@ -31,7 +31,7 @@ from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
 from anyattn.mods.tracing.random_numbers import check_draws, generators_state
 from anyattn.mods.tracing.symbolic import Value, View
 from anyattn.mods.tracing.symbols import InterceptTorch, payload, refuse_kept, surfaced
-from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, slots_in_question, strayed, weak_arithmetic
+from anyattn.mods.tracing.weak_captures import NeedsNumber, negative_zeros, overflowing_slots, slots_in_question, weak_arithmetic
 
 __all__ = [
     "SCRIPTED",
@@ -223,7 +223,7 @@ def trace(
     while True:
         try:
             computed, tracer, numbers = run(pinned)
-            more = strayed(computed, numbers)
+            more = overflowing_slots(computed, numbers)
             if not more and before is not None:
                 more = _misread(run, computed, tracer, numbers, pinned)
             if not more:
@@ -460,7 +460,7 @@ class _Memo:
     def lookup(self, fn: Callable) -> TracedMod | None:
         found = self.reading.numbers
         for computed, expr, pinned, source in self.table.get(self.identity, ()):
-            if all(_same_number(found[s], value) for s, value in pinned) and not strayed(computed, found):
+            if all(_same_number(found[s], value) for s, value in pinned) and not overflowing_slots(computed, found):
                 numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
                 return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs may have different names
         return None

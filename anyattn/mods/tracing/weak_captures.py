@@ -29,9 +29,9 @@ __all__ = [
     "bits_of_numbers",
     "negative_zeros",
     "numbers_of_bits",
+    "overflowing_slots",
     "scalar_slots",
     "slots_in_question",
-    "strayed",
     "unfit",
     "weak_arithmetic",
 ]
@@ -87,12 +87,12 @@ def unfit(expr: Expr, numbers: Sequence[int | float]) -> tuple[str, int, Any] | 
     return next(((str(n.attr), value, n.dtype) for n, value in uses if value is not None and _misses(n, value)), None)  # type: ignore
 
 
-def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
+def overflowing_slots(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
     """The slots of captured numbers for which ``expr`` differs from the user's function. numbers: by slot.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> expr = trace(lambda b, h, q, k, n=3: q * (n * n) >= k, "mask").expr
-    >>> [sorted(strayed(expr, (n,))) for n in (7, 2**32)]
+    >>> [sorted(overflowing_slots(expr, (n,))) for n in (7, 2**32)]
     [[], [0]]
     """
     if not slots_in_question(expr):
@@ -120,7 +120,7 @@ def _weak_values(expr: Expr, numbers: Sequence[int | float]) -> dict[int, int | 
 
 @lru_cache(maxsize=4096)
 def slots_in_question(expr: Expr) -> frozenset[int]:
-    """The slots of the numbers whose values decide ``strayed``."""
+    """The slots of the numbers whose values decide ``overflowing_slots``."""
     found = _whole_slots(expr) if relies_on_near_numbers(expr) else frozenset()
     return found.union(*(_slots_below(expr, at) for at in weak_arithmetic(expr.nodes)))
 

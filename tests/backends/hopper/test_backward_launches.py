@@ -29,7 +29,7 @@ USED = torch.tensor([5, 0, 60, 100], dtype=torch.int32)
 IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 300, 128, 271]))
 
 
-def wanting(*shape: int) -> Tensor:
+def requiring_grad(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
 
 
@@ -46,7 +46,7 @@ def _unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed(**options: Any) -> Tensor:
-    operands = wanting(200, 4, 64), wanting(200, 2, 64), wanting(200, 2, 64)
+    operands = requiring_grad(200, 4, 64), requiring_grad(200, 2, 64), requiring_grad(200, 2, 64)
     out: Tensor = anyattn.flash_attn_varlen_func(*operands, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, backend="hopper", **options)
     return out
 
@@ -66,7 +66,7 @@ def blind(b: Any, h: Any, i: Any, j: Any) -> Any:
 def test_keys_of_one_tile_need_no_sums_of_dq(
     keys: int, mask: Any, is_cleared: bool, is_deterministic: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k = wanting(2, 4, 300, 64), wanting(2, 2, keys, 64)
+    q, k = requiring_grad(2, 4, 300, 64), requiring_grad(2, 2, keys, 64)
     out = anyattn.flex_attention(q, k, k, mask_mod=mask, enable_gqa=True, backend="hopper", deterministic=is_deterministic)
     cleared: list[tuple[int, ...]] = []
     monkeypatch.setattr(Tensor, "zero_", lambda t: cleared.append(tuple(t.shape)) or t)
@@ -82,7 +82,7 @@ def test_keys_of_one_tile_need_no_sums_of_dq(
 
 
 def test_a_gradient_that_is_not_wanted_is_not_cleared(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = wanting(2, 4, 300, 64).detach(), wanting(2, 4, 100, 64)
+    q, k = requiring_grad(2, 4, 300, 64).detach(), requiring_grad(2, 4, 100, 64)
     out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), backend="hopper")
     monkeypatch.setattr(Tensor, "zero_", None)
     ((config, _),) = of_kind(gradients_of(out, launched), BackwardConfig)
@@ -114,7 +114,7 @@ def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch])
 def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two key tiles of a head and four multiprocessors: two K/V heads fill them."""
     monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 4)
-    q, k = wanting(1, heads, 250, 64), wanting(1, 4, 250, 64)
+    q, k = requiring_grad(1, heads, 250, 64), requiring_grad(1, 4, 250, 64)
     out = anyattn.flex_attention(q, k, k, mask_mod=masks.causal(), enable_gqa=True, backend="hopper")
     ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
     assert products[20:24] == (2, 4, section, 4)
@@ -187,14 +187,14 @@ def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
 
 
 def test_the_blocks_that_clear_rows_are_bounded(launched: list[Launch]) -> None:
-    q, k = wanting(80_000, 32, 8), wanting(80_000, 1, 8)
+    q, k = requiring_grad(80_000, 32, 8), requiring_grad(80_000, 1, 8)
     out = anyattn.flash_attn_varlen_func(q, k, k, cu_seqlens_q=80 * ENDS, cu_seqlens_k=80 * ENDS, backend="hopper")
     ((_, tables),) = of_kind(gradients_of(out, launched), TablesConfig)
     assert tables[-2:] == (1 + 528 // 32, 32)
 
 
 def test_rows_are_cleared_where_there_may_be_gaps(launched: list[Launch]) -> None:
-    q, k = wanting(4, 60, 4, 64), wanting(4, 100, 2, 64)
+    q, k = requiring_grad(4, 60, 4, 64), requiring_grad(4, 100, 2, 64)
     out = anyattn.flash_attn_varlen_func(q, k, k, seqused_k=USED, backend="hopper")
     found = of_kind(gradients_of(out, launched), TablesConfig)
     assert len(found) == 1 and [t.shape for t in found[0][1][6:8]] == [(4, 2, 100, 64)] * 2 and found[0][1][9] is None
@@ -222,7 +222,7 @@ def test_lists_of_sequences_are_transposed(layout: str, launched: list[Launch]) 
 
 
 def by_documents(mask: Any, launched: list[Launch], lists: Any = None) -> list[Launch]:
-    operands = [wanting(2, 2, 700, 64) for _ in range(3)]
+    operands = [requiring_grad(2, 2, 700, 64) for _ in range(3)]
     lists = anyattn.create_block_mask(mask, 2, None, 700, 700, device="cpu") if lists is None else lists
     return list(gradients_of(anyattn.flex_attention(*operands, block_mask=lists, backend="hopper"), launched))
 
@@ -267,7 +267,7 @@ def test_documents_of_one_key_tile_keep_their_gradient(is_held: bool, launched: 
 
     monkeypatch.setattr(backward_launches, "launch", written)
     ids = torch.arange(100) // 40 if is_held else torch.arange(100) // 10 % 2
-    operands = [wanting(2, 2, 100, 64) for _ in range(3)]
+    operands = [requiring_grad(2, 2, 100, 64) for _ in range(3)]
     lists = anyattn.create_block_mask(masks.document(ids), 2, None, 100, 100, device="cpu")
     out = anyattn.flex_attention(*operands, block_mask=lists, backend="hopper")
     found = gradients_of(out, launched)
@@ -311,7 +311,7 @@ def test_lists_that_are_kept_are_sorted_once(deterministic: bool, launched: list
 
     def order(d: int) -> Any:
         out = anyattn.flex_attention(
-            *(wanting(1, 2, 700, d) for _ in range(3)), block_mask=mask, backend="hopper", deterministic=deterministic
+            *(requiring_grad(1, 2, 700, d) for _ in range(3)), block_mask=mask, backend="hopper", deterministic=deterministic
         )
         ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
         return products[15]
@@ -349,7 +349,7 @@ def test_lists_in_other_tiles_are_refused(launched: list[Launch]) -> None:
 
 
 def test_explain_names_this_backend(launched: list[Launch]) -> None:
-    operands = [wanting(2, 2, 700, 64) for _ in range(3)]
+    operands = [requiring_grad(2, 2, 700, 64) for _ in range(3)]
     lists = anyattn.create_block_mask(masks.document(IDS), 2, None, 700, 700, device="cpu")
     plan = anyattn.explain(*operands, block_mask=lists, backend="hopper").plan
     assert plan.backward == "hopper" and any("each is run as a sequence" in line for line in plan.why)

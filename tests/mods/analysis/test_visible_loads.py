@@ -19,7 +19,7 @@ from anyattn.mods.analysis.visible_loads import Dense, Listed, Ragged, check_cal
 from anyattn.mods.tracing.trace import trace
 from anyattn.validate import sequences
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import Given, cache_call
+from anyattn.validate.kvcache import CacheArguments, cache_call
 from tests.support.no_reading import Waited, no_reading
 
 B, H, M, N = 2, 2, 40, 56
@@ -194,7 +194,7 @@ def step(score, lengths, **options):
     """The checked score mod of a step of decoding whose tables are not read, as on a GPU: one query, a cache of 300 rows."""
     q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 300, 2, 16)
     with mock.patch.object(sequences, "skips_device_reads", lambda device, validate: True):
-        found = cache_call(Given(q, cache, cache, cache_seqlens=torch.tensor(lengths)), Options(score_mod=score, **options))
+        found = cache_call(CacheArguments(q, cache, cache, cache_seqlens=torch.tensor(lengths)), Options(score_mod=score, **options))
     return found.problem.score
 
 

@@ -15,7 +15,7 @@ from anyattn.kvcache import rotary
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import Given, cache_call
+from anyattn.validate.kvcache import CacheArguments, cache_call
 from tests.support.covering import few
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -109,9 +109,9 @@ def test_the_same_bits_as_by_torch(seed, monkeypatch):  # type: ignore[no-untype
     ours, theirs = ({n: t.clone() if n.endswith("_cache") and t.is_contiguous() else t for n, t in made.items()} for _ in range(2))
     for name in ("k_cache", "v_cache"):  # clones of views keep their strides
         theirs[name] = torch.empty_strided(made[name].shape, made[name].stride(), dtype=made[name].dtype).copy_(made[name])
-    wanted = cache_call(Given(**theirs), options).prepared(Torch()).q
+    wanted = cache_call(CacheArguments(**theirs), options).prepared(Torch()).q
     before = [t.clone() for t in (made["k"], made["v"], made["q"])]
-    turned = append(cache_call(Given(**ours), options).step)
+    turned = append(cache_call(CacheArguments(**ours), options).step)
     for name in ("k_cache", "v_cache"):
         assert same_bits(ours[name], theirs[name]), name  # what is not appended is NaN in both
     wanted = wanted.transpose(1, 2)
@@ -198,7 +198,7 @@ def test_many_lines(monkeypatch):  # type: ignore[no-untyped-def]
 def test_sequences_that_the_host_has_not_read(seed):  # type: ignore[no-untyped-def]
     """Their fields, computed from the tables, are those of ``SeqlenInfoQKNewK`` for each entry; so are those of the read ones."""
     made, options = random_call(seed)
-    call = cache_call(Given(**made), options)
+    call = cache_call(CacheArguments(**made), options)
     unread, read = StoredCache(call.step.tables, call.step.sizes, torch.device("cpu")), call.problem.sequences
     ends, used, leftpad = (made.get(n) for n in ("cu_seqlens_q", "cache_seqlens", "cache_leftpad"))
     q, k, packed = made["q"], made["k"], made["k"].ndim == 3
