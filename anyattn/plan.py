@@ -15,7 +15,8 @@ BY_DOCUMENT = "documents: each is run as a sequence of its own; by block lists w
 
 
 class Backward(NamedTuple):
-    """The backend of the backward pass. why: lines for people: a reason against each backend that is passed over, and what it must do."""
+    """The backend of the backward pass. why: lines for people; after a Hopper forward pass the first names the
+    backend, and the reasons against those that are passed over."""
 
     backend: str
     why: tuple[str, ...] = ()

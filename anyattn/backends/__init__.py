@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -19,9 +20,10 @@ def backend_module(name: str) -> Any:
 
 
 def repeater_of(problem: Problem, plan: Plan) -> Repeater:
-    """The repeater of the calls that share ``plan``, made for the first of them."""
+    """The repeater of the calls that share ``plan``, made for the first of them. It has a copy of the plan: with the plan itself each would
+    keep the other until the next collection of cycles, at every call that is not remembered."""
     repeater = plan.repeater
     if repeater is None:
-        repeater = backend_module(plan.backend).Repeater(problem, plan)
+        repeater = backend_module(plan.backend).Repeater(problem, copy(plan))
         plan.keep(repeater=repeater)
     return repeater

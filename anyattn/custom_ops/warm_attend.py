@@ -1,8 +1,8 @@
 """Warm calls of ``anyattn::attend`` and its backward pass: finds the call cache's entry by the operators' own arguments.
 
 What ``call_cache.signature`` reads of mods and a block mask is constant in a compiled graph: the programs' texts and the captured numbers.
-So calls are looked up by the arguments that are not tensors, and one comparison in C++ tells whether the tensors are like those of an
-earlier call; neither mods nor block lists are decoded again. A call with other numbers is looked up in the call cache.
+So calls are looked up by the arguments that are not tensors and by shapes, and one comparison in C++ tells whether the tensors are like
+those of an earlier call; neither mods nor block lists are decoded again. A call with other numbers is looked up in the call cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from anyattn.tensors.comparison import comparison
 
 __all__ = ["Reader", "direct", "is_remembered", "remember", "warm_call"]
 
-_MOST = 8  # remembered calls that differ in tensors' properties alone, as a model's layers may
+_MOST = 16  # remembered calls of one key: they differ in strides, alignment, block lists or captured tensors
 _is_grad_enabled, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # looked up once
 
 
@@ -74,15 +74,17 @@ class WarmCall:
     is_new: bool = True
 
 
-_warm: calls.TwoGenerationCache[tuple[WarmCall, ...]] = calls.TwoGenerationCache()  # by all arguments that are no tensors
+_warm: calls.TwoGenerationCache[tuple[WarmCall, ...]] = calls.TwoGenerationCache()  # by the first part of ``_parts``
 
 
 def _parts(values: tuple, is_exact: bool) -> tuple[tuple, tuple[Tensor, ...], list[Tensor]]:
-    """All arguments of a call that are not tensors, except exactness; its tensors; and those of them that its mods capture."""
+    """The key of a call: all arguments that are not tensors, except exactness, and the shapes of q, k and v. Its tensors; and those of them
+    that its mods capture."""
     q, k, v, sink, score, score_numbers, score_tensors, masks, mask_numbers, mask_tensors, block_lists, block_size, _, *rest = values
     captured = [*score_tensors, *mask_tensors] if score_tensors or mask_tensors else []
     constants = (
-        score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, _is_grad_enabled(), _default_dtype(),
+        score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, q.shape, k.shape, v.shape,
+        _is_grad_enabled(), _default_dtype(),
     )  # fmt: skip
     return constants, (q, k, v, *captured, *block_lists) if sink is None else (q, k, v, sink, *captured, *block_lists), captured
 
@@ -201,9 +203,8 @@ def direct(operator: Any) -> Callable[..., Any]:
         if results is None:
             problem, plan = _filled(warm, values, lists)
             results = autograd.forward(problem, plan)
-            if warm.is_new and warm.fields is not None:
-                warm.again = repeater_of(problem, plan).again(problem)
-            warm.is_new = False
+            if warm.is_new and warm.fields is not None and not autocast.is_on():
+                warm.again, warm.is_new = repeater_of(problem, plan).again(problem), False
         out, lse, highest = results
         return out, lse, warm.nothing if highest is None else highest
 

@@ -15,6 +15,7 @@ from anyattn.call_cache import attention
 from anyattn.custom_ops import flex, list_operands, warm_attend
 from anyattn.custom_ops.flex import attend, attend_backward, operands_of
 from anyattn.mods.tracing.trace import trace
+from anyattn.plan import Plan
 
 S, H, TILE = 48, 2, 16
 
@@ -247,3 +248,26 @@ def test_clear_forgets() -> None:
     assert warm_attend._warm.young
     attention.clear()
     assert not warm_attend._warm.young
+
+
+def test_many_lengths_in_turn_stay_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph with dynamic shapes has them."""
+    calls = [operands((torch.randn(1, H, n, 8), *made()[1:])) for n in range(3, 43)]
+    for args in calls * 2:
+        attend.direct(*args)
+    monkeypatch.setattr(flex, "_call", None)
+    for args in calls:
+        attend.direct(*args)
+
+
+def test_a_plan_and_its_repeater_do_not_keep_one_another() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        ids = torch.arange(S) // 7
+        before = sum(isinstance(x, Plan) for x in gc.get_objects())
+        for _ in range(5):  # a plan that depends on what a mask captures is no other call's
+            anyattn.flex_attention(*made(), mask_mod=lambda b, h, i, j: ids[i] == ids[j])
+        assert sum(isinstance(x, Plan) for x in gc.get_objects()) <= before + 1
+    finally:
+        gc.enable()

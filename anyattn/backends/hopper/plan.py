@@ -101,7 +101,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
-    why = [f"hopper: {reason}", backward.why[0]]
+    why = [f"hopper: {reason}", *backward.why[:1]]
     if packed == 1 and runs_documents(problem):
         why.append(BY_DOCUMENT)
     why += backward.why[1:]
