@@ -74,7 +74,9 @@ def gradients(backend: str, learns_captured: bool = False, deterministic: bool =
 def decoding(backend: str) -> str:
     """Which backend computes a step of decoding on this one's machine."""
     cache = torch.randn(2, 256, 2, 64, dtype=torch.bfloat16)
-    given = kvcache.Given(q=cache[:, :1], k_cache=cache, v_cache=cache.clone(), cache_seqlens=torch.tensor([100, 256], dtype=torch.int32))
+    given = kvcache.CacheArguments(
+        q=cache[:, :1], k_cache=cache, v_cache=cache.clone(), cache_seqlens=torch.tensor([100, 256], dtype=torch.int32)
+    )
     problem = kvcache.cache_call(given, flash.Options(causal=True)).problem
     return "yes" if runs(backend, problem) else f"by {planner.choose(problem, BACKENDS[backend][2]).backend.capitalize()}"
 

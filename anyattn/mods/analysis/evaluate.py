@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.ir.expr import OPS, Expr, Node, category, is_weak, wrapped
+from anyattn.mods.ir.expr import MIRRORED, OPS, Expr, Node, category, is_weak, wrapped
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
@@ -114,6 +114,8 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
         args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
     elif len(args) == 2 and not (isinstance(args[0], Tensor) and node.op in _SCALAR_SECOND):
+        if node.op in MIRRORED and not isinstance(args[0], Tensor):  # a number is compared as it is, whatever the tensor's dtype can hold
+            return _typed(TORCH_OPS[MIRRORED[node.op]](args[1], args[0]), node)
         like = next(a for a in args if isinstance(a, Tensor))
         args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
     elif node.op == "where" and not isinstance(args[0], Tensor):

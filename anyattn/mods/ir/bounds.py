@@ -67,6 +67,10 @@ class _Value:
     def to(self, dtype: DType) -> _Value:
         return self.writer.added(self.writer.builder.cast(self.at, dtype))
 
+    def rounded(self, dtype: DType) -> _Value:
+        """As an entry of a tensor of this dtype, which a number is not, whatever dtype its node has."""
+        return self.writer.node("cast", self.writer.node("cast", self, dtype=float), dtype=dtype, attr="rounded")
+
     @property
     def dtype(self) -> DType:
         return self.writer.builder.nodes[self.at].dtype
@@ -275,7 +279,8 @@ def _over(w: _Writer, node: Node, a: _Span, b: _Span) -> _Span:
     if node.op == "floordiv" and not is_int:
         return _at_points(w, node, a, b)
     zero = ~((b.lo > 0) | (b.hi < 0))
-    corners = [w.op(node.op, x, zero.where(1, y)) for x in a for y in b]
+    # a float divides by 0 without harm, and a number stays a number: torch does not round it to the dividend's 16 bits
+    corners = [w.op(node.op, x, zero.where(1, y) if is_int else y) for x in a for y in b]
     if is_int:  # no larger than the dividend
         most = max(abs(n) for end in a for n in w.extents[end.at] or ())
         corners = [w.within(c, -most, most) for c in corners]
@@ -381,6 +386,8 @@ def _compare(w: _Writer, node: Node, a: _Span, b: _Span) -> _Span:
 
 def _where(w: _Writer, node: Node, c: _Span, a: _Span, b: _Span) -> _Span:
     least, most = ("and", "or") if node.dtype is torch.bool else ("min", "max")
+    if category(node.dtype) == "float" and not is_weak(node.dtype):  # a number that is chosen is an entry of a tensor
+        a, b = (_Span(*(end.rounded(node.dtype) for end in s)) for s in (a, b))
     return _Span(
         c.lo.where(a.lo, c.hi.where(w.op(least, a.lo, b.lo), b.lo)),
         c.lo.where(a.hi, c.hi.where(w.op(most, a.hi, b.hi), b.hi)),

@@ -101,6 +101,29 @@ def test_numbers_times_16_bit_floats_are_not_rounded(dtype):
         assert torch.equal(refine(trace(mod, "mask"), (64, 64), (1, 1), (1, 1)), brute_classes(dense(mod, 64, 64), 1, 1))
 
 
+FLOATS, NUMBER, HUGE = torch.arange(64) / 7, 0.1, 1e308
+HALVES = FLOATS.half()
+QUOTIENTS = HALVES / NUMBER
+NUMBERS = {
+    "chosen": lambda b, h, q, k: torch.where(k >= 0, 0.1, FLOATS[k]).double() > 0.1,
+    "chosen, captured": lambda b, h, q, k: torch.where(k >= 0, NUMBER, FLOATS[k]).double() == NUMBER,
+    "chosen in 16 bits": lambda b, h, q, k: torch.where(k >= 0, 0.1, HALVES[k]).float() == 0.1,
+    "one of two": lambda b, h, q, k: torch.where(k >= 0, 0.1, 0.2).double() > 0.1,
+    "a divisor": lambda b, h, q, k: HALVES[q] / 0.7 == (HALVES / 0.7)[k],
+    "a divisor, captured": lambda b, h, q, k: HALVES[q] / NUMBER == QUOTIENTS[k],
+    "a divisor that may be 0": lambda b, h, q, k: FLOATS[k] / (FLOATS[q] - 3) >= 0.5,
+    "beyond float32": lambda b, h, q, k: (FLOATS[k] >= HUGE) | (FLOATS[k] / HUGE < q - 9),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_rounded_where_torch_rounds_them(name):
+    """A number that ``where`` chooses is an entry of a tensor; a divisor and a bound stay numbers."""
+    mod = NUMBERS[name]
+    for tile in [(1, 1), (16, 16)]:
+        assert torch.equal(refine(trace(mod, "mask"), (64, 64), tile, (1, 1)), brute_classes(dense(mod, 64, 64), *tile))
+
+
 def test_long_tables_are_looked_up_in_blocks(monkeypatch):
     monkeypatch.setattr(range_tables, "_MAX_BLOCKS", 5)
     for seed in range(60):
