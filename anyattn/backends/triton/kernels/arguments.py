@@ -135,28 +135,22 @@ class Mods(NamedTuple):
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``.
-ForwardConstants = namedtuple(
-    "ForwardConstants",
-    (
-        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-        "HAS_FOURS", "TILE_M", "TILE_N", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK",
-        "HAS_LSE", "HAS_MAX", "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
-    ),
+_OF_TILES = (  # of the three kernels that visit tiles of scores
+    "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
+    "HAS_FOURS", "TILE_M", "TILE_N",
 )  # fmt: skip
-DqConstants = namedtuple(
-    "DqConstants",
-    (
-        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-        "HAS_FOURS", "TILE_M", "TILE_N", "IS_NEAR", "SLOT_M", "HAS_DQ",
-    ),
+
+
+def _constants(name: str, *more: str) -> Any:
+    return namedtuple(name, (*_OF_TILES, *more))  # type: ignore[misc]  # mypy wants every name written out
+
+
+ForwardConstants = _constants(
+    "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
+    "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
 )  # fmt: skip
-DkdvConstants = namedtuple(
-    "DkdvConstants",
-    (
-        "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-        "HAS_FOURS", "TILE_M", "TILE_N", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV",
-    ),
-)  # fmt: skip
+DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
+DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV")
 PrepareConstants = namedtuple(
     "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
 )
