@@ -54,9 +54,9 @@ class WarmCall:
     remembered: the call cache's entry. readers: of its mods; none if the mods have no run-time values. nothing: the empty tensor that is
     returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and the test that other tensors have the same
     types, dtypes, devices, shapes, strides, dispatch keys and requires_grad. same: ``identical`` tensors of the call, () if all differ.
-    aligned: ``_alignment``. reads_lists: whether the forward pass reads block lists. sizes, facts: of ``Known``. fields: of the problem;
-    None if mods capture tensors or k and v are expanded. again: ``Repeater.again``, looked for while is_new, that is,
-    until a second call.
+    aligned: ``_alignment``. sizes, facts: of ``Known``. fields: of the problem; None if mods capture tensors or k and v are expanded.
+    reads_lists, again: whether the forward pass reads block lists, and ``Repeater.again``; asked when a direct call comes again, before
+    which is_new is True.
     """
 
     remembered: calls.RememberedCall
@@ -172,7 +172,7 @@ def remember(
     are_alike = comparison(different := _different(tensors, same))
     if not are_alike(*different):  # this torch has no comparison
         return
-    fields, repeater = None, repeater_of(problem, remembered.plan)
+    fields = None
     if all(m is None or m.fixed is not None for m in (remembered.score, *remembered.masks)):
         readers = ()
     if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the mods' numbers are among the constants
@@ -180,8 +180,7 @@ def remember(
     warm = WarmCall(
         remembered, readers, problem.q.new_empty(0, dtype=problem.stat_dtype), len(tensors), are_alike,
         same if same != tuple(range(len(tensors))) else (), _alignment(values, captured),
-        remembered.has_lists and (fields is None or repeater.reads_lists(problem)),
-        () if lists is None else lists.sizes, None if lists is None else lists.facts, fields,
+        remembered.has_lists, () if lists is None else lists.sizes, None if lists is None else lists.facts, fields,
     )  # fmt: skip
     _warm.put(constants, (warm, *(_warm.get(constants) or ())[: _MOST - 1]))
 
@@ -204,7 +203,9 @@ def direct(operator: Any) -> Callable[..., Any]:
             problem, plan = _filled(warm, values, lists)
             results = autograd.forward(problem, plan)
             if warm.is_new and warm.fields is not None and not autocast.is_on():
-                warm.again, warm.is_new = repeater_of(problem, plan).again(problem), False
+                repeater = repeater_of(problem, plan)
+                warm.reads_lists = warm.reads_lists and repeater.reads_lists(problem)
+                warm.again, warm.is_new = repeater.again(problem), False
         out, lse, highest = results
         return out, lse, warm.nothing if highest is None else highest
 
