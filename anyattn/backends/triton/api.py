@@ -79,11 +79,11 @@ class FormPlan(NamedTuple):
     launches: LaunchCache
 
 
-def forward(problem: Problem, plan: TritonPlan, forms: Sequence[FormPlan]) -> Result:
+def forward(problem: Problem, forms: Sequence[FormPlan]) -> Result:
     """out and the statistics of a problem that ``plan.reason_against`` accepts."""
     # rows of no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
-    if plan.num_splits > 1:
+    if forms[0].plan.num_splits > 1:
         return _forward_by_splits(problem, forms[0], fill)
     out = empty_in_order(problem.q, last=problem.v.shape[3])
     if fill:
@@ -115,7 +115,7 @@ def _tuned(problem: Problem, plan: TritonPlan, call_program: CallProgram) -> Tri
 
     def measure(tiles: Tiles) -> float:
         form = FormPlan(Form(problem), _with(plan, tiles), LaunchCache())
-        return autotune.seconds(lambda: forward(problem, form.plan, [form]), problem.q.device)
+        return autotune.seconds(lambda: forward(problem, [form]), problem.q.device)
 
     return _with(plan, autotune.best(question, problem.q.device, measure))
 

@@ -23,7 +23,7 @@ from anyattn.triton_tools.fast_launch import Handle
 
 __all__ = ["LaunchCache", "LaunchSpec", "launch_cached", "launch_key"]
 
-_MOST = 64  # most launches of a plan, and most descriptors of a launch
+_MOST = 64  # most launches of a cache, and most descriptors of a launch
 _UNKNOWN = object()
 
 

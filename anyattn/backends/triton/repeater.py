@@ -32,7 +32,7 @@ class Repeater(plan.Repeater):
         return self._document_form is not None or masks_of(problem).uses_blocks
 
     def forward(self, problem: Problem) -> Result:
-        return forward(problem, self.plan, [self._planned(form) for form in forms_of(problem, self._document_form)])
+        return forward(problem, [self._planned(form) for form in forms_of(problem, self._document_form)])
 
     def _planned(self, form: Form) -> FormPlan:
         plan, launches = self.plan, self._launches

@@ -248,8 +248,8 @@ def _decided(op: str, a: Extent, b: Extent, is_same: bool) -> bool | None:
     a, b = (b, a) if op in ("gt", "ge", "max") else (a, b)
     if op in ("lt", "gt"):
         return False if is_same or a.lo >= b.hi else True if a.hi < b.lo else None
-    if op == "eq":
-        return True if is_same else False if a.hi < b.lo or b.hi < a.lo else None
+    if op in ("eq", "ne"):
+        return (op == "eq") if is_same else (op == "ne") if a.hi < b.lo or b.hi < a.lo else None
     return True if is_same or a.hi <= b.lo else False if a.lo > b.hi else None
 
 
