@@ -131,6 +131,20 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     return {name: torch.cat(parts) for name, parts in modules.items()}
 
 
+class Alone:
+    """A model that computes texts of ``lengths``, packed in one row, one after the other: no neighbour is seen, whatever the masks say."""
+
+    def __init__(self, model: Any, lengths: tuple[int, ...]):
+        self.model, self.lengths = model, lengths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, **named: Any) -> tuple[Tensor]:
+        parts = zip(input_ids.split(self.lengths, 1), position_ids[-3:].split(self.lengths, -1), strict=True)
+        return (torch.cat([self.model(input_ids=text, position_ids=at, **named)[0] for text, at in parts], 1),)
+
+
 class Judge:
     """Judges float32 results of a model by the definition's in float64, in units of the definition's errors in float32.
 

@@ -49,6 +49,11 @@ TORCH_OPS: dict[str, Callable[..., Tensor]] = {
 _SCALAR_SECOND = frozenset(
     ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge")
 )
+# operations on a number and a tensor, as functions of the tensor and the number: torch decides where the number is rounded
+_NUMBER_FIRST: dict[str, Callable[..., Tensor]] = {
+    **{"add": torch.add, "sub": torch.rsub, "mul": torch.mul},
+    **{op: TORCH_OPS[mirrored] for op, mirrored in MIRRORED.items()},
+}
 
 
 def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Tensor | None = None) -> Tensor:
@@ -114,8 +119,8 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
         args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
     elif len(args) == 2 and not (isinstance(args[0], Tensor) and node.op in _SCALAR_SECOND):
-        if node.op in MIRRORED and not isinstance(args[0], Tensor):  # a number is compared as it is, whatever the tensor's dtype can hold
-            return _typed(TORCH_OPS[MIRRORED[node.op]](args[1], args[0]), node)
+        if node.op in _NUMBER_FIRST and not isinstance(args[0], Tensor):
+            return _typed(_NUMBER_FIRST[node.op](args[1], args[0]), node)
         like = next(a for a in args if isinstance(a, Tensor))
         args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
     elif node.op == "where" and not isinstance(args[0], Tensor):

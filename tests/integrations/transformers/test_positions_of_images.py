@@ -16,7 +16,7 @@ from anyattn.integrations.transformers import NAME, forward_passes
 from anyattn.integrations.transformers.positions import text_positions
 from anyattn.testing import budget
 from tests.support.covering import few
-from tests.support.transformers_models import IS_FIVE, VOCABULARY, check_like_eager, gradients, logits, made, padded, tokens
+from tests.support.transformers_models import IS_FIVE, VOCABULARY, Alone, check_like_eager, gradients, logits, made, padded, tokens
 
 pytestmark = pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 passes a row of M-RoPE's positions to its masks")
 
@@ -85,23 +85,9 @@ def _packed_like_alone(family: str, whole: Tensor, lengths: tuple[int, ...], **m
 
     def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
         model = _model(family, dtype)
-        return gradients(model if how == NAME else _Alone(model, lengths), how, input_ids=ids, position_ids=whole, use_cache=False, **more)
+        return gradients(model if how == NAME else Alone(model, lengths), how, input_ids=ids, position_ids=whole, use_cache=False, **more)
 
     check_like_eager(run)
-
-
-class _Alone:
-    """A model that computes packed texts one after the other."""
-
-    def __init__(self, model: Any, lengths: tuple[int, ...]):
-        self.model, self.lengths = model, lengths
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any = None, **named: Any) -> tuple[Tensor]:
-        parts = zip(input_ids.split(self.lengths, 1), position_ids[-3:].split(self.lengths, -1), strict=True)
-        return (torch.cat([self.model(input_ids=text, position_ids=at, **named)[0] for text, at in parts], 1),)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 4])

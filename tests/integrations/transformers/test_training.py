@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.integrations.transformers import NAME
-from tests.support.transformers_models import check_like_eager, decoder, gradients, padded, spread, tokens
+from tests.support.transformers_models import Alone, check_like_eager, decoder, gradients, padded, spread, tokens
 
 LENGTHS = (7, 1, 9, 4)
 
@@ -34,26 +34,13 @@ def test_gradient_checkpointing(name: str, is_reentrant: bool) -> None:
     check_like_eager(run)
 
 
-class _Alone:
-    """A model that computes packed texts one after the other."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, **named: Any) -> tuple[Tensor]:
-        return (torch.cat([self.model(input_ids=text, **named)[0] for text in input_ids.split(LENGTHS, 1)], 1),)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_packed_positions(name: str) -> None:
     """Judged by each text alone: eager attention itself leaks in gpt-oss of Transformers 5.23."""
 
     def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
         model = decoder(name, dtype)
-        return gradients(model if how == NAME else _Alone(model), how, use_cache=False, **_packed())
+        return gradients(model if how == NAME else Alone(model, LENGTHS), how, use_cache=False, **_packed())
 
     check_like_eager(run)
 

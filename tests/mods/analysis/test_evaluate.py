@@ -187,3 +187,23 @@ def test_torch_combinators():
 
     check_mask(and_masks(MASKS["lambda"], MASKS["documents"]))
     check_mask(or_masks(MASKS["flags"], MASKS["closure"]))
+
+
+BINARY = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b, "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b, "**": lambda a, b: a**b,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_numbers_beside_tensors(name, dtype):
+    """A captured number before or behind a tensor is rounded where torch rounds it: bit for bit the user's function."""
+    operation, table, number = BINARY[name], (torch.arange(1, 700) / 7).to(dtype), 0.1
+    before = lambda s, b, h, q, k: s + operation(number, table[k]).double()
+    behind = lambda s, b, h, q, k: s + operation(table[k], number).double()
+    for mod, expected in ((before, operation(number, table)), (behind, operation(table, number))):
+        traced = trace(mod, "score")
+        assert traced.scalars == (number,)
+        found = evaluate(traced, 0, 0, 0, torch.arange(699), torch.zeros(699, dtype=torch.float64))
+        assert torch.equal(found, expected.double())
