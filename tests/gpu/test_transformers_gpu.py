@@ -19,11 +19,12 @@ from tests.support.gpu.waiting import no_waiting
 from tests.support.transformers_models import (
     DECODERS,
     DEFINITION,
-    Alone,
     check_attention,
     check_like_eager,
+    check_packed,
     decoder,
     gradients,
+    packed,
     padded,
     tokens,
 )
@@ -48,15 +49,8 @@ def test_logits_and_gradients(name: str, side: str | None) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_positions(name: str) -> None:
-    """Judged by each text alone: eager attention itself leaks in gpt-oss of Transformers 5."""
     lengths = (40, 1, 70, 19)
-    batch = {"input_ids": tokens(1, sum(lengths)).cuda(), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].cuda()}
-
-    def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = _model(name, dtype)
-        return gradients(model if how == NAME else Alone(model, lengths), how, use_cache=False, **batch)
-
-    check_like_eager(run)
+    check_packed(lambda dtype: _model(name, dtype), lengths, **{key: t.cuda() for key, t in packed(lengths).items()})
 
 
 @pytest.mark.parametrize("cache", [None, "static"])  # a static cache's step is compiled, with CUDA graphs

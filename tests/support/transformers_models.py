@@ -97,6 +97,11 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def packed(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """One row of texts, whose positions begin anew with each."""
+    return {"input_ids": tokens(1, sum(lengths)), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+
+
 def padded(batch: int, length: int, lengths: list[int], side: str = "left") -> Tensor:
     """The 2-D attention mask of sequences of these lengths."""
     places = torch.arange(length)
@@ -181,6 +186,16 @@ def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, ha
     judge = Judge(run)
     for implementation in (NAME, "eager") if has_eager else (NAME,):
         judge.check(implementation, run(implementation, torch.float32))
+
+
+def check_packed(made: Callable[[torch.dtype], Any], lengths: tuple[int, ...], **inputs: Any) -> None:
+    """Judges gradients of a row of texts by those of each alone: eager attention itself leaks in gpt-oss of Transformers 5.23."""
+
+    def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = made(dtype)
+        return gradients(model if how == NAME else Alone(model, lengths), how, use_cache=False, **inputs)
+
+    check_like_eager(run)
 
 
 def definition(

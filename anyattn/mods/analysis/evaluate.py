@@ -51,7 +51,9 @@ _SCALAR_SECOND = frozenset(
 )
 # operations on a number and a tensor, as functions of the tensor and the number: torch decides where the number is rounded
 _NUMBER_FIRST: dict[str, Callable[..., Tensor]] = {
-    **{"add": torch.add, "sub": torch.rsub, "mul": torch.mul},
+    "add": torch.add,
+    "sub": torch.rsub,
+    "mul": torch.mul,
     **{op: TORCH_OPS[mirrored] for op, mirrored in MIRRORED.items()},
 }
 

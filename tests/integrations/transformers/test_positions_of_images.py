@@ -16,7 +16,7 @@ from anyattn.integrations.transformers import NAME, forward_passes
 from anyattn.integrations.transformers.positions import text_positions
 from anyattn.testing import budget
 from tests.support.covering import few
-from tests.support.transformers_models import IS_FIVE, VOCABULARY, Alone, check_like_eager, gradients, logits, made, padded, tokens
+from tests.support.transformers_models import IS_FIVE, VOCABULARY, check_like_eager, check_packed, gradients, logits, made, padded, tokens
 
 pytestmark = pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 passes a row of M-RoPE's positions to its masks")
 
@@ -80,14 +80,7 @@ IMAGES = [
 
 
 def _packed_like_alone(family: str, whole: Tensor, lengths: tuple[int, ...], **more: Any) -> None:
-    """Judges gradients of a row of texts by those of each alone."""
-    ids = tokens(1, sum(lengths))
-
-    def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = _model(family, dtype)
-        return gradients(model if how == NAME else Alone(model, lengths), how, input_ids=ids, position_ids=whole, use_cache=False, **more)
-
-    check_like_eager(run)
+    check_packed(lambda dtype: _model(family, dtype), lengths, input_ids=tokens(1, sum(lengths)), position_ids=whole, **more)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 4])

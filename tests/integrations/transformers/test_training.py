@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from anyattn.integrations.transformers import NAME
-from tests.support.transformers_models import Alone, check_like_eager, decoder, gradients, padded, spread, tokens
+from tests.support.transformers_models import check_like_eager, check_packed, decoder, gradients, packed, padded, spread, tokens
 
 LENGTHS = (7, 1, 9, 4)
-
-
-def _packed() -> dict[str, Tensor]:
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    return {"input_ids": tokens(1, sum(LENGTHS)), "position_ids": positions}
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -36,18 +31,12 @@ def test_gradient_checkpointing(name: str, is_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_packed_positions(name: str) -> None:
-    """Judged by each text alone: eager attention itself leaks in gpt-oss of Transformers 5.23."""
-
-    def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = decoder(name, dtype)
-        return gradients(model if how == NAME else Alone(model, LENGTHS), how, use_cache=False, **_packed())
-
-    check_like_eager(run)
+    check_packed(lambda dtype: decoder(name, dtype), LENGTHS, **packed(LENGTHS))
 
 
 def test_packed_is_one_by_one() -> None:
     """Packed sequences give the logits that each gives alone: no neighbour is seen."""
-    model, batch = decoder("mistral"), _packed()
+    model, batch = decoder("mistral"), packed(LENGTHS)
     model.set_attn_implementation(NAME)
     with torch.no_grad():
         together = model(use_cache=False, **batch).logits[0].split(LENGTHS)
@@ -63,7 +52,7 @@ def test_packed_by_cumulative_lengths(use_cache: bool) -> None:
 
     def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
         more: dict[str, Any] = {**keywords, "use_cache": use_cache} if how == NAME else {"use_cache": False}
-        return gradients(decoder("mistral", dtype), how, **_packed(), **more)
+        return gradients(decoder("mistral", dtype), how, **packed(LENGTHS), **more)
 
     check_like_eager(run)
 
