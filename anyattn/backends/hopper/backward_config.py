@@ -135,7 +135,8 @@ class BackwardConfig(ModsOfConfig):
     is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
     has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
     table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has no sums in float32.
-    has_dropout: as the call requests.
+    has_dropout: as the call requests. divides_heads: the query heads of each K/V head are divided over thread blocks
+    (``backward_parts``), whose dK and dV are parts in float32.
     """
 
     head_dim: int
@@ -155,6 +156,7 @@ class BackwardConfig(ModsOfConfig):
     has_entries: bool = False
     stores_dq: bool = False
     has_dropout: bool = False
+    divides_heads: bool = False
 
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
@@ -231,6 +233,11 @@ class BackwardConfig(ModsOfConfig):
         """
         return not self.tiles.shares_keys and not self.tiles.halves_dp and (bool(self.bands) or self.lists is not None or self.has_entries)
 
+    @property
+    def posts_keys(self) -> bool:
+        """Whether an adding warp stores dK and dV. Parts in float32, for which shared memory has no room, leave from registers."""
+        return self.frees_keys and not self.divides_heads
+
     @cached_property
     def looks_up_pairs(self) -> bool:
         """Whether a predicate of listed tiles loads a number at a place that depends on the row and on the key: a table of pairs, or of
@@ -274,7 +281,8 @@ class BackwardConfig(ModsOfConfig):
 @dataclass(frozen=True)
 class RowsConfig:
     """The config of one of the two kernels over all rows: before the backward kernel (row statistics, and zeros in the sums of dQ if it has
-    some) or, if is_after, after it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
+    some) or, if is_after, after it (dQ from its sums, dK and dV from parts). has_dlse: the log-sum-exp has a gradient. has_entries,
+    divides_heads: see ``BackwardConfig``."""
 
     head_dim: int
     head_dim_v: int
@@ -283,6 +291,7 @@ class RowsConfig:
     is_after: bool
     has_dlse: bool = False
     has_entries: bool = False
+    divides_heads: bool = False
 
     @property
     def is_transposed(self) -> bool:

@@ -1,4 +1,5 @@
-"""The launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq, or dq itself; dq from its sums.
+"""The launches of the Hopper backward pass: rows' statistics; dk, dv and the sums of dq, or dq itself; dq from its sums, dk and dv from
+their parts.
 
 The kernels for the calls of one signature are prepared once, and so are the sizes of a dense call, which its signature determines. A warm
 backward pass allocates its results and calls the kernels with its own tensors, scale and captured values.
@@ -35,6 +36,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 NO_LISTS: tuple[Tensor | None, ...] = (None,) * 5
 _NOTHING: tuple[tuple, tuple] = ((), ())
+_NO_PARTS: tuple[None, ...] = (None,) * 4
 _FLOAT = torch.float32
 _rows_configs: dict[tuple, RowsConfig] = {}
 
@@ -51,17 +53,19 @@ class Tables(NamedTuple):
 
 class _Sizes(NamedTuple):
     """statistics: the layout of the rows' lse (base 2) and delta, (B, Hq, M, tile_m). sums: that of the sums of dq, (B, Hq, M, tile_m *
-    head_dim). With sequences B is 1, and M counts the row tiles of all of them. numbers: the integer arguments of the second launch."""
+    head_dim). With sequences B is 1, and M counts the row tiles of all of them. numbers: the integer arguments of the second launch.
+    parts: the layouts of the parts of dk and dv, () if there are none."""
 
     statistics: Layout
     sums: Layout
     numbers: tuple[int, int, int, int]
+    parts: tuple[Layout, ...] = ()
 
 
 class _Prepared(NamedTuple):
-    """kernels: of the three launches; the third is None if dq is not wanted or has no sums. loaded: the mapping that holds the second
-    kernel; empty once kernels are forgotten. is_plain: whether captured tensors can be passed unchanged. sizes: of a dense call, else
-    None."""
+    """kernels: of the three launches; the third is None if there are neither parts of dk and dv nor sums of a dq that is wanted.
+    loaded: the mapping that holds the second kernel; empty once kernels are forgotten. is_plain: whether captured tensors can be passed
+    unchanged. sizes: of a dense call, else None."""
 
     kernels: tuple[Callable[..., None], Callable[..., None], Callable[..., None] | None]
     loaded: Mapping[tuple, Any]
@@ -91,15 +95,17 @@ def launch_all(
     if prepared is not None and not prepared.loaded:
         prepared = None
     if prepared is None or prepared.sizes is None:
-        of_statistics, of_sums, places = sizes = _sizes(problem, config, order, dout.shape[3])
+        of_statistics, of_sums, places, of_parts = sizes = _sizes(problem, spec, order, dout.shape[3])
     else:
-        of_statistics, of_sums, places = sizes = prepared.sizes
+        of_statistics, of_sums, places, of_parts = sizes = prepared.sizes
     if prepared is not None and not prepared.is_plain:
         tensors = indexable(tensors)
     own_lse, own_delta = empty(*of_statistics, _FLOAT), empty(*of_statistics, _FLOAT)
     sums = None if config.stores_dq else empty(*of_sums, _FLOAT)
     turns = torch.zeros(of_statistics[0][:3], dtype=torch.int32, device=device) if config.is_deterministic else None
-    dq, dk, dv = gradients
+    dq, *of_keys = gradients
+    # rows that belong to no sequence have no part
+    parts = [torch.zeros(shape, dtype=_FLOAT, device=device) if config.has_entries else empty(shape, s, _FLOAT) for shape, s in of_parts]
     if config.stores_dq and wants_dq and (config.bands or config.lists is not None):  # rows may see no key
         if guard is None:
             dq.zero_()
@@ -107,10 +113,13 @@ def launch_all(
             dq.masked_fill_(guard == 0, 0.0)
     before = (out, dout, lse, dlse, delta, order.entries, own_lse, own_delta, sums)
     products = (
-        q, problem.k, problem.v, dout, dk, dv, own_lse, own_delta, dq if config.stores_dq else sums, turns, *lists, *order,
+        q, problem.k, problem.v, dout, *(parts or of_keys), own_lse, own_delta, dq if config.stores_dq else sums, turns, *lists, *order,
         counter_of(device), scale, problem.scale * LOG2E, *places, numbers, tensors, totals,
     )  # fmt: skip
-    after = (sums, dq, order.entries, guard, scale) if wants_dq and not config.stores_dq else None
+    after = None
+    if parts or (wants_dq and not config.stores_dq):
+        of_dq = (sums, dq) if wants_dq and not config.stores_dq else (None, None)
+        after = *of_dq, order.entries, guard, scale, *((*parts, *of_keys) if parts else _NO_PARTS)
     if prepared is None:
         _launch_first(spec, key, sizes if problem.sequences is None else None, before, products, after)
         return
@@ -137,25 +146,27 @@ def _launch_first(spec: BackwardSpec, key: tuple, sizes: _Sizes | None, before: 
 
 def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:
     """The ``RowsConfig``, one object for all calls, because kernels are stored on config objects."""
-    key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries
+    divides_heads = is_after and config.divides_heads
+    key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries, divides_heads
     return _rows_configs.get(key) or _rows_configs.setdefault(key, RowsConfig(*key))
 
 
-def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int) -> _Sizes:
+def _sizes(problem: Problem, spec: BackwardSpec, order: KeyOrder, width: int) -> _Sizes:
     """The sizes of a call. width: the head dimension of v."""
-    q, k, tiles = problem.q, problem.k, config.tiles
+    q, k, config, tiles = problem.q, problem.k, spec.config, spec.config.tiles
+    heads, ratio = problem.heads_kv * spec.parts, problem.qhead_per_kvhead // spec.parts
     if config.has_entries:
         shape = (1, q.shape[1], row_tiles(problem, tiles.tile_m))
     else:
         shape = (*q.shape[:2], ceil_div(q.shape[2], tiles.tile_m))
     key_tiles = order.tiles(k.shape[2], tiles.tile_n)
-    spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
+    spread = heads * (1 if config.has_entries else problem.batch)
     # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ, also where dQ has none
-    size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + width) + 4 * config.head_dim)
+    size = q.shape[2] * ratio * (2 * (q.shape[3] + width) + 4 * config.head_dim)
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
     if config.lists is not None or config.has_left != config.has_right or config.has_entries:
-        drifts = problem.qhead_per_kvhead > 1 or config.looks_up_pairs
+        drifts = ratio > 1 or config.looks_up_pairs
         one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another
         in_one_round = _heads_in_one_round(spread, key_tiles, processors) if one_round else 0
         rounds = _ROUNDS_OF_SEQUENCES if config.has_entries else _ROUNDS
@@ -163,7 +174,10 @@ def _sizes(problem: Problem, config: BackwardConfig, order: KeyOrder, width: int
             together = max(together, min(spread, ceil_div(processors, _IN_TURN)))
         together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors, rounds)
     numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
-    return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers)
+    parts: tuple[Layout, ...] = ()
+    if spec.parts > 1:
+        parts = tuple(_dense((k.shape[0], heads, k.shape[2], columns)) for columns in (q.shape[3], width))
+    return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers, parts)
 
 
 @lru_cache(maxsize=1024)

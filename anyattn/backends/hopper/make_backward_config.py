@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.api import multiprocessors
 from anyattn.backends.hopper.backward_config import (
     BackwardConfig,
     BackwardTiles,
@@ -19,9 +20,11 @@ from anyattn.backends.hopper.backward_config import (
     padded_for_backward,
     tall_tiles_for,
 )
+from anyattn.backends.hopper.backward_parts import PROCESSORS, parts_for
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
+from anyattn.backends.hopper.compile.launch import is_compiling
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, Ask, sides
 from anyattn.backends.hopper.make_config import ABILITIES, captured_by, mods_of, tile_of
 from anyattn.documents.dispatch import over_unknown_documents
@@ -38,8 +41,8 @@ __all__ = [
     "BackwardSpec",
     "backward_dispatch",
     "backward_spec",
+    "by_lengths",
     "reason_against_backward",
-    "tall_pays",
 ]
 
 
@@ -57,7 +60,8 @@ class BackwardSpec:
 
     sources: for each of ``config.exprs`` the predicate that it comes from (-1: the score mod), and its counts of numbers and tensors.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
-    slots of captured tensors whose gradients are summed, in the order of the launch's totals. prepared: launches (``backward_launches``).
+    slots of captured tensors whose gradients are summed, in the order of the launch's totals. parts: of each K/V head's query heads
+    (``backward_parts``). prepared: launches (``backward_launches``).
     """
 
     config: BackwardConfig
@@ -65,6 +69,7 @@ class BackwardSpec:
     listed: int | None
     list_tile: tuple[int, int] | None
     wanted: tuple[int, ...] = ()
+    parts: int = 1
     prepared: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
@@ -105,10 +110,37 @@ def backward_spec(problem: Problem) -> BackwardSpec:
         fields |= {"lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
+    parts = _parts_of(problem, listed is not None or bool(fields.get("bands")))
     config = BackwardConfig(
-        d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout
-    )
-    return BackwardSpec(config, sources, listed, list_tile, problem.wanted_slots)
+        d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout,
+        divides_heads=parts > 1,
+    )  # fmt: skip
+    return BackwardSpec(config, sources, listed, list_tile, problem.wanted_slots, parts)
+
+
+def by_lengths(problem: Problem) -> tuple[Any, ...]:
+    """What lengths decide, which the signature of a varlen call does not have: ``tall_pays``, and the parts of K/V heads."""
+    return tall_pays(problem), _parts_of(problem, False), _parts_of(problem, True)
+
+
+def _parts_of(problem: Problem, is_uneven: bool) -> int:
+    """``parts_for`` this problem. is_uneven: a band or lists determine which rows see a key tile."""
+    if (ratio := problem.qhead_per_kvhead) == 1:
+        return 1
+    (entries, queries, keys), s = (problem.batch, problem.q.shape[2], problem.k.shape[2]), problem.sequences
+    if s is not None:  # of average length; documents whose number is known on the device only count as one
+        entries = max(s.batch, 1)
+        queries, keys = ceil_div(problem.q.shape[0] * queries, entries), ceil_div(problem.k.shape[0] * keys, entries)
+    tile_m, tile_n = _tile_sizes(_padded(problem))
+    key_tiles, row_tiles = ceil_div(keys, tile_n), ceil_div(queries, tile_m)
+    processors = PROCESSORS if is_compiling() else multiprocessors(problem.q.device)
+    return parts_for(ratio, problem.heads_kv * entries, key_tiles, row_tiles, is_uneven, processors)
+
+
+@lru_cache(maxsize=64)
+def _tile_sizes(dims: tuple[int, int]) -> tuple[int, int]:
+    tiles = backward_tiles_for(*dims, is_plain=True, is_bare=True)
+    return tiles.tile_m, tiles.tile_n
 
 
 def _has_one_key_tile(problem: Problem, tiles: BackwardTiles) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from anyattn import plan
 from anyattn.backends.hopper.api import ForwardLaunches
 from anyattn.backends.hopper.backward import BackwardLaunches
-from anyattn.backends.hopper.make_backward_config import tall_pays
+from anyattn.backends.hopper.make_backward_config import by_lengths
 from anyattn.backends.result import Result
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -44,8 +44,8 @@ class Repeater(plan.Repeater):
 
     def backward(self, problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         # a backward pass may want the gradients of only some of the inputs that require them; the numbers of packed rows are not in the
-        # signature, but choose the tiles
-        key = () if problem.score is None else problem.wanted_slots, problem.sequences is not None and tall_pays(problem)
+        # signature, but choose tiles and parts
+        key = () if problem.score is None else problem.wanted_slots, problem.sequences is not None and by_lengths(problem)
         launches = self._backward.get(key)
         if launches is None:
             launches = self._backward[key] = BackwardLaunches(problem)

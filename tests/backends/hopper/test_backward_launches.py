@@ -11,7 +11,7 @@ from torch import Tensor
 import anyattn
 from anyattn import masks, planner
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper import backward_launches
+from anyattn.backends.hopper import backward_launches, make_backward_config
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
@@ -79,6 +79,42 @@ def test_keys_of_one_tile_need_no_sums_of_dq(
         assert products[8].shape == q.shape and products[8].dtype == q.dtype and found[0][1][8] is None
     else:
         assert products[8].dtype == torch.float32
+
+
+@pytest.mark.parametrize("keys,wants_dq", [(300, True), (300, False), (100, True)])
+def test_few_heads_are_divided_and_their_parts_added(
+    keys: int, wants_dq: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One K/V head for four query heads, and more multiprocessors than key tiles."""
+    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    q, k = requiring_grad(1, 4, 600, 64), requiring_grad(1, 1, keys, 64)
+    q = q if wants_dq else q.detach()
+    gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
+    (before, _), (config, products), (after, last) = launched
+    assert config.divides_heads and after.divides_heads and after.is_after and not before.divides_heads
+    dk, dv = products[4:6]
+    assert dk.shape == dv.shape == (1, 4, keys, 64) and dk.dtype == dv.dtype == torch.float32
+    assert products[20:22] == (ceil_div(keys, 128), 4)  # key tiles, and the parts that have each
+    assert last[5:7] == (dk, dv) and [t.shape for t in last[7:9]] == [(1, 1, keys, 64)] * 2 and last[7].dtype == torch.bfloat16
+    assert (last[0] is None) == (last[1] is None) == (config.stores_dq or not wants_dq)
+    assert config.stores_dq == (keys == 100)
+
+
+def test_rows_of_no_sequence_have_parts_of_zeros(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    q, k, ends = requiring_grad(1200, 4, 64), requiring_grad(1200, 1, 64), torch.tensor([0, 500, 1100], dtype=torch.int32)
+    out = anyattn.flash_attn_varlen_func(q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True, backend="hopper")
+    gradients_of(out, launched)
+    ((config, products),) = of_kind(launched, BackwardConfig)
+    assert config.divides_heads and config.has_entries
+    assert all(t.shape == (1, 4, 1200, 64) and not t.any() for t in products[4:6])
+
+
+def test_as_many_key_tiles_as_multiprocessors_have_no_parts(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 4)
+    q, k = requiring_grad(1, 4, 600, 64), requiring_grad(1, 2, 600, 64)
+    gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
+    assert not any(config.divides_heads for config, _ in launched)
 
 
 def test_a_gradient_that_is_not_wanted_is_not_cleared(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

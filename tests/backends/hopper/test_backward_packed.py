@@ -50,6 +50,7 @@ class Case(NamedTuple):
     is_deterministic: bool = False
     workers: int = 1
     d: int = 64
+    parts: int = 1
 
 
 ENDS = torch.tensor([0, 60, 2, 30, 7])
@@ -80,6 +81,10 @@ CASES = {
     "dP by halves, deterministic": Case(
         ([200, 70], [300, 200]), d=128, tiles=HALVED, mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2
     ),
+    "parts": Case(heads=(4, 2), parts=2, gaps=([3, 1, 2, 0], [0, 4, 0, 70]), workers=2),
+    "interleaved parts": Case(([200, 64, 130], [200, 64, 130]), heads=(8, 2), mask=masks.causal(), parts=2, workers=3),
+    "parts, padded": Case(heads=(3, 1), parts=3, gaps=([60, 130, 1, 129], [0, 125, 30, 66]), is_padded=True),
+    "parts, dP by halves": Case(heads=(2, 1), parts=2, d=128, tiles=HALVED, gaps=([3, 1, 2, 0], [0, 4, 0, 70])),
     "one stage": Case(tiles=BackwardTiles(64, 128, 1, 1, 1), gaps=([3, 1, 2, 0], [1, 1, 1, 1])),
 }
 
@@ -148,12 +153,14 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
     if case.score is not None:
         mods.insert(0, trace(case.score, "score"))
         fields["score"] = with_derivatives(mods[0].expr)[0]
-    config = BackwardConfig(case.d, case.d, True, case.tiles, is_deterministic=case.is_deterministic, has_entries=True, **fields)  # type: ignore[arg-type]
+    fields |= {"is_deterministic": case.is_deterministic, "has_entries": True, "divides_heads": case.parts > 1}
+    config = BackwardConfig(case.d, case.d, True, case.tiles, **fields)  # type: ignore[arg-type]
     captured = captured_of(mods, config)
-    call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists)
+    call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists, case.parts)
     dq = run_grid(call, seed, case.workers, changes, *captured)
     found = {}
-    for i, (name, got, at) in enumerate((("dq", dq, q_at), ("dk", call.dk, k_at), ("dv", call.dv, k_at))):
+    dk, dv = (t.reshape(len(t), -1, case.parts, *t.shape[2:]).sum(2) for t in (call.dk, call.dv))
+    for i, (name, got, at) in enumerate((("dq", dq, q_at), ("dk", dk, k_at), ("dv", dv, k_at))):
         most = max(float(one.wanted[i].abs().max()) for one in batch if one.wanted[i].numel())
         errors = [np.abs(got[place] - one.wanted[i].numpy()) for place, one in zip(at, batch, strict=True)]
         found[name] = max(float(np.nan_to_num(e, nan=np.inf).max()) for e in errors if e.size) / most

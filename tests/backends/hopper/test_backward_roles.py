@@ -59,6 +59,7 @@ class Case(NamedTuple):
     is_sorted: bool = False  # tiles of keys come in ``order_of_lists``
     stores_dq: bool = False
     dropout: float = 0.0
+    parts: int = 1
 
 
 COPIES = 4  # of totals that have some
@@ -98,6 +99,17 @@ CASES = {
     "interleaved, rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
     "deterministic by three blocks": Case((200, 500), (4, 2), mask=lambda b, h, i, j: i >= j - 250, is_deterministic=True, workers=3),
+    "parts": Case((150, 300), (4, 1), batch=2, parts=2, workers=3),
+    "parts of one head each, causal": Case((200, 300), (6, 2), mask=masks.causal(), parts=3, workers=2),
+    "interleaved parts": Case((330, 300), (6, 1), mask=masks.causal(), parts=3, workers=4),
+    "parts that nothing sees": Case((100, 400), (4, 2), mask=masks.causal(), parts=2),
+    "parts, deterministic": Case((200, 400), (4, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, parts=2, workers=3),
+    "parts, lists": Case((300, 300), (4, 1), mask=masks.prefix_lm(70), kind="lists", parts=2, workers=2),
+    "parts, tall tiles": Case((300, 200), (4, 1), dims=(128, 128), tiles=BackwardTiles(80, 128), parts=2),
+    "parts, one tile of keys": Case((100, 100), (4, 2), batch=2, stores_dq=True, parts=2, workers=3),
+    "parts, narrow heads": Case((150, 200), (4, 2), dims=(40, 48), parts=2),
+    "parts, dP by halves": Case((150, 300), (4, 2), dims=(192, 128), tiles=HALVED, parts=2, workers=2),
+    "parts, widest": Case((150, 150), (4, 2), mask=masks.causal(), dims=(256, 256), parts=2, workers=2),
     "always": Case((150, 200), mask=masks.dilated(3, 90), kind="always"),
     "lists": Case((300, 300), mask=masks.prefix_lm(70), kind="lists"),
     "sorted lists": Case((300, 500), (4, 2), mask=masks.prefix_lm(400), kind="lists", workers=2, list_tile=(64, 256), is_sorted=True),
@@ -217,7 +229,8 @@ def _prepared(case: Case, seed: int) -> Prepared:
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
     fields["has_dropout"] = dropout is not None
-    config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, stores_dq=case.stores_dq, **fields)
+    fields |= {"is_deterministic": case.is_deterministic, "stores_dq": case.stores_dq, "divides_heads": case.parts > 1}
+    config = BackwardConfig(*padded, True, tiles, **fields)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]
     for tensor in given:
@@ -236,7 +249,7 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
     config, given, own = prepared.config, prepared.given, prepared.own
 
     def computed(schedule: int) -> list[np.ndarray]:
-        call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists)
+        call = Call(config, tuple(given[:4]), given[4], given[5], prepared.scale, prepared.lists, case.parts)
         call.factor = 1.0 / (1.0 - case.dropout)
         if case.is_sorted:
             lists = tuple(None if t is None else torch.from_numpy(t) for t in prepared.lists)
@@ -245,7 +258,8 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
             call.order = order.numpy()
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
         dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, is_first_late)
-        return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
+        of_keys = (t.reshape(case.batch, -1, case.parts, *t.shape[2:]).sum(2) for t in (call.dk, call.dv))
+        return [dq, *of_keys, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
 
     found = computed(seed)
     names = ["dq", "dk", "dv", *(f"captured {i}" for i in range(len(own)))]
@@ -365,7 +379,7 @@ def test_rounds_of_interleaved_heads_begin_at_alternate_ends(has_entries: bool, 
     exec(*compiled(("backward/scheduler",))[0], names)
     rows = names["VisitsRows"]()
     rows.config = SimpleNamespace(has_entries=has_entries)
-    assert {work: rows.begins_last(work, (64, 16, section, 8, ratio), 132) for work in places} == places
+    assert {work: rows.begins_last(work, (64, 16, section, 8, ratio, None), 132) for work in places} == places
     names["select"] = lambda condition, yes, no, kind: yes if condition else no
     assert [rows.interleaved(i, 3, 2, 0) for i in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert [rows.interleaved(i, 3, 2, 1) for i in range(6)] == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]

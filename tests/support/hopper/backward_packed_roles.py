@@ -11,17 +11,30 @@ import torch
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_tables import _in_order
 from anyattn.sequences.batch import Sequences
-from tests.support.hopper.backward_machine import Acc, Mma, Positions, View
+from tests.support.hopper.backward_machine import Acc, Mma, Positions, View, narrow
 from tests.support.hopper.schedule import Broken
 
-__all__ = ["PackedCall", "Rows", "moved", "sequences_of", "with_single_threads"]
+__all__ = ["FLOAT", "PackedCall", "Rows", "moved", "sequences_of", "with_single_threads"]
+
+
+class _Element:
+    """The type of a tensor's numbers. width: in bits."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def __call__(self, x: Any) -> Any:
+        return narrow(np.float32(x)) if self.width == 16 else np.float32(x)
+
+
+NARROW, FLOAT = _Element(16), _Element(32)
 
 
 class Rows:
     """Rows of a tensor in global memory, (positions, head dimension), counted from row ``first`` on."""
 
-    def __init__(self, values: np.ndarray, first: int = 0):
-        self.values, self.first = values, first
+    def __init__(self, values: np.ndarray, first: int = 0, element_type: _Element = NARROW):
+        self.values, self.first, self.element_type = values, first, element_type
 
     def __getitem__(self, key: tuple) -> Any:
         row, rest = self.first + int(key[0]), key[1]
@@ -32,7 +45,7 @@ class Rows:
 
 def moved(by: tuple, x: Any) -> Any:
     """A tensor from row ``by`` on, or a list in global memory from element ``by`` on."""
-    return Rows(x.values, x.first + by[0]) if isinstance(x, Rows) else type(x)(x.of, x.at + by[0])
+    return Rows(x.values, x.first + by[0], x.element_type) if isinstance(x, Rows) else type(x)(x.of, x.at + by[0])
 
 
 class _Row:
@@ -43,7 +56,8 @@ class _Row:
 class PackedCall:
     """``backward_roles.Call`` over sequences: q, dout (rows of storage, Hq, Sq, D), k, v likewise, NaN wherever no sequence is.
 
-    lse, delta: for each sequence (Hq, its queries). lists: (their tensors, ``entries``). factor: of the weights that dropout keeps.
+    lse, delta: for each sequence (Hq, its queries). lists: (their tensors, ``entries``). factor: of the weights that dropout keeps. parts:
+    of each kv head in dk and dv.
     """
 
     factor = 1.0
@@ -57,10 +71,12 @@ class PackedCall:
         delta: list[np.ndarray],
         scale: float,
         lists: tuple[tuple[Any, ...], Any] | None = None,
+        parts: int = 1,
     ):
         self.config, self.scale, self.sequences = config, scale, s
         self.q, self.k, self.v, self.dout = tensors
-        self.heads, self.kv_heads, self.rows, self.keys = self.q.shape[1], self.k.shape[1], self.q.shape[2], self.k.shape[2]
+        self.heads, self.kv_heads, self.rows, self.keys = self.q.shape[1], self.k.shape[1] * parts, self.q.shape[2], self.k.shape[2]
+        self.parts = parts if config.divides_heads else None
         tile_m, tiles = config.tiles.tile_m, ceil_div(self.rows, config.tiles.tile_m)
         shape = (1, self.heads, len(self.q) * tiles + s.batch)
         self.lse, self.delta = (np.full((*shape, tile_m), np.nan, dtype=np.float32) for _ in range(2))
@@ -76,7 +92,7 @@ class PackedCall:
                     own[0, :, first + m, :rest] = given[b][:, m * tile_m : m * tile_m + rest]
         self.sums = np.zeros((*shape, tile_m * config.head_dim), dtype=np.float32)
         self.turns = np.zeros(shape, dtype=np.int32) if config.is_deterministic else None
-        self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
+        self.dk, self.dv = (np.full_like(t, np.nan).repeat(parts, 1) for t in (self.k, self.v))
         self.lists = (None,) * 5 if lists is None else (*(None if t is None else t.numpy() for t in lists[0]), None)
         self.order, self.entries = (t.numpy() for t in _in_order(s, config, len(self.k) * (self.keys // 128) + s.batch))
         if lists is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from anyattn.backends.hopper.config import sides, slots
 from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Run, Shared, View, narrow
-from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
+from tests.support.hopper.backward_packed_roles import FLOAT, NARROW, PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
 from tests.support.hopper.emitted import Array, least, mask_words, most, run_source
@@ -38,18 +38,27 @@ MODULES = (
 class Call:
     """Operands of one call on the CPU, float32 numbers that bfloat16 holds: q, k, v, dout (B, H, S, D), and what its kernels write.
 
-    lse, delta: (B, Hq, M, tile_m). counter: as the launch has it.
+    lse, delta: (B, Hq, M, tile_m). counter: as the launch has it. parts: of each kv head in dk and dv, whose heads are counted by part.
     """
 
     order: Any = None
     entries: Any = None
     factor: float = 1.0  # of the weights that dropout keeps
 
-    def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
-        self.config, self.scale = config, scale
+    def __init__(
+        self,
+        config: Any,
+        tensors: tuple[np.ndarray, ...],
+        lse: np.ndarray,
+        delta: np.ndarray,
+        scale: float,
+        lists: tuple = (),
+        parts: int = 1,
+    ):
+        self.config, self.scale, self.parts = config, scale, parts if config.divides_heads else None
         self.q, self.k, self.v, self.dout = tensors
         tiles = config.tiles
-        self.batch, self.heads, self.kv_heads = self.q.shape[0], self.q.shape[1], self.k.shape[1]
+        self.batch, self.heads, self.kv_heads = self.q.shape[0], self.q.shape[1], self.k.shape[1] * parts
         self.rows, self.keys = self.q.shape[2], self.k.shape[2]
         row_tiles = -(-self.rows // tiles.tile_m)
         shape = (self.batch, self.heads, row_tiles, tiles.tile_m)
@@ -61,7 +70,7 @@ class Call:
         else:
             self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
         self.turns = np.zeros(shape[:3], dtype=np.int32) if config.is_deterministic else None
-        self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
+        self.dk, self.dv = (np.full_like(t, np.nan).repeat(parts, 1) for t in (self.k, self.v))
         self.lists = lists or (None,) * 5
 
     @property
@@ -101,8 +110,8 @@ class _Flat:
 class Table:
     """A tensor in global memory; the last index None leaves a row."""
 
-    def __init__(self, values: np.ndarray):
-        self.values, self.shape = values, values.shape
+    def __init__(self, values: np.ndarray, element_type: Any = NARROW):
+        self.values, self.shape, self.element_type = values, values.shape, element_type
 
     def sizes(self) -> tuple[int, ...]:  # (rows, columns, heads, entries)
         return tuple(self.shape[i] for i in (2, 3, 1, 0))
@@ -111,7 +120,7 @@ class Table:
         if key[-1] is None:
             return _List(self.values[tuple(int(i) for i in key[:-1])])
         if key[0] is None:  # (rows, columns, head, entry) of a tensor for the copy engine
-            return Rows(self.values[int(key[3]), int(key[2])])
+            return Rows(self.values[int(key[3]), int(key[2])], element_type=self.element_type)
         return self.values[tuple(int(i) for i in key)]
 
 
@@ -312,8 +321,7 @@ class _Device:
         elif isinstance(target, _Part):  # zeros of one thread
             target.of.of.values[target.of.index()][target.slices()] = source.values[0, 0]
         elif isinstance(source, Regs):  # two numbers of one thread, to a row in global memory
-            row, at = target
-            row.values[2 * at : 2 * at + 2] = source.values[0]
+            target.row.values[2 * target.at : 2 * target.at + 2] = source.values[0]
         else:  # two numbers of a row's statistics
             target.values[:, :2] = source
 
@@ -387,10 +395,24 @@ class _Atom:
 
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
     if len(shape) == 1:  # of a row
-        return x, place[0]
+        return _OfRow(x, place[0])
     if isinstance(x, Shared):
         return Run(x, slice(place[0] * shape[0], (place[0] + 1) * shape[0]))
     return _Part(x, place, shape) if isinstance(x, View) else Box(x, shape, place)
+
+
+class _OfRow(NamedTuple):
+    """Two numbers of a row in global memory, and their address."""
+
+    row: Any
+    at: int
+
+    @property
+    def iterator(self) -> _OfRow:
+        return self
+
+    def align(self, by: int) -> _OfRow:
+        return self
 
 
 class _Part(NamedTuple):
@@ -515,7 +537,7 @@ def run_grid(
     gmem = [Table(t) for t in (call.q, call.dout, call.k, call.v)]
     tables = names["KeyTables"](*(None if t is None else Table(t) for t in (*call.lists, call.order, call.entries)))
     key_tiles, spread = call.work
-    sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads)
+    sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads, call.parts)
     captured = (scalars, tensors, totals)
     for number in range(workers):
         block = Block(schedule, config, number, workers)
@@ -548,8 +570,8 @@ def _add_roles(
         Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *shape_of_dq, shape_of_dq[0] // 64),
     )  # fmt: skip
     turns = None if call.turns is None else Table(call.turns)
-    plain = Table(call.dk), Table(call.dv)
-    keys = (*((None, t) for t in plain), *(plain if config.has_entries else ()))
+    plain = tuple(Table(t, FLOAT if config.divides_heads else NARROW) for t in (call.dk, call.dv))
+    keys = (*(() if config.divides_heads else ((None, t) for t in plain)), *(plain if config.has_entries or config.divides_heads else ()))
     leaving = tuple(memory[name][None, None, 0] for name in (("leaving k", "leaving v") if config.frees_keys else ("k", "v")))
     scales = (np.float32(call.scale * call.factor), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)

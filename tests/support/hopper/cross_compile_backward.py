@@ -50,6 +50,8 @@ def local_memory_among_products(cubin: Path) -> int:
 def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
+    if config.divides_heads:
+        big[4:] = [fake(Float32, 4) for _ in range(2)]
     if config.stores_dq:
         statistics[2] = fake(kernel.dtype, 4, 8, 16)
     turns = fake(Int32, 3) if config.is_deterministic else None
@@ -87,7 +89,11 @@ def compile_rows(config: RowsConfig, folder: Path, has_sums: bool = True) -> tup
     wide, floats = fake(kernel.dtype, 4, 8, 16), [fake(Float32, 4) for _ in range(3)]
     entries = fake(Int32, 2) if config.has_entries else None
     if config.is_after:
-        given = (floats[0], wide, entries, None if config.has_entries else fake(Int32, 1), Float32(1.0))
+        parts = [None] * 4
+        if config.divides_heads:
+            parts = [*(fake(Float32, 4) for _ in range(2)), *(fake(kernel.dtype, 4, 8, 16) for _ in range(2))]
+        of_dq = (floats[0], wide) if has_sums else (None, None)
+        given = (*of_dq, entries, None if config.has_entries else fake(Int32, 1), Float32(1.0), *parts)
     else:
         dlse, delta = (fake(Float32, 3) if config.has_dlse else None for _ in range(2))
         sums = floats[2] if has_sums else None
@@ -134,6 +140,11 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
         "one tile": ([], {"stores_dq": True}),
         "one tile, alibi": ([alibi, causal], {"score": with_derivatives(alibi.expr)[0], **ends, "stores_dq": True}),
+        "parts": ([], {"divides_heads": True}),
+        "causal parts": ([causal], {**ends, "divides_heads": True}),
+        "packed parts": ([causal], {**packed, **ends, "divides_heads": True}),
+        "alibi parts": ([alibi], {"score": with_derivatives(alibi.expr)[0], "divides_heads": True}),
+        "document parts": ([document], {**lists, "partial": Ask(document.expr, False), "divides_heads": True}),
         "one tile, sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True), "stores_dq": True}),
     } | summed(head_dim)
 
@@ -195,6 +206,10 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
                 config = RowsConfig(head_dim, head_dim_v, True, tile_m, is_after, not is_after, has_entries)
                 name = f"{tile_m} rows {'packed ' if has_entries else ''}{'after' if is_after else 'before'}"
                 result[name] = compile_rows(config, folder / name.replace(" ", "_"))
+        for has_sums in (False, True):
+            config = RowsConfig(head_dim, head_dim_v, True, tile_m, True, divides_heads=True)
+            name = f"{tile_m} rows {'and parts' if has_sums else 'parts alone'}"
+            result[name] = compile_rows(config, folder / name.replace(" ", "_"), has_sums)
         config = RowsConfig(head_dim, head_dim_v, True, tile_m, False)
         result[f"{tile_m} rows without sums"] = compile_rows(config, folder / f"{tile_m}_rows_without_sums", has_sums=False)
     return result

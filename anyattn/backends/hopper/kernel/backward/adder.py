@@ -45,7 +45,7 @@ class Adds:
         ahead, passed = (Int32(-1), Int32(0), Int32(0)), Int32(0)
         if warp == 0:
             self._freed()
-            if const_expr(self.config.frees_keys):
+            if const_expr(self.config.posts_keys):
                 cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         elif const_expr(turns is not None):
             self._hand_to(0)
@@ -72,7 +72,7 @@ class Adds:
                     if const_expr(turns is None):
                         cute.arch.sync_warp()
                         cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
-                if const_expr(group == groups - 1 and self.config.frees_keys):
+                if const_expr(group == groups - 1 and self.config.posts_keys):
                     if m == KEYS:  # each group has posted the same key tile
                         self._store_keys(board, keys, leaving)
             if const_expr(turns is not None):

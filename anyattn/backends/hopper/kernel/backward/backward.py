@@ -65,7 +65,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         totals: tuple,
         stream: cuda.CUstream,
     ):
-        """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1.
+        """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1. If the config
+        ``divides_heads``, dk and dv are (B, Hkv * parts, Sk, D) float32, contiguous: each head's parts, one after another.
 
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for rows that see no key and rows that do not exist. delta: the same shape,
         subtracted from each row's dP. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
@@ -80,7 +81,9 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         """
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
-        lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
+        lengths, heads, k_heads, parts = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1], None
+        if const_expr(self.config.divides_heads):
+            k_heads, parts = dk.shape[1], dk.shape[1] // k.shape[1]
         q, k, v, dout, dk, dv = (rows_first(t) for t in (q, k, v, dout, dk, dv))
         if const_expr(self.config.stores_dq):
             dq_sums = rows_first(dq_sums)
@@ -92,15 +95,18 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
         # dK and dV are stored in parts of 64 keys, those of one warp group
-        plain = (dk, dv) if const_expr(self.config.has_entries) else ()
-        part_k, part_v = (cute.slice_(self._tile(64, n, 1, is_k), (None, None, 0)) for n, is_k in ((d, True), (dv_, False)))
-        dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
-        dv_atom, dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
+        plain = (dk, dv) if const_expr(self.config.has_entries or self.config.divides_heads) else ()
+        key_copies = ()
+        if const_expr(not self.config.divides_heads):
+            part_k, part_v = (cute.slice_(self._tile(64, n, 1, is_k), (None, None, 0)) for n, is_k in ((d, True), (dv_, False)))
+            of_dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
+            of_dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
+            key_copies = (of_dk, of_dv)
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:4]]
         self.storage_of_block = self._shared(layouts)
-        sizes = (rows, spread, section, k_heads, heads // k_heads)
+        sizes = (rows, spread, section, k_heads, heads // k_heads, parts)
         self.kernel(
-            (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), plain, (lse, delta, dq_sums, turns),
+            (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), key_copies, plain, (lse, delta, dq_sums, turns),
             (scale, scale_log2), (partial_count, partial_index, full_count, full_index, ranks, order, entries, counter), lengths, sizes,
             (scalars, tensors, totals), layouts, self._products(),
         ).launch(
@@ -186,12 +192,12 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         return Storage
 
     @cute.kernel
-    def kernel(self, atoms, gmem, key_atoms, key_gmem, plain, sums, scales, tables, lengths, sizes, captured, layouts, mmas):
+    def kernel(self, atoms, gmem, key_copies, plain, sums, scales, tables, lengths, sizes, captured, layouts, mmas):
         tiles = self.config.tiles
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (*atoms, *key_atoms):
+            for atom in (*atoms, *(copy[0] for copy in key_copies)):
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
         statistics = 4 * tiles.tile_m  # bytes of lse or delta, which arrive at the barrier of Q or of dO
@@ -229,10 +235,10 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                     KeySizes(*sizes), captured,
                 )  # fmt: skip
             if (warp > 0) & (warp <= self.config.adding_warps):
-                self.add(warp - 1, dq, board[2], sums[2], sums[3], tuple(zip(key_atoms, key_gmem)), leaving)
+                self.add(warp - 1, dq, board[2], sums[2], sums[3], key_copies, leaving)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            keys = (*zip(key_atoms, key_gmem), *plain)
+            keys = (*key_copies, *plain)
             self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, (dq, sums[2]), pipes, board, keys, scales, captured)
 
     def _facts(self) -> int:

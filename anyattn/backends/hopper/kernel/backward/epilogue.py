@@ -22,7 +22,7 @@ class StoresKeys:
 
     def await_dv_read(self) -> None:
         """Waits until dV of the previous key tile has been read out of the buffer of dS."""
-        if self.config.frees_keys:
+        if self.config.posts_keys:
             cute.arch.barrier(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
 
     def release_keys(self, pipes: Any, key_state: Any) -> None:
@@ -32,16 +32,21 @@ class StoresKeys:
 
     @cute.jit
     def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
-        """Stores dK and dV. keys: (copy atom, tensor) of dK and dV, and with entries the plain tensors dK and dV. about: the warp group,
-        the thread, and the board of the adding warps (``Adds.add``). place: see ``Packed.posted_place``. held: the pipelines, and the state
-        of the stage of K and V to release.
+        """Stores dK and dV. keys: (copy atom, tensor) of dK and dV, and with entries or parts the plain tensors dK and dV. about: the
+        warp group, the thread, and the board of the adding warps (``Adds.add``). place: see ``Packed.posted_place``. held: the pipelines,
+        and the state of the stage of K and V to release.
         """
         pipes, key_state = held
         sums[0].store(sums[0].load() * scale)
         if const_expr(self.config.frees_keys):
             if facts.total == 0:  # otherwise the last row tile has released them
                 self.release_keys(pipes, key_state)
+        if const_expr(self.config.posts_keys):
             self._post_keys(sums, mmas, leaving, keys, about, facts, place)
+        elif const_expr(self.config.divides_heads):
+            if const_expr(not self.config.frees_keys):
+                self.release_keys(pipes, key_state)
+            self._plainly_stored(sums, mmas, keys, about, facts, place)
         else:
             self._tile_stored(sums, mmas, leaving, keys, about, facts, place)
             self.release_keys(pipes, key_state)
@@ -62,10 +67,10 @@ class StoresKeys:
 
     @cute.jit
     def _plainly_stored(self, sums, mmas, keys, about, facts, place):
-        """Stores a warp group's keys row by row: the next keys belong to another sequence."""
+        """Stores a warp group's keys row by row: the next keys belong to another sequence, or dK and dV are parts in float32."""
         _, to_v, to_k, _ = mmas
-        self.keys_stored(sums[0], to_k, self.config.head_dim, keys[2], facts, place, about[1])
-        self.keys_stored(sums[1], to_v, self.config.head_dim_v, keys[3], facts, place, about[1])
+        self.keys_stored(sums[0], to_k, self.config.head_dim, keys[-2], facts, place, about[1])
+        self.keys_stored(sums[1], to_v, self.config.head_dim_v, keys[-1], facts, place, about[1])
 
     @cute.jit
     def _part_stored(self, sums, mmas, leaving, keys, about, facts, place):

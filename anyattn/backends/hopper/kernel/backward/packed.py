@@ -162,7 +162,8 @@ class Packed:
         (own, columns), (first, end) = target, rows
         values = rows_and_columns(acc)
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape)))
-        pair = cute.make_rmem_tensor(2, self.dtype)
+        kind = own.element_type  # float32 for parts of dK and dV
+        pair, pairs = cute.make_rmem_tensor(2, kind), cute.make_layout(2)
         for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
             row = first + positions[r, 0][0]
             if row < end:
@@ -171,5 +172,6 @@ class Packed:
                     column = positions[0, c][1]  # and the next one: the head dimension is even
                     if column < columns:
                         for i in cutlass.range_constexpr(2):
-                            pair[i] = self.dtype(values[r, c + i])
-                        cute.autovec_copy(pair, cute.local_tile(line, (2,), (column // 2,)))
+                            pair[i] = kind(values[r, c + i])
+                        at = cute.local_tile(line, (2,), (column // 2,)).iterator
+                        cute.autovec_copy(pair, cute.make_tensor(at.align(kind.width // 4), pairs))

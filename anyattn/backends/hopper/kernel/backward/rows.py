@@ -1,4 +1,5 @@
-"""Row kernels around the backward kernel: before it, row statistics and zeros in the sums of dQ; after it, dQ from its sums.
+"""Row kernels around the backward kernel: before it, row statistics and zeros in the sums of dQ; after it, dQ from its sums, and dK and dV
+from their parts.
 
 A call whose dQ has no sums (``BackwardConfig.stores_dq``) has neither the zeros nor the kernel after.
 """
@@ -143,25 +144,77 @@ class RowsBefore(_Rows):
 
 
 class RowsAfter(_Rows):
-    """The kernel for one ``RowsConfig`` that runs after the backward kernel: a block for each row tile."""
+    """The kernel for one ``RowsConfig`` that runs after the backward kernel: a block for each row tile, and before these, if the config
+    ``divides_heads``, the blocks that add parts of dK and dV."""
 
     @cute.jit
     def __call__(
         self,
-        sums: cute.Tensor,
-        dq: cute.Tensor,
+        sums: cute.Tensor | None,
+        dq: cute.Tensor | None,
         entries: cute.Tensor | None,
         guard: cute.Tensor | None,
         scale: Float32,
+        of_dk: cute.Tensor | None,
+        of_dv: cute.Tensor | None,
+        dk: cute.Tensor | None,
+        dv: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``. guard: int32 (1,); if it is 1, nothing is
-        written."""
-        blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
-        self.kernel(sums, dq, entries, guard, scale).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
+        """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``; both may be None. guard: int32 (1,); if it
+        is 1, nothing is written. dk, dv: (B, Hkv, Sk, D), the sums of of_dk and of_dv, (B, Hkv * parts, Sk, D) float32, contiguous; None
+        unless the config ``divides_heads``."""
+        blocks, keys = Int32(0), (Int32(0), Int32(0))
+        if const_expr(sums is not None):
+            blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
+        if const_expr(self.config.divides_heads):
+            keys = tuple(ceil_div(t.shape[0] * t.shape[1] * t.shape[2] * (t.shape[3] // _WIDE), _THREADS) for t in (dk, dv))
+            blocks += keys[0] + keys[1]
+        self.kernel(sums, dq, entries, guard, scale, (of_dk, of_dv), (dk, dv), keys).launch(
+            grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, sums, dq, entries, guard, scale):
+    def kernel(self, sums, dq, entries, guard, scale, parts, of_keys, blocks_of_keys):
+        if const_expr(self.config.divides_heads):
+            block, _, _ = cute.arch.block_idx()
+            runs = Int32(1)
+            if const_expr(guard is not None):
+                runs = 1 - guard[0]
+            if (block < blocks_of_keys[0]) & (runs != 0):
+                self.parts_added(parts[0], of_keys[0], block)
+            block -= blocks_of_keys[0]
+            if (block >= 0) & (block < blocks_of_keys[1]) & (runs != 0):
+                self.parts_added(parts[1], of_keys[1], block)
+            if const_expr(sums is not None):
+                if block >= blocks_of_keys[1]:
+                    self.of_block(sums, dq, entries, guard, scale)
+        else:
+            self.of_block(sums, dq, entries, guard, scale)
+
+    @cute.jit
+    def parts_added(self, parts, target, block):
+        """Writes 8 columns of a key for each thread: the sum of their parts, in order."""
+        thread, _, _ = cute.arch.thread_idx()
+        entries, heads, keys, columns = target.shape
+        wide, piece = columns // _WIDE, block * _THREADS + thread
+        row, column = piece // wide, piece % wide
+        if row < entries * heads * keys:
+            key, head, entry = row % keys, row // keys % heads, row // keys // heads
+            count, eight = parts.shape[1] // heads, cute.make_layout(_WIDE)
+            total, part = (cute.make_rmem_tensor(_WIDE, Float32) for _ in range(2))
+            total.fill(0.0)
+            for p in cutlass.range(count, unroll=4):
+                at = cute.local_tile(parts[entry, head * count + p, key, None], (_WIDE,), (column,)).iterator
+                cute.autovec_copy(cute.make_tensor(at.align(16), eight), part)
+                total.store(total.load() + part.load())
+            narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
+            narrow.store(total.load().to(self.dtype))
+            cute.autovec_copy(narrow, cute.local_tile(target[entry, head, key, None], (_WIDE,), (column,)))
+
+    @cute.jit
+    def of_block(self, sums, dq, entries, guard, scale):
+        """Writes the row tile of this block."""
         m, head, entry = self.tile(sums.shape[1], sums.shape[2])
         length = dq.shape[2]
         if const_expr(self.config.has_entries):

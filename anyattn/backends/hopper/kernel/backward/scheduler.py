@@ -89,13 +89,15 @@ class KeyTables(NamedTuple):
 class KeySizes(NamedTuple):
     """Run-time sizes. rows: the key tiles of an entry or, with ``entries``, of all entries. spread: the kv heads that have each of these
     tiles: those of all entries or, with ``entries``, of one; ``section`` of them are processed side by side. heads: an entry's kv heads.
-    ratio: query heads for each kv head."""
+    ratio: query heads for each kv head. parts: None, or the number of these ``heads`` for each head of K and V: each then has ``ratio`` of
+    that head's query heads."""
 
     rows: Any
     spread: Any
     section: Any
     heads: Any
     ratio: Any
+    parts: Any = None
 
 
 class VisitsRows:
@@ -117,7 +119,7 @@ class VisitsRows:
     def key_tile(self, work, tables, sizes):
         """(n_block, kv head, entry) of work item ``work``, in the order of ``tables.order`` if there is one. Under a causal mask most rows
         see the first key tiles, so these go first."""
-        rows, spread, section, heads, _ = sizes
+        rows, spread, section, heads, _, _ = sizes
         before = work // (section * rows) * section
         at_once = cutlass.min(section, spread - before)
         rest = work - before * rows
@@ -166,7 +168,7 @@ class VisitsRows:
     def begins_last(self, work, sizes, workers):
         """1 if the visits of interleaved heads begin at the last row tile, else 0. work: the key tile's place in the order of all. workers:
         thread blocks, which draw a round of key tiles at once."""
-        rows, _, section, _, ratio = sizes
+        rows, _, section, _, ratio, _ = sizes
         found = Int32(0)
         if ratio > 1:
             of_round = workers
