@@ -64,6 +64,12 @@ def test_lengths(sq: int, sk: int) -> None:
         judge(qkv(1, 2, 1, sq, sk), mask=mask, label=str(mask))
 
 
+@pytest.mark.parametrize("sq,sk", [(1, 1), (191, 111), (192, 112), (193, 113), (300, 1000), (385, 225), (1000, 64)])
+@pytest.mark.parametrize("name", ["full", "causal", "both sides"])
+def test_lengths_at_the_edges_of_192_rows_and_112_keys(name: str, sq: int, sk: int) -> None:
+    judge(qkv(2, 4, 2, sq=sq, sk=sk, d=88), mask=MASKS[name])
+
+
 @pytest.mark.parametrize("sq,sk,batch", [(0, 5, 1), (5, 0, 2), (0, 0, 1), (5, 5, 0)])
 def test_nothing_to_multiply(sq: int, sk: int, batch: int) -> None:
     q, k, v = qkv(batch, 2, 1, sq, sk)

@@ -102,7 +102,7 @@ def test_long(kind: str) -> None:
     judged("full", "pages of 256", lengths, kind=kind)
 
 
-@pytest.mark.parametrize("d,dv", [(64, 64), (256, 256), (192, 128), (72, 40), (128, 64)])
+@pytest.mark.parametrize("d,dv", [(64, 64), (256, 256), (192, 128), (72, 40), (128, 64), (88, 88)])
 def test_head_dims(d: int, dv: int) -> None:
     """V's wiped rows have another width than K's, and rows of pieces another swizzle."""
     judged("causal", "partly used", d=d, dv=dv)
@@ -116,6 +116,7 @@ PAGES = {
     192: ("pages of 7",),
     256: ("pages of 64", "pages of 16", "pages of 1"),
     72: ("pages of 8", "pages of 7"),
+    88: ("pages of 16",),
 }
 
 

@@ -299,12 +299,17 @@ def tiles_for(
     ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts spills.
 
     A score mod, or predicates besides bands, need more registers than three warp groups leave, and a table load per score needs even
-    more. tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a
-    page, 0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words
-    take registers too.
+    more. With three warp groups a key is read once for 192 rows instead of 128. This counts most at head dimensions such as 72 and 88: a
+    row of 144 or 176 bytes begins inside a sector of 32 bytes, and TMA reads more sectors.
+
+    tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a page,
+    0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words take registers too.
     """
-    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
+    is_bare = score is None and tile_n is None and not asked
+    if head_dim == head_dim_v == 64 and is_bare and page % _SMALL == 0:
         return Tiles(192, 96 if has_dropout else 128, 3)
+    if head_dim == head_dim_v == 96 and is_bare and not page and not has_dropout:
+        return Tiles(192, 112, 3)
     widest = max(head_dim, head_dim_v)
     ahead = score is not None and is_foreseen(score)
     apart = score is not None and reads_apart(score) and not cases(score)
