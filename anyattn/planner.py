@@ -82,16 +82,27 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         if against:
             raise BackendError(f"backend={backend!r} cannot run this call: {against}; pass backend=None to let anyattn choose")
         return _plan_of(backend, problem, hardware, "asked for", options or {})
-    reasons = []
+    reasons, may_hopper = [], False
     for name in ("hopper", "triton"):
         against = possible[name] or _reason_against_problem(name, problem)
         if not against and hardware.device == "cpu":
             against = "its interpreter is for tests"
+        may_hopper |= name == "hopper" and not against
+        if not against and name == "hopper" and not possible["triton"]:
+            against = _slower(problem, hardware)
         if not against:
             reasons.append(f"{hardware.name} has it, and the call is of its kind")
-            return _plan_of(name, problem, hardware, "; ".join(reasons), options or {})
+            return _plan_of(name, problem, hardware, "; ".join(reasons), options or {}, may_hopper)
         reasons.append(f"for {name}, {against}")
     return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def _slower(problem: Problem, hardware: Hardware) -> str | None:
+    """The reason why Triton takes less time than Hopper for a forward pass that both have; None if none is known."""
+    from anyattn.backends.hopper.slower import slower_forward
+
+    reason = slower_forward(problem, hardware)
+    return reason if reason and not _reason_against_problem("triton", problem) else None
 
 
 def misfits(tensors: tuple[Any, ...], backend: str | None) -> bool:
@@ -135,10 +146,10 @@ def _warn_of_torch(problem: Problem, plan: Plan) -> None:
         warnings.warn(f"{text}. (warned once for calls of this kind; anyattn.explain says it of any call)", stacklevel=4)
 
 
-def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """The plan that backend ``name`` makes."""
+def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], may_hopper: bool | None = None) -> Plan:
+    """The plan that backend ``name`` makes. may_hopper: see ``_backward_of``."""
     module = importlib.import_module(f"anyattn.backends.{name}.plan")
-    made: Plan = module.plan_of(problem, hardware, reason, options, _backward_of(name, problem, hardware))
+    made: Plan = module.plan_of(problem, hardware, reason, options, _backward_of(name, problem, hardware, may_hopper))
     if not options.get("autotune") or name == "triton":
         return made
     return replace(made, is_tuned=True, why=(*made.why, f"autotune: {name} itself has no tiles to measure"))
@@ -162,22 +173,36 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     return choose(problem.like(packs=None), hardware, plan.backward, options)
 
 
-def _backward_of(name: str, problem: Problem, hardware: Hardware) -> Backward:
-    """The backend of the backward pass of a call whose forward pass is ``name``'s: that one if it can, else Triton, else torch."""
+def _backward_of(name: str, problem: Problem, hardware: Hardware, may_hopper: bool | None) -> Backward:
+    """The backend of the backward pass of a call whose forward pass is ``name``'s: that one if it can, else Triton, else torch. If no
+    backend is named, Hopper's or Triton's, as ``slower_backward`` says.
+
+    may_hopper: whether Hopper has a forward pass for the call; None if a backend is named.
+    """
     if name == "torch":
         return Backward("torch")
     why = ""
-    if name == "hopper":
+    if name == "hopper" if may_hopper is None else may_hopper:
         from anyattn.backends.hopper.make_backward_config import reason_against_backward as reason_against_hopper
+        from anyattn.backends.hopper.slower import slower_backward
 
-        if (against := reason_against_hopper(problem)) is None:
+        against = reason_against_hopper(problem)
+        if against is None and may_hopper and (slower := slower_backward(problem, hardware)):
+            against = None if _against_triton_backward(problem, hardware) else slower
+        if against is None:
             return Backward("hopper", ("backward: hopper",))
         why = f", for hopper, {against}"
-    from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
-
-    if against := _reason_against_triton(hardware) or reason_against_backward(problem):
+    if against := _against_triton_backward(problem, hardware):
         return Backward("torch", (f"backward: torch{why}; for triton, {against}",))
+    from anyattn.backends.triton.plan import why_deterministic
+
     return Backward("triton", ((f"backward: triton{why}",) if why else ()) + why_deterministic(problem))
+
+
+def _against_triton_backward(problem: Problem, hardware: Hardware) -> str | None:
+    from anyattn.backends.triton.plan import reason_against_backward
+
+    return _reason_against_triton(hardware) or reason_against_backward(problem)
 
 
 def _reason_against_problem(name: str, problem: Problem) -> str | None:

@@ -6,6 +6,7 @@ from anyattn.testing.harness.case import OURS
 from anyattn.testing.harness.peers import PRODUCT_SIZE
 from benchmarks.bars import Bar, Found, one, probe, some, versus
 from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CAUSAL_SCORES, DETERMINISTIC, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
+from benchmarks.gpu.classes import BIASES, of_class
 
 __all__ = ["BARS"]
 
@@ -52,6 +53,12 @@ BARS: list[Bar] = [
     *(_share_of_causal(v) for v in CAUSAL_SCORES),
     *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.15) for name in (*_names("native-backward"), *_names("packed-backward"))),
     *(one(f"backward, {name}, vs the best flex", name, _FLEX, 1.0, 1.5) for name in _names("partial-backward")),
+    *some("backward of few K/V heads vs FA4", of_class("few-heads-backward"), _FA4, 1.0, 1.05, 1.1),
+    *some("backward of short ragged sequences vs FA4 and cuDNN", of_class("short-backward"), ("cudnn", *_FA4), 0.97, 1.0, 1.1),
+    *some("backward of odd head dimensions vs cuDNN", of_class("head-dims-backward"), ("cudnn",), 1.0, 1.05, 1.1),
+    *some("backward with a bias by table vs the best flex and SDPA", of_class("tables-backward"), BIASES, 1.1, 1.3, 2.0),
+    *some("backward with a learned bias vs the best flex and SDPA", of_class("tables-learned-backward"), BIASES, 1.1, 1.3, 2.0),
+    *some("backward of three-dimensional neighbourhoods vs the best flex", of_class("video-backward"), _FLEX, 1.2, 1.4, 2.0),
     *some("deterministic backward, time over the default's", _FIXED, (OURS,), 1.10, mine="anyattn-deterministic", is_time=True),
     *_captured_bars(),
     probe("first backward call, cold disk cache", "training-call", "cold_s", 6, "s"),

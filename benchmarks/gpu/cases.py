@@ -8,6 +8,7 @@ from typing import Any
 
 from anyattn.testing.harness.case import Case, Shape
 from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
+from benchmarks.gpu.classes import CLASSES
 
 __all__ = [
     "BACKWARD",
@@ -164,7 +165,7 @@ HOST = [
 ]
 
 # the most informative first, for runs that are cut off
-CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST]
+CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST, *CLASSES]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 

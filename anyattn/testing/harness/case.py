@@ -56,7 +56,7 @@ class Case:
     None for its own choice. is_backward: times the gradients of q, k and v after an untimed forward pass. learns: also those of the score
     mod's tensors. is_host_time: times how long the call takes to return, without the device's work.
     device: cpu or cuda, which decides the clock and the variant's sizes. dtype: a torch dtype's name, empty for masks. rounds: a smaller
-    number for long cases.
+    number for long cases. names_shape: the name has all sizes.
     """
 
     group: str
@@ -71,6 +71,7 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     rounds: int | None = None
+    names_shape: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -80,9 +81,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name matched by ``--filter``, ``--only`` and bars. CPU: group/variant/S/dtype. GPU:
-        group/variant/D/S, for decoding its sizes."""
+        """The name matched by ``--filter``, ``--only`` and bars. CPU: group/variant/S/dtype. GPU: group/variant/D/S, for decoding its
+        sizes, with ``names_shape`` group/variant/ and all sizes."""
         shape = self.shape
+        if self.names_shape:
+            return "/".join((self.group, self.variant, str(shape).lower().replace(" ", "-").replace("/", "-")))
         if self.device == "cpu":
             return "/".join(part for part in (self.group, self.variant, str(shape.seqlen_q), self.dtype) if part)
         if self.kind == "decode":

@@ -6,6 +6,7 @@ tables instead, which do not grow with the sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ _EQUAL_DOCUMENT = 1000  # tokens, for masks that are only built
 _NARROW = 128
 _IMAGE_ROW = 128  # positions per row of an image
 _NEIGHBOURS = 6  # rows and columns on each side
+_FRAME = (32, 32)  # rows and columns of a frame of a video
+_NEAR = (2, 6, 6)  # frames, rows and columns on each side
 _STRIDE, _STRIDE_WINDOW = 64, 128
 _RANDOM_BLOCK, _RANDOM_SHARE = 128, 0.1
 _MANY_DOCUMENTS = 256
@@ -109,6 +112,19 @@ def _neighbourhood(setting: Setting) -> Mods:
     return Mods(mask)
 
 
+def _neighbourhood_3d(setting: Setting) -> Mods:
+    """Pixels of a video, in raster order, at most two frames, six rows and six columns away."""
+    rows, columns = _FRAME
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        frames = (q_idx // (rows * columns) - kv_idx // (rows * columns)).abs()
+        down = (q_idx // columns % rows - kv_idx // columns % rows).abs()
+        right = (q_idx % columns - kv_idx % columns).abs()
+        return (frames <= _NEAR[0]) & (down <= _NEAR[1]) & (right <= _NEAR[2])
+
+    return Mods(mask)
+
+
 def _strided(setting: Setting) -> Mods:
     """Causal: the last keys, and every 64th before them."""
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx < _STRIDE_WINDOW) | (kv_idx % _STRIDE == _STRIDE - 1)))
@@ -140,6 +156,22 @@ def _pair_bias(setting: Setting) -> Mods:
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx])
 
 
+def _shared_pair_bias(setting: Setting) -> Mods:
+    bias = setting.random(setting.heads, setting.seqlen, setting.seqlen, dtype=torch.bfloat16)
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx])
+
+
+def _window_bias(setting: Setting) -> Mods:
+    """Windows of an image, as Swin transformers have them: a number for each head and each distance of two pixels, read through a table of
+    all pairs."""
+    side = math.isqrt(setting.seqlen)
+    table = setting.random((2 * side - 1) ** 2, setting.heads, dtype=torch.bfloat16)
+    place = torch.arange(setting.seqlen, device=setting.device)
+    down, right = (x[:, None] - x[None] + side - 1 for x in (place // side, place % side))
+    distance = down * (2 * side - 1) + right
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + table[distance[q_idx, kv_idx], h])
+
+
 _GALLERY = {name: Variant(variant.mods) for name, variant in gallery.VARIANTS.items()}
 _BOTH = {"full": Variant(lambda setting: Mods(), {}), "causal": Variant(_GALLERY["causal"].make, {"causal": True})}
 
@@ -169,6 +201,9 @@ _CUDA = {
     "softcap": Variant(lambda s: Mods(masks.causal(), scores.softcap(_SOFTCAP)), {"causal": True, "softcap": _SOFTCAP}),
     "head_bias": _GALLERY["head_bias"],
     "pair_bias": Variant(_pair_bias),
+    "shared_pair_bias": Variant(_shared_pair_bias),
+    "window_bias": Variant(_window_bias),
+    "neighbourhood_3d": Variant(_neighbourhood_3d),
     "bucket_bias": Variant(lambda s: Mods(None, scores.t5_bias(s.random(_BUCKETS, s.heads)))),
     "equal-documents-causal": Variant(lambda s: _causal_documents(torch.arange(s.seqlen, device=s.device) // _EQUAL_DOCUMENT)),
     "dilated": Variant(lambda s: Mods(masks.dilated(512, 3))),

@@ -286,7 +286,7 @@ def test_captured_values_are_those_of_the_call(launched: list[Launch]) -> None:
         both_passes(qkv(), score_mod=lambda s, b, h, i, j, own=own, n=n: s + own[h] + n * (j - i), scale=0.1 * n)
         arguments = launched[2][1]
         assert arguments[-3] == (n,) and arguments[-2][0].equal(own) and arguments[18] == 0.1 * n
-        assert launched[3][1][-1] == 0.1 * n
+        assert launched[3][1][4] == 0.1 * n
         launched.clear()
 
 

@@ -1,0 +1,91 @@
+"""Calls that the Hopper kernels can compute, but Triton's in less time: measured classes, of which the planner asks if no backend is named.
+
+A Hopper thread block computes 128 rows of queries, forward, or 128 keys, backward, whatever the lengths, and pads head dimensions below 64;
+Triton's programs are smaller. Loads of a score mod for every pair stall a thread block's products, which several smaller programs on one
+multiprocessor hide. Times of Triton over Hopper's, bfloat16, head dimensions 32 and 64 (docs/history/reach.md):
+
+forward, at most 64 queries and keys                            0.49 to 0.74
+forward, a load for every pair at an index read from a table    0.50 to 1.00
+forward, any load for every pair, few row tiles                 0.72 to 0.83
+backward, at most 64 queries and keys, no score mod             0.63 to 1.01
+backward, a load at an index read from a table, few key tiles   0.48 to 0.57
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.codegen.score_analysis import reads, stages
+from anyattn.backends.hopper.config import TILE_M
+from anyattn.hardware import Hardware
+from anyattn.mods.ir.expr import Expr
+from anyattn.problem import Problem
+
+__all__ = ["slower_backward", "slower_forward"]
+
+_SHORT = 64  # queries and keys
+_WIDEST = 64  # head dimension up to which the classes were measured
+_FEW = 2  # the multiprocessors are so many times the tiles
+
+
+def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
+    """The reason why Triton takes less time for the forward pass, as text; None if none is known."""
+    if not _is_measured(problem):
+        return None
+    if _is_short(problem):
+        return f"it takes longer for at most {_SHORT} queries and keys"
+    if problem.score is None or not reads(problem.score.expr):
+        return None
+    if _looks_up(problem.score.expr):
+        return "it takes longer where the score mod looks up every pair in a table"
+    return _reason_of_few(problem, problem.q.shape[2], hardware, "rows")
+
+
+def slower_backward(problem: Problem, hardware: Hardware) -> str | None:
+    """``slower_forward`` for the backward pass."""
+    if not _is_measured(problem) or problem.deterministic or problem.wanted_slots:
+        return None
+    if problem.score is None:
+        return f"it takes longer for at most {_SHORT} queries and keys" if _is_short(problem) else None
+    if _is_short(problem) or not _looks_up(problem.score.expr):
+        return None
+    return _reason_of_few(problem, problem.k.shape[2], hardware, "keys")
+
+
+def _is_measured(problem: Problem) -> bool:
+    """Whether a call is of a kind whose times are known: dense, without block lists and dropout, each head with its own keys."""
+    is_dense = problem.sequences is None and problem.blocks is None and problem.dropout is None
+    return is_dense and problem.qhead_per_kvhead == 1 and max(problem.q.shape[3], problem.v.shape[3]) <= _WIDEST
+
+
+def _is_short(problem: Problem) -> bool:
+    return max(problem.q.shape[2], problem.k.shape[2]) <= _SHORT
+
+
+def _reason_of_few(problem: Problem, length: int, hardware: Hardware, what: str) -> str | None:
+    tiles = problem.batch * problem.heads_q * ceil_div(length, TILE_M)
+    if _FEW * tiles > hardware.sm_count:
+        return None
+    return f"it takes longer where the score mod loads for every pair and there are few tiles of {what}: {tiles} of {TILE_M}"
+
+
+@lru_cache(maxsize=256)
+def _looks_up(expr: Expr) -> bool:
+    """Whether some tensor is loaded for every pair at an index that was itself loaded for every pair.
+
+    >>> import torch
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> bias, buckets, table = torch.rand(9, 9), torch.zeros(9, 9, dtype=torch.int64), torch.rand(5)
+    >>> _looks_up(trace(lambda s, b, h, q, k: s + table[buckets[q, k]], "score").expr)
+    True
+    >>> _looks_up(trace(lambda s, b, h, q, k: s + bias[q, k], "score").expr)
+    False
+    """
+    depends: list[bool] = []  # whether a node depends on a load for every pair, or is one
+    for node, due in zip(expr.nodes, stages(expr), strict=True):
+        is_load, above = node.op == "load" and due == "tile", any(depends[i] for i in node.args)
+        if is_load and above:
+            return True
+        depends.append(is_load or above)
+    return False

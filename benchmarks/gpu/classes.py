@@ -1,0 +1,71 @@
+"""Cases of whole classes of shapes, a group for each: several lengths, batches and heads are timed, so that no single one is tuned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anyattn.testing.harness.case import Case, Shape
+
+__all__ = ["BIASES", "CLASSES", "of_class"]
+
+_FLASH = ("cudnn", "fa3", "fa4")  # of the FlashAttention-3 builds the one without pages
+_FLEX = ("flex-triton", "flex-flash")
+BIASES = (*_FLEX, "sdpa-bias")
+_OTHER = "anyattn-triton"  # our own other backend
+
+
+def _case(group: str, kind: str, variant: str, shape: Shape, peers: tuple[str, ...]) -> Case:
+    is_backward = group.endswith("-backward")
+    return Case(group, kind, variant, shape, peers, is_backward=is_backward, device="cuda", dtype="bfloat16", names_shape=True)
+
+
+def _few_heads() -> list[Case]:
+    """32 query heads and few K/V heads, in small batches."""
+    sizes = [(1, 1, 1024), (1, 1, 2048), (1, 1, 8192), (1, 2, 2048), (2, 2, 4096), (1, 4, 1024), (1, 4, 16_384), (4, 4, 1024), (1, 8, 2048)]
+    sizes += [(2, 8, 8192), (4, 1, 4096)]
+    shapes = [Shape(b, 32, heads, s, s, d) for d in (64, 128) for b, heads, s in sizes]
+    return [_case("few-heads-backward", "flash", variant, shape, ("fa4",)) for shape in shapes for variant in ("causal", "full")]
+
+
+def _head_dims() -> list[Case]:
+    sizes = [(8, 16, 1024, "full"), (2, 16, 4096, "full"), (2, 16, 4096, "causal"), (16, 16, 729, "full")]
+    shapes = [(Shape.square(s, h, d, b), variant) for d in (72, 80, 88, 104, 112, 120) for b, h, s, variant in sizes]
+    of_forward = [_case("head-dims", "flash", variant, shape, _FLASH) for shape, variant in shapes]
+    return of_forward + [replace(c, group="head-dims-backward", peers=("cudnn", "fa4"), is_backward=True) for c in of_forward]
+
+
+def _short() -> list[Case]:
+    """Ragged short sequences and many heads: vision transformers."""
+    sizes = [(64, 16, 197), (32, 16, 577), (16, 16, 1025), (128, 12, 257)]
+    shapes = [Shape.square(s, h, d, b) for d in (64, 128) for b, h, s in sizes]
+    return [_case("short-backward", "flash", "full", shape, ("cudnn", "fa4")) for shape in shapes]
+
+
+def _tables() -> list[Case]:
+    """A bias for each head and pair that all batch entries share (proteins), and one read from a table by a pair's place (windows)."""
+    pairs = [Shape.square(s, h, 32, b) for b, h, s in ((1, 8, 512), (1, 4, 1024), (64, 8, 256), (128, 4, 384))]
+    windows = [Shape.square(s, h, 32, b) for b, h, s in ((1024, 4, 49), (256, 8, 64), (64, 16, 49))]
+    cases = [(variant, shape) for variant, shapes in (("shared_pair_bias", pairs), ("window_bias", windows)) for shape in shapes]
+    of_forward = [_case("tables", "flex", variant, shape, (_OTHER, *BIASES)) for variant, shape in cases]
+    of_backward = [replace(c, group="tables-backward", is_backward=True) for c in of_forward]
+    learning = [replace(c, group="tables-learned-backward", learns=True) for c in of_backward]
+    return of_forward + of_backward + learning
+
+
+def _video() -> list[Case]:
+    shapes = [Shape.square(8192, 8, 64), Shape.square(16_384, 8, 128)]
+    of_forward = [_case("video", "flex", "neighbourhood_3d", shape, (_OTHER, *_FLEX)) for shape in shapes]
+    return of_forward + [replace(c, group="video-backward", is_backward=True) for c in of_forward]
+
+
+def _cross() -> list[Case]:
+    shapes = [Shape(b, h, h, s, keys, d) for b, h, s, keys, d in ((4, 16, 4096, 77, 64), (2, 16, 4096, 128, 128), (8, 16, 1024, 64, 64))]
+    return [_case("cross", "flash", "full", shape, _FLASH) for shape in shapes]
+
+
+CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross()]
+
+
+def of_class(group: str) -> list[str]:
+    """The names of a class's cases."""
+    return [case.name for case in CLASSES if case.group == group]

@@ -1,0 +1,81 @@
+"""Calls for which the planner prefers Triton to a Hopper kernel that could compute them, on a machine that is taken for an H200."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import hardware
+from anyattn.plan import Plan
+from tests.support.hopper.pretended import H200
+
+pytestmark = pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in ("triton", "cutlass")), reason="needs both backends")
+
+PAIRS, TABLE, BUCKETS = torch.zeros(8, 512, 512), torch.zeros(99, 8), torch.zeros(512, 512, dtype=torch.int64)
+DISTANCES, SLOPES = torch.zeros(8, 1024), torch.zeros(8)
+SCORES: dict[str, Any] = {
+    "none": None,
+    "pairs": lambda s, b, h, i, j: s + PAIRS[h, i, j],
+    "buckets": lambda s, b, h, i, j: s + TABLE[BUCKETS[i, j], h],
+    "distances": lambda s, b, h, i, j: s + DISTANCES[h, i - j + 512],
+    "slopes": lambda s, b, h, i, j: s + SLOPES[h] * (i - j),
+}
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "of", lambda *_: H200)
+
+
+def planned(batch: int, seqlen: int, score: str = "none", d: int = 64, kv_heads: int = 8, **options: Any) -> Plan:
+    q, k = (torch.zeros(batch, n, seqlen, d, dtype=torch.bfloat16).requires_grad_() for n in (8, kv_heads))
+    return anyattn.explain(q, k, k, SCORES[score], enable_gqa=True, **options).plan
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "score", "chosen"),
+    [
+        (512, 64, "none", ("triton", "triton")),
+        (512, 49, "pairs", ("triton", "hopper")),
+        (1, 64, "buckets", ("triton", "hopper")),
+        (512, 65, "none", ("hopper", "hopper")),
+        (64, 256, "buckets", ("triton", "hopper")),
+        (1, 512, "buckets", ("triton", "triton")),
+        (1, 512, "pairs", ("triton", "hopper")),
+        (64, 256, "pairs", ("hopper", "hopper")),
+        (1, 512, "distances", ("triton", "hopper")),
+        (1, 512, "slopes", ("hopper", "hopper")),
+    ],
+)
+def test_the_faster_backend_is_chosen_for_each_pass(batch: int, seqlen: int, score: str, chosen: tuple[str, str]) -> None:
+    plan = planned(batch, seqlen, score)
+    assert (plan.backend, plan.backward) == chosen
+    assert ("triton" in chosen) == any("it takes longer" in why for why in plan.why)
+    named = planned(batch, seqlen, score, backend="hopper")
+    assert (named.backend, named.backward) == ("hopper", "hopper")
+    named = planned(batch, seqlen, score, backend="triton")
+    assert (named.backend, named.backward) == ("triton", "triton")
+
+
+@pytest.mark.parametrize("options", [{"d": 128}, {"kv_heads": 2}, {"dropout_p": 0.1}], ids=str)
+def test_calls_of_kinds_that_were_not_measured_stay(options: dict[str, Any]) -> None:
+    assert planned(512, 64, **options).backend == "hopper"
+
+
+def test_a_learned_table_and_a_deterministic_sum_keep_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(1, 64, deterministic=True).backward == "hopper"
+    learned = TABLE.clone().requires_grad_()
+    monkeypatch.setitem(SCORES, "learned", lambda s, b, h, i, j: s + learned[BUCKETS[i, j], h])
+    assert planned(1, 512, "learned").backward == "hopper"
+
+
+def test_without_triton_the_kernel_that_exists_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyattn import planner
+
+    monkeypatch.setattr(planner, "_reason_against_triton", lambda *_: "triton is not installed")
+    plan = planned(512, 64)
+    assert (plan.backend, plan.backward) == ("hopper", "hopper")
