@@ -6,8 +6,9 @@ multiprocessor hide. Times of Triton over Hopper's, bfloat16, head dimensions 32
 
 forward, at most 64 queries and keys                            0.49 to 0.74
 forward, a load for every pair at an index read from a table    0.50 to 1.00
-forward, any load for every pair, few row tiles                 0.72 to 0.83
-backward, at most 64 queries and keys, no score mod             0.63 to 1.01
+forward, any load for every pair, few row tiles                 0.72 to 0.81
+forward, the same, head dimension 32, at most 512 queries       0.93 to 0.96
+backward, at most 64 queries and keys, no score mod             0.63 to 0.92
 backward, a load at an index read from a table, few key tiles   0.48 to 0.57
 """
 
@@ -26,6 +27,7 @@ __all__ = ["slower_backward", "slower_forward"]
 
 _SHORT = 64  # queries and keys
 _WIDEST = 64  # head dimension up to which the classes were measured
+_NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -39,6 +41,8 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
         return None
     if _looks_up(problem.score.expr):
         return "it takes longer where the score mod looks up every pair in a table"
+    if max(problem.q.shape[3], problem.v.shape[3]) <= _NARROW and problem.q.shape[2] <= _FEW_ROWS:
+        return f"it takes longer where the score mod loads for every pair, up to head dimension {_NARROW} and {_FEW_ROWS} queries"
     return _reason_of_few(problem, problem.q.shape[2], hardware, "rows")
 
 

@@ -291,6 +291,20 @@ def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: 
     assert found[2][1][3] is None and found[5][1][3].tolist() == [int(held)]
 
 
+def test_parts_of_both_launches_end_in_the_same_gradients(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of the launch by sequences come first, and those of the launch by lists heed the guard."""
+    monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
+    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    q, k = requiring_grad(1, 4, 700, 64), requiring_grad(1, 1, 700, 64)
+    lists = anyattn.create_block_mask(masks.document(IDS), None, None, 700, 700, device="cpu")
+    found = gradients_of(anyattn.flex_attention(q, k, k, block_mask=lists, enable_gqa=True, backend="hopper"), launched)
+    assert [(c.has_entries, c.divides_heads) for c, _ in found] == [(True, i > 0) for i in range(3)] + [(False, i > 0) for i in range(3)]
+    within, listed = found[2][1], found[5][1]
+    assert within[3] is None and listed[3].tolist() == [1]
+    assert within[7] is listed[7] and within[8] is listed[8] and within[5] is not listed[5]
+    assert within[5:7] == found[1][1][4:6] and listed[5:7] == found[4][1][4:6]
+
+
 @pytest.mark.parametrize("is_held", [True, False])
 def test_documents_of_one_key_tile_keep_their_gradient(is_held: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch by lists, which has no sums of dq to write, clears dq only where the documents' launch has not written it."""

@@ -15,7 +15,7 @@ from tests.support.hopper.pretended import H200
 
 pytestmark = pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in ("triton", "cutlass")), reason="needs both backends")
 
-PAIRS, TABLE, BUCKETS = torch.zeros(8, 512, 512), torch.zeros(99, 8), torch.zeros(512, 512, dtype=torch.int64)
+PAIRS, TABLE, BUCKETS = torch.zeros(8, 640, 640), torch.zeros(99, 8), torch.zeros(512, 512, dtype=torch.int64)
 DISTANCES, SLOPES = torch.zeros(8, 1024), torch.zeros(8)
 SCORES: dict[str, Any] = {
     "none": None,
@@ -59,6 +59,11 @@ def test_the_faster_backend_is_chosen_for_each_pass(batch: int, seqlen: int, sco
     assert (named.backend, named.backward) == ("hopper", "hopper")
     named = planned(batch, seqlen, score, backend="triton")
     assert (named.backend, named.backward) == ("triton", "triton")
+
+
+def test_narrow_heads_with_a_load_for_every_pair() -> None:
+    assert planned(64, 256, "pairs", d=32).backend == "triton" and planned(64, 513, "pairs", d=32).backend == "hopper"
+    assert planned(64, 256, "slopes", d=32).backend == planned(64, 256, d=32).backend == "hopper"
 
 
 @pytest.mark.parametrize("options", [{"d": 128}, {"kv_heads": 2}, {"dropout_p": 0.1}], ids=str)
