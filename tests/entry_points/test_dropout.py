@@ -33,7 +33,7 @@ def drawn(seed: int, p: float = P, device: Any = "cpu") -> Dropout:
 class Path(NamedTuple):
     """A call of ``flex_attention``. shapes: Hq, Hkv, Sq, Sk, D, Dv."""
 
-    shapes: tuple[int, ...] = (4, 2, 70, 90, 16, 24)
+    shapes: tuple[int, ...] = (4, 2, 40, 50, 16, 24)
     mask: Callable | None = None
     score: Callable | None = None
     options: dict[str, Any] | None = None
@@ -46,14 +46,14 @@ PATHS = {
     "dense": Path(),
     "causal": Path(mask=CAUSAL),
     "window": Path(mask=lambda b, h, q, k: (q - k).abs() < 9),
-    "pairs": Path(mask=lambda b, h, q, k: (q * k + h) % 3 > 0),
+    "pairs": Path((2, 1, 40, 50, 16, 24), mask=lambda b, h, q, k: (q * k + h) % 3 > 0),
     "score": Path(score=lambda s, b, h, q, k: 3 * torch.tanh(s / 3) - 0.1 * h, mask=CAUSAL),
     "sink": Path(has_sink=True),
     "tiles": Path(options={"tile_m": 16, "tile_n": 32}),
     "splits": Path(options={"num_splits": 3}),
     "block mask": Path((2, 2, 90, 90, 16, 16), mask=lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=32),
     "documents": Path((2, 1, 90, 90, 16, 16), mask=lambda b, h, q, k: q // 37 == k // 37, block_size=(32, 32)),
-    "odd blocks": Path((2, 1, 90, 90, 16, 16), mask=lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=(31, 40)),
+    "odd blocks": Path((2, 1, 70, 70, 16, 16), mask=lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=(31, 40)),
     "one query": Path((4, 1, 1, 90, 16, 16)),
     "large": Path((1, 1, 600, 1100, 16, 16), mask=CAUSAL),
 }
