@@ -21,16 +21,26 @@ def _dtypes(position: int, case: cases.Case) -> list[torch.dtype]:
 MATRIX = [(case, dtype) for i, case in enumerate(cases.CASES) for dtype in _dtypes(i, case)]
 
 
+def _kind(case: cases.Case) -> str:
+    variant = cases.VARIANTS[case.variant]
+    if variant.score is None:
+        return "mask"
+    return "capturing score" if variant.make(case.shape, torch.Generator()) else "score"
+
+
 def _covered(case: cases.Case, dtype: torch.dtype) -> tuple:
-    """Each variant; long ones with a mask alone and with a score; each shape in each dtype that it meets, and each kind of input."""
+    """Each variant; long ones with a mask alone, with a score, and with one that captures tensors; each shape in each dtype that it meets,
+    and each kind of input."""
     is_long = max(case.shape) >= 2048
-    return case.variant, (cases.VARIANTS[case.variant].score is None, is_long), (is_long, case.kind), (case.shape, dtype)
+    return case.variant, (_kind(case), is_long), (is_long, case.kind), (case.shape, dtype)
 
 
 def _cost(case: cases.Case, dtype: torch.dtype) -> float:
-    """The noise of captured tensors' gradients takes dozens of derivatives of the mod for every pair."""
+    """Pairs, of which a mask hides half, and what every call takes. The noise of captured tensors' gradients takes dozens of derivatives of
+    the mod for every pair."""
     pairs = case.shape.batch * case.shape.heads_q * case.shape.seqlen_q * case.shape.seqlen_k
-    return pairs * (50 if cases.VARIANTS[case.variant].score is not None else 1)
+    factor = {"mask": 1, "score": 3, "capturing score": 20}[_kind(case)]
+    return 200_000 + pairs * factor / (2 if cases.VARIANTS[case.variant].mask is not None else 1)
 
 
 @pytest.mark.covering(1, of=_covered, cost=_cost)
@@ -43,7 +53,7 @@ def test_case(case, dtype):
 HALF_MATRIX = [(case, HALVES[i % 2]) for i, case in enumerate(c for c in cases.CASES if cases.VARIANTS[c.variant].score is None)]
 
 
-@pytest.mark.covering(1, of=lambda case, dtype: (case.variant, case.kind, case.shape, dtype))
+@pytest.mark.covering(1, of=lambda case, dtype: (case.variant, case.kind, case.shape, dtype), cost=_cost)
 @pytest.mark.parametrize(("case", "dtype"), HALF_MATRIX, ids=lambda x: str(x).removeprefix("torch."))
 def test_case_without_lse(case, dtype):
     """In low precision the output alone may be computed another way."""

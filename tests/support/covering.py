@@ -3,7 +3,7 @@
 A full product of parameters tests the same code path many times. ``@pytest.mark.covering(1)`` keeps cases until each value has occurred in
 one of them, ``covering(2)`` until each two values of different parameters have occurred together; ``make test-long`` runs all. A case that
 is a tuple, including a NamedTuple, has one parameter per element. ``covering(1, of=choose)`` uses ``choose(**parameters)``, a tuple,
-instead; with ``cost=of_case`` the cheapest of the cases that add as much are kept, by the number ``of_case(**parameters)``.
+instead; with ``cost=of_case``, a positive number by ``of_case(**parameters)``, cases are kept that add most for what they cost.
 
 The choice depends on the cases alone: every process of a run makes the same one.
 """
@@ -53,19 +53,25 @@ def values_of(item: pytest.Item, choose: object = None) -> list[Hashable]:
 
 def covering(cases: list[list[Hashable]], strength: int, costs: list[float] | None = None) -> set[int]:
     """The places of few cases in which all combinations of ``strength`` values occur that occur in any: each time one of those that add
-    most, of them one that costs least, of them one whose values have been met least, of them the first."""
-    costs = costs or [0.0] * len(cases)
+    most, for what they cost, of them one whose values have been met least, of them the first. At last those go, the dearest first, whose
+    combinations all occur in the others."""
+    costs = costs or [1.0] * len(cases)
     combined = [set(itertools.combinations(values, min(strength, len(values)))) for values in cases]
     missing: set[Hashable] = set().union(*combined)
     met: Counter[Hashable] = Counter()
     kept: set[int] = set()
     while missing:
         best = max(
-            range(len(cases)), key=lambda at: (len(combined[at] & missing), -costs[at], -sum(met[value] for value in cases[at]), -at)
+            range(len(cases)), key=lambda at: (len(combined[at] & missing) / costs[at], -sum(met[value] for value in cases[at]), -at)
         )
         kept.add(best)
         met.update(cases[best])
         missing -= combined[best]
+    times = Counter(combination for at in kept for combination in combined[at])
+    for at in sorted(kept, key=lambda at: (-costs[at], at)):
+        if all(times[combination] > 1 for combination in combined[at]):
+            kept.remove(at)
+            times.subtract(combined[at])
     return kept
 
 
