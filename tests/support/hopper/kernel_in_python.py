@@ -21,13 +21,43 @@ from tests.support.limits import HANG
 __all__ = ["run_block", "runnable"]
 
 
-class _Block:
-    """What the threads of one block share."""
+class _Barrier:
+    """``threading.Barrier`` with a lock of its own for each thread that waits: those that wake do not queue for one lock."""
 
     def __init__(self, threads: int):
-        self.barrier = threading.Barrier(threads, timeout=HANG)
-        self.warps = [threading.Barrier(32, timeout=HANG) for _ in range(threads // 32)]
-        self.lock, self.seen = threading.Lock(), [0] * threads
+        self.threads, self.lock, self.is_broken = threads, threading.Lock(), False
+        self.waiting: list[threading.Lock] = []
+
+    def wait(self) -> None:
+        gate = _here.gate
+        with self.lock:
+            is_last = len(self.waiting) == self.threads - 1
+            if is_last:
+                self._open()
+            else:
+                self.waiting.append(gate)
+        if self.is_broken or not (is_last or gate.acquire(timeout=HANG)) or self.is_broken:
+            raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self.lock:
+            self.is_broken = True
+            self._open()
+
+    def _open(self) -> None:
+        for gate in self.waiting:
+            gate.release()
+        self.waiting = []
+
+
+class _Block:
+    """What the threads of one block share. seen: what each thread gives to others, of odd and of even exchanges: none overwrites what
+    another of its warp still reads."""
+
+    def __init__(self, threads: int):
+        self.barrier = _Barrier(threads)
+        self.warps = [_Barrier(32) for _ in range(threads // 32)]
+        self.lock, self.seen = threading.Lock(), ([0] * threads, [0] * threads)
         self.shared: dict[str, np.ndarray] = {}
 
 
@@ -75,11 +105,12 @@ def _atomic_add(pointer: _Pointer, value: int) -> int:
 def _exchanged(value: int, source: Callable[[int], int]) -> int:
     """The value of another lane of the warp."""
     block, thread = _here.block, _here.thread
-    block.seen[thread] = value
+    _here.is_odd = not _here.is_odd
+    seen = block.seen[_here.is_odd]
+    seen[thread] = value
     block.warps[thread // 32].wait()
     lane = source(thread % 32)
-    found = block.seen[thread // 32 * 32 + lane] if 0 <= lane < 32 else value
-    block.warps[thread // 32].wait()
+    found: int = seen[thread // 32 * 32 + lane] if 0 <= lane < 32 else value
     return found
 
 
@@ -133,6 +164,8 @@ def run_block(call: Callable[[], None], threads: int, place: tuple[int, int], gr
 
     def body(thread: int) -> None:
         _here.block, _here.thread, _here.place, _here.grid = block, thread, place, grid
+        _here.is_odd, _here.gate = False, threading.Lock()
+        _here.gate.acquire()
         try:
             call()
         except BaseException as error:
