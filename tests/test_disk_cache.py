@@ -181,6 +181,18 @@ def test_the_oldest_go_when_there_are_too_many(cache: DiskCache, monkeypatch: py
     assert {p.stem for p in cache.folder.iterdir()} == {"a1", "b2", "d4"}
 
 
+def test_texts_are_looked_at_once_for_a_quarter_of_them(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYATTN_CACHE_DIR", str(cache.folder.parent))
+    monkeypatch.setattr(disk_cache, "_MOST", 8)
+    own_files, looks = disk_cache._own_files, list[str]()
+    monkeypatch.setattr(disk_cache, "_own_files", lambda folder, suffix: (looks.append(suffix), own_files(folder, suffix))[1])
+    for i in range(12):
+        written = disk_cache.keep_text(f"triton-{i}", disk_cache.TEXT_HEADER)
+        assert written is not None
+        os.utime(written, (1000 + i,) * 2)
+    assert len(looks) == 2 and {p.stem for p in cache.folder.iterdir()} == {f"triton-{i}" for i in range(6, 12)}
+
+
 def opened() -> tuple[DiskCache | None, str]:
     """What ``open_cache`` gives, and what it warned of."""
     disk_cache._refused.clear()
