@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -73,11 +73,10 @@ class Decoder:
         self.cos, self.sin = angle.cos(), angle.sin()  # (positions, head_dim / 2); dimensions 2 i and 2 i + 1 are a pair
 
     @classmethod
-    def read(cls, path: Path) -> Decoder:
-        """A decoder out of a GGUF file, its weights in float32."""
+    def read(cls, reader: Any) -> Decoder:
+        """A decoder out of a GGUF file, its weights in float32. reader: a ``gguf.GGUFReader``."""
         import gguf
 
-        reader = gguf.GGUFReader(path)
         names = ("block_count", "attention.head_count_kv", "rope.dimension_count", "attention.layer_norm_rms_epsilon", "rope.freq_base")
         sizes = Sizes(*(reader.fields[f"llama.{name}"].contents() for name in names))
         weights = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), np.float32)) for t in reader.tensors}
@@ -114,11 +113,11 @@ class Decoder:
 class Words:
     """The model's tokenizer, out of the same file."""
 
-    def __init__(self, path: Path):
+    def __init__(self, reader: Any):
         import gguf
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-        fields = gguf.GGUFReader(path).fields
+        fields = reader.fields
         tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
         merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
         self.tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -334,7 +333,10 @@ def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_
     console = Console()
     path = model_path()
     with console.status("reading the model"):
-        model, words = Decoder.read(path), Words(path)
+        import gguf
+
+        reader = gguf.GGUFReader(path)  # takes seconds
+        model, words = Decoder.read(reader), Words(reader)
     requests = make_requests(words, questions, wanted, rate, seed)
     for request in requests:
         if request.prompt + wanted > LONGEST:
