@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from anyattn import create_block_mask
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.intervals import Span, spans
+from anyattn.mods.analysis.intervals import spans
 from anyattn.mods.analysis.range_tables import RangeTables
 from anyattn.mods.ir.bounds import WILD
 from anyattn.mods.ir.expr import OPS, Builder, Expr, category
@@ -46,30 +47,40 @@ def boxes(seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def escaped(values: Tensor, span: Span, at: int) -> Tensor:
-    """The values that the span's bounds of box ``at`` deny."""
-    lo, hi = (t.expand(BOXES)[at] for t in span[:2])
+@functools.cache
+def pairs_of_boxes(seed: int) -> tuple[Tensor, Tensor]:
+    """Every pair of every box: the box's number, and the pair's place in (ROWS, COLUMNS), flat."""
+    rows, columns = (
+        (first[:, None] <= at) & (at <= last[:, None])
+        for (first, last), at in ((boxes(seed)["q_idx"], torch.arange(ROWS)), (boxes(seed)["kv_idx"], torch.arange(COLUMNS)))
+    )
+    box, pair = (rows[:, :, None] & columns[:, None]).flatten(1).nonzero(as_tuple=True)
+    return box, pair
+
+
+def escaped(values: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    """Which values their bounds deny."""
     if values.dtype is torch.bool:
-        return values[(lo & ~values) | (~hi & values)]
+        return (lo & ~values) | (~hi & values)
     if values.is_floating_point():
-        return values[~((values >= lo) & (values <= hi))] if lo == lo else values[:0]
-    return values[((values < lo) & (lo > -WILD)) | ((values > hi) & (hi < WILD))]
+        return ~((values >= lo) & (values <= hi)) & (lo == lo)
+    return ((values < lo) & (lo > -WILD)) | ((values > hi) & (hi < WILD))
 
 
 def check(expr: Expr, tensors: list[Tensor], seed: int = 0) -> None:
     """Every node's bounds contain its values at all pairs of every box."""
     everything = Expr(expr.nodes, tuple(range(len(expr.nodes))))
     leaves = {"b": torch.tensor(0), "h": torch.tensor(0), "q_idx": torch.arange(ROWS)[:, None], "kv_idx": torch.arange(COLUMNS)}
-    values, around = run(everything, leaves, (), tensors), boxes(seed)
-    found = spans(everything, around, (), RangeTables(tensors, "cpu"))
+    values = run(everything, leaves, (), tensors)
+    found = spans(everything, boxes(seed), (), RangeTables(tensors, "cpu"))
+    box, pair = pairs_of_boxes(seed)
     for node, value, span in zip(expr.nodes, values, found, strict=True):
-        whole = torch.as_tensor(value).expand(ROWS, COLUMNS)
-        for at in range(BOXES):
-            (q, last_q), (kv, last_kv) = ((t[at] for t in around[name]) for name in ("q_idx", "kv_idx"))
-            denied = escaped(whole[q : last_q + 1, kv : last_kv + 1], span, at)
-            assert not denied.numel(), (
-                f"{node.op}: {denied[:4].tolist()} outside [{span.lo.expand(BOXES)[at]}, {span.hi.expand(BOXES)[at]}]"
-            )
+        inside = torch.as_tensor(value).expand(ROWS, COLUMNS).flatten()[pair]
+        lo, hi = (t.expand(BOXES)[box] for t in span[:2])
+        denied = escaped(inside, lo, hi)
+        if denied.any():
+            first = int(denied.nonzero()[0])
+            raise AssertionError(f"{node.op}: {inside[first]} outside [{lo[first]}, {hi[first]}]")
 
 
 def loads(builder: Builder, dtypes: tuple[torch.dtype, ...]) -> list[int]:
