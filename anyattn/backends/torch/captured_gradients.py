@@ -7,6 +7,8 @@ indices go through one indexed addition.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,16 +17,46 @@ from torch import Tensor
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.coverage import Segment
 from anyattn.backends.torch.lower import lowered
-from anyattn.backends.torch.mod_runner import Tile, bind
+from anyattn.backends.torch.mod_runner import Bound, Tile, bind
 from anyattn.backends.torch.tiles import Call
 from anyattn.backends.torch.workspace import zeros
+from anyattn.mods.analysis.evaluate import slice_at
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import LoadGradient, score_gradients
 
 __all__ = ["CapturedGradients"]
 
-_AXES = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
+
+@dataclass(frozen=True)
+class _Programs:
+    """values: the derivative by each of ``loads``; unless the mod is additive, the mod's value and its derivative by the score come first.
+    indices: of each load; None for a tensor without dimensions."""
+
+    values: Expr
+    loads: tuple[LoadGradient, ...]
+    indices: tuple[Expr | None, ...]
+
+
+@lru_cache(maxsize=1024)
+def _programs(expr: Expr, slots: tuple[int, ...], is_additive: bool, is_half: bool) -> _Programs:
+    """The programs for the gradients of the captured tensors ``slots`` of a score mod."""
+    gradients = score_gradients(expr)
+    loads = tuple(g for g in gradients.loads if g.slot in slots)
+    builder = Builder()
+    value = builder.copy(expr)
+    derivatives = [builder.copy(gradients.expr, gradients.expr.outputs[i]) for i in (0, *(g.output for g in loads))]
+    # the derivatives of an additive mod do not depend on the score, and its modified score is computed elsewhere
+    values = builder.build(*derivatives[1:]) if is_additive else builder.build(value, *derivatives)
+    if not is_additive:
+        values = lowered(values, (LOG2E, *(1.0 for _ in derivatives)), is_half=is_half)
+    indices = [tuple(gradients.expr.outputs[i] for i in g.indices) for g in loads]
+    return _Programs(values, loads, tuple(_part(gradients.expr, positions) for positions in indices))
+
+
+def _part(expr: Expr, positions: tuple[int, ...]) -> Expr | None:
+    builder = Builder()
+    return builder.build(*(builder.copy(expr, p) for p in positions)) if positions else None
 
 
 class CapturedGradients:
@@ -38,19 +70,13 @@ class CapturedGradients:
         score = call.problem.score
         if score is None:
             return
-        gradients = score_gradients(score.expr)
-        self.loads = tuple(g for g in gradients.loads if score.tensors[g.slot].requires_grad)
-        wanted = [gradients.expr.outputs[i] for i in (0, *(g.output for g in self.loads))]
-        builder = Builder()
-        value = builder.copy(score.expr)
-        derivatives = [builder.copy(gradients.expr, w) for w in wanted]
-        # the derivatives of an additive mod do not depend on the score, and its modified score is computed elsewhere
-        joint = builder.build(*derivatives[1:]) if is_additive else builder.build(value, *derivatives)
-        if not is_additive:
-            joint = lowered(joint, (LOG2E, *(1.0 for _ in derivatives)), is_half=call.problem.q.element_size() == 2)
-        self.by_score_is_one = is_additive or _is_one(joint, joint.outputs[1])
-        self.bound = bind(joint, score.scalars, score.tensors, call.problem)
-        self.sums = [_Sum(call, gradients.expr, g) for g in self.loads]
+        slots = tuple(slot for slot, tensor in enumerate(score.tensors) if tensor.requires_grad)
+        programs = _programs(score.expr, slots, is_additive, is_half=call.problem.q.element_size() == 2)
+        self.loads = programs.loads
+        self.by_score_is_one = is_additive or _is_one(programs.values, programs.values.outputs[1])
+        if self.loads or not is_additive:
+            self.bound = bind(programs.values, score.scalars, score.tensors, call.problem)
+        self.sums = [_Sum(call, indices, g) for indices, g in zip(programs.indices, self.loads, strict=True)]
         for g in self.loads:
             tensor = score.tensors[g.slot]
             if g.slot not in self.totals:
@@ -91,45 +117,39 @@ def _is_one(expr: Expr, position: int) -> bool:
 class _Sum:
     """The summation of one load's contributions into its tensor's gradient."""
 
-    def __init__(self, call: Call, expr: Expr, load: LoadGradient):
+    def __init__(self, call: Call, indices: Expr | None, load: LoadGradient):
         problem, score = call.problem, call.problem.score
         assert score is not None
         self.problem = problem
         self.sizes = score.tensors[load.slot].shape
-        positions = [expr.outputs[i] for i in load.indices]
-        nodes = [expr.nodes[p] for p in positions]
-        deps = [dependence(expr)[p] for p in positions]
-        names = [n.attr for n in nodes if n.op == "index"]
-        self.plain: list[Any] | None = None
-        if all(n.op in ("index", "const") for n in nodes) and len(set(names)) == len(names):
-            self.plain = [n.attr for n in nodes]
+        self.bound: Bound | None = None
+        self.diagonal = self.is_plain = False
+        if indices is None:
+            return
+        self.bound = bind(indices, score.scalars, score.tensors, problem)
+        self.is_plain = all(indices.nodes[o].op in ("index", "const") for o in indices.outputs)
+        deps = [dependence(indices)[o] for o in indices.outputs]
         self.diagonal = any(d.diagonal for d in deps) and all(d.diagonal or d.per_head for d in deps)
         if problem.sequences is not None and any(d.b for d in deps):
             self.diagonal = False  # sequences have different diagonals
-        builder = Builder()
-        copied = builder.build(*(builder.copy(expr, p) for p in positions)) if nodes else None
-        self.bound = None if copied is None else bind(copied, score.scalars, score.tensors, problem)
 
     def add(self, total: Tensor, part: Tensor, tile: Tile) -> None:
-        if self.plain is not None:
-            self._add_slice(total, part, tile)
+        target = self._slice(total, tile)
+        if target is not None:
+            absent = [d for d in range(4) if target.shape[d] < part.shape[d]]
+            part = part.sum(absent, keepdim=True) if absent else part
+            target += part.flip(2) if target.shape[2] > 1 else part
         elif self.diagonal:
             self._add_diagonals(total, part, tile)
         else:
             assert self.bound is not None
             self._add_indexed(total, part, self.bound.on(tile))
 
-    def _add_slice(self, total: Tensor, part: Tensor, tile: Tile) -> None:
-        assert self.plain is not None
-        pairs = {"b": (tile.b_lo, tile.b_hi), "h": (tile.h_lo, tile.h_hi)}
-        limits = {**pairs, "q_idx": (tile.q_first + tile.q_lo, tile.q_first + tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
-        axes = [_AXES[p] for p in self.plain if isinstance(p, str)]
-        absent = [a for a in range(4) if a not in axes]
-        part = part.flip(2) if 2 in axes else part
-        part = part.sum(absent) if absent else part
-        part = part.permute([sorted(axes).index(a) for a in axes])
-        target = total[tuple(slice(*limits[p]) if isinstance(p, str) else p for p in self.plain)]
-        target += part
+    def _slice(self, total: Tensor, tile: Tile) -> Tensor | None:
+        """The view (b, h, rows, columns) of ``total``, its rows in ascending order, that the tile's plain indices name; None for others."""
+        if self.bound is None:
+            return total.view(1, 1, 1, 1)
+        return slice_at(total, [self.bound.place(o, tile) for o in self.bound.expr.outputs]) if self.is_plain else None
 
     def _add_diagonals(self, total: Tensor, part: Tensor, tile: Tile) -> None:
         """Entry y of a tile's diagonal sums covers the scores with q - kv = q_hi - 1 - k_lo - y, as in ``Bound.diagonal``."""

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.torch.lower import steady
-from anyattn.mods.analysis.evaluate import TORCH_OPS, apply, run
+from anyattn.mods.analysis.evaluate import TORCH_OPS, Positions, apply, as_operand, run
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.problem import Problem
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Tile", "bind"]
 
 _IN_PLACE = frozenset(TORCH_OPS) - {"where", "fold", "eq", "ne", "lt", "le", "gt", "ge"}
+
+_DIMS = {"b": -4, "h": -3, "q_idx": -2, "kv_idx": -1}
 
 
 class Tile(NamedTuple):
@@ -92,10 +94,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Staging:
-    """An expression divided into stages: each node's stage, the hoisted nodes that tiles read, and each tile node's last reader."""
+    """An expression divided into stages: each node's stage, the nodes of other stages that tiles read, those of them that are computed (all
+    but indices), and each tile node's last reader."""
 
     stage: tuple[str, ...]
     boundary: tuple[int, ...]
+    hoisted: tuple[int, ...]
     schedule: tuple[int, ...]
     last_use: tuple[int, ...]
 
@@ -123,7 +127,9 @@ def _staging(expr: Expr, is_ragged: bool) -> _Staging:
             last_use[a] = i
     for o in expr.outputs:
         last_use[o] = len(expr.nodes)
-    return _Staging(tuple(stage), tuple(i for i in sorted(read) if stage[i] != "tile"), schedule, tuple(last_use))
+    boundary = tuple(i for i in sorted(read) if stage[i] != "tile")
+    hoisted = tuple(i for i in boundary if expr.nodes[i].op != "index")
+    return _Staging(tuple(stage), boundary, hoisted, schedule, tuple(last_use))
 
 
 class Bound:
@@ -149,26 +155,24 @@ class Bound:
         self.hoisted: dict[int, Any] = {}
         if min(batch, heads, seqlen_q, seqlen_k) == 0 or (sequences is not None and not sequences.has_pairs):
             return
-        entries = torch.arange(batch, device=device) if sequences is None else sequences.asked_entry
-        b = entries.view(-1, 1, 1, 1)
-        h = torch.arange(heads, device=device).view(-1, 1, 1)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
+        b = _positions(batch, -4, device) if sequences is None else sequences.asked_entry.view(-1, 1, 1, 1)
+        h, zero = _positions(heads, -3, device), torch.zeros((), dtype=torch.int64, device=device)
         least, columns = (1 - seqlen_k, seqlen_k) if sequences is None else (sequences.least_difference, sequences.longest_asked_k)
-        places = {"col": (b, zero, torch.arange(columns, device=device)), "per_head": (b, zero, zero)}
+        places: dict[str, tuple[Any, Any, Any]] = {"col": (b, zero, _positions(columns, -1, device)), "per_head": (b, zero, zero)}
         if "diagonal" in self.staging.stage:
             places["diagonal"] = (b, torch.arange(self.greatest_difference, least - 1, -1, device=device), zero)
         if sequences is None:
-            places["row"] = (b, torch.arange(seqlen_q, device=device).view(-1, 1), zero)
+            places["row"] = (b, _positions(seqlen_q, -2, device), zero)
         else:
             row_entry, row_position = sequences.asked_rows
             places["row"] = (row_entry.view(-1, 1), row_position.view(-1, 1), zero)
             if "entry_col" in self.staging.stage:
                 key_entry, key_position = sequences.asked_keys
                 places["entry_col"] = (key_entry, zero, key_position)
-        for stage, (entry, q_idx, kv_idx) in places.items():
-            wanted = tuple(i for i in self.staging.boundary if self.staging.stage[i] == stage)
+        self._leaves = {s: {"b": b, "h": h, "q_idx": q, "kv_idx": kv, "score": None} for s, (b, q, kv) in places.items()}
+        for stage, leaves in self._leaves.items():
+            wanted = tuple(i for i in self.staging.hoisted if self.staging.stage[i] == stage)
             if wanted:
-                leaves = {"b": entry, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": None}
                 self.hoisted.update(zip(wanted, run(_only(expr, wanted), leaves, scalars, tensors), strict=True))
 
     @property
@@ -176,12 +180,28 @@ class Bound:
         """The stage of the only output."""
         return self.staging.stage[self.expr.outputs[0]]
 
+    def place(self, node: int, tile: Tile) -> Any:
+        """``part``; of an index, its positions."""
+        name, n = self.expr.nodes[node].attr, tile
+        if self.expr.nodes[node].op != "index":
+            return self.part(node, tile)
+        limits = {
+            "b": (n.b_lo, n.b_hi),
+            "h": (n.h_lo, n.h_hi),
+            "q_idx": (n.q_first + n.q_lo, n.q_first + n.q_hi),
+            "kv_idx": (n.k_lo, n.k_hi),
+        }
+        lo, hi = limits[name]  # type: ignore[index]
+        return Positions(lo, hi - lo, _DIMS[name], partial(self.part, node, tile), descends=name == "q_idx")  # type: ignore[index]
+
     def part(self, node: int, tile: Tile) -> Any:
         """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
+        stage = self.staging.stage[node]
+        if node not in self.hoisted:  # an index
+            self.hoisted[node] = as_operand(self._leaves[stage][self.expr.nodes[node].attr])
         value = self.hoisted[node]
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        stage = self.staging.stage[node]
         value = self._at_heads(value, tile)
         if stage == "row":
             return tile.rows_of(value, 2).flip(2)
@@ -219,7 +239,7 @@ class Bound:
     def on(self, tile: Tile, score: Tensor | None = None, owns_score: bool = False) -> list[Any]:
         """The outputs on ``tile``; with ``owns_score`` the score's memory may be overwritten."""
         nodes, last_use = self.expr.nodes, self.staging.last_use
-        values: dict[int, Any] = {i: self.part(i, tile) for i in self.staging.boundary}
+        values: dict[int, Any] = {i: self.place(i, tile) for i in self.staging.boundary}
         mine: set[int] = set()
         for i, node in enumerate(nodes):
             if node.op == "score":
@@ -228,7 +248,7 @@ class Bound:
                     mine.add(i)
         for i in self.staging.schedule:
             node = nodes[i]
-            args = [values[a] for a in node.args]
+            args = [values[a] if node.op == "load" else as_operand(values[a]) for a in node.args]
             target = next((a for a in node.args if a in mine and last_use[a] == i and nodes[a].dtype == node.dtype), None)
             if target is not None and node.op in _IN_PLACE and _fits(values[target], args):
                 values[i] = TORCH_OPS[node.op](*_operands(args, values[target]), out=values[target])
@@ -238,7 +258,11 @@ class Bound:
                 values[i] = apply(node, args, self.tensors)
                 if isinstance(values[i], Tensor) and values[i].shape == tile.shape and node.op not in ("load", "cast"):
                     mine.add(i)
-        return [values[o] for o in self.expr.outputs]
+        return [as_operand(values[o]) for o in self.expr.outputs]
+
+
+def _positions(count: int, dim: int, device: torch.device) -> Positions:
+    return Positions(0, count, dim, lambda: torch.arange(count, device=device).view(-1, *(1,) * (-1 - dim)))
 
 
 def _fits(target: Tensor, args: list[Any]) -> bool:

@@ -7,6 +7,8 @@ expression of the row alone is computed once per row. This is the only dense mea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from anyattn.mods.ir.expr import MIRRORED, OPS, Expr, Node, category, is_weak, wrapped
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
+__all__ = ["TORCH_OPS", "Positions", "apply", "as_operand", "evaluate", "run", "slice_at"]
 
 
 def fold(a: Tensor, b: Tensor) -> Tensor:
@@ -58,6 +60,25 @@ _NUMBER_FIRST: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The values ``first``, ``first + 1``, ... of b, h, q_idx or kv_idx along their dimension: a load at such indices is a slice.
+
+    dim: -4 for b, -3 for h, -2 for q_idx, -1 for kv_idx. descends: the values stand in reverse order. make: the same values as a tensor,
+    for all other operations.
+    """
+
+    first: int
+    count: int
+    dim: int
+    make: Callable[[], Tensor]
+    descends: bool = False
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        return self.make()
+
+
 def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Tensor | None = None) -> Tensor:
     """The mod's value at every combination of the broadcast indices.
 
@@ -78,8 +99,8 @@ def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Ten
 
 
 def run(expr: Expr, leaves: Mapping[Any, Any], scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Any]:
-    """The values of ``expr.outputs``. leaves: ``score`` and the indices, as tensors or Python numbers; those of ``bounds.py`` by attribute,
-    loads' as functions of their arguments."""
+    """The values of ``expr.outputs``. leaves: ``score`` and the indices, as tensors, ``Positions`` or Python numbers; those of
+    ``bounds.py`` by attribute, loads' as functions of their arguments."""
     values: list[Any] = []
     for node in expr.nodes:
         if node.op == "index":
@@ -95,13 +116,19 @@ def run(expr: Expr, leaves: Mapping[Any, Any], scalars: Sequence[int | float], t
             values.append(scalars[node.attr])  # type: ignore[call-overload]
         else:
             values.append(apply(node, [values[a] for a in node.args], tensors))
-    return [values[o] for o in expr.outputs]
+    return [as_operand(values[o]) for o in expr.outputs]
+
+
+def as_operand(value: Any) -> Any:
+    """``value`` for an operation that is not a load."""
+    return value.tensor if isinstance(value, Positions) else value
 
 
 def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
     """One operation on tensors, or on Python numbers if all arguments are Python numbers (weak values, literals)."""
     if node.op == "load":
         return _load(tensors[node.attr], args)  # type: ignore[call-overload]
+    args = [as_operand(a) for a in args]
     on_host = not any(isinstance(a, Tensor) for a in args)
     if node.op == "cast":
         if on_host and is_weak(node.dtype):
@@ -156,5 +183,29 @@ def _load(tensor: Tensor, indices: list[Any]) -> Tensor:
         return tensor
     if all(isinstance(i, int) for i in indices):
         return tensor[tuple(indices)]
+    view = slice_at(tensor, indices)
+    if view is not None:
+        return view.flip(2) if any(isinstance(i, Positions) and i.descends for i in indices) else view
     device = tensor.device
+    indices = [as_operand(i) for i in indices]
     return tensor[tuple(i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in indices)]
+
+
+def slice_at(tensor: Tensor, indices: Sequence[Any]) -> Tensor | None:
+    """The view (b, h, q_idx, kv_idx) of ``tensor`` at ``Positions`` and integers, its rows in ascending order; a dimension without an index
+    has size 1. None if the indices are no slice: others, one that is used twice, one that leaves the tensor or is negative in part only."""
+    shape, strides, offset = [1] * 4, [0] * 4, tensor.storage_offset()
+    for index, size, stride in zip(indices, tensor.shape, tensor.stride(), strict=True):
+        if isinstance(index, Positions) and strides[index.dim] == 0 and shape[index.dim] == 1:
+            first, count = index.first, index.count
+            shape[index.dim], strides[index.dim] = count, stride
+        elif isinstance(index, int):
+            first, count = index, 1
+        else:
+            return None
+        if first < 0 and first + count <= 0:  # negative indices count from the end
+            first += size
+        if not 0 <= first <= first + count <= size:
+            return None
+        offset += first * stride
+    return tensor.as_strided(shape, strides, offset)
