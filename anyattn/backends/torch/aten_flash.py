@@ -36,9 +36,10 @@ class Rectangle:
     hi: int
 
     def rows_of(self, x: Tensor, row_tile: RowTile, heads: Heads) -> Tensor:
-        """The part of ``x`` (count, stacked rows, n) that belongs to a row tile; in both, rows are in descending order."""
+        """The part of ``x`` (count, stacked rows, n) that belongs to a row tile; both have the order of ``Call.descends``."""
         stacked = x.view(heads.count, -1, self.q_hi - self.q_lo, x.shape[-1])
-        part = stacked[:, :, self.q_hi - row_tile.q_hi : self.q_hi - row_tile.q_lo]
+        before = self.q_hi - row_tile.q_hi if heads.descends else row_tile.q_lo - self.q_lo
+        part = stacked[:, :, before : before + row_tile.q_hi - row_tile.q_lo]
         return part.reshape(heads.count, -1, x.shape[-1])
 
     def forward(self, call: Call, heads: Heads, keys: KeyRows, values: KeyRows) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     dk, dv = (zeros_in_order(t, stat) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype, call.workspace)
+        heads = Heads(call, group)
         operands = _Operands(call, heads)
         for row_tile, start in _with_starts(call, group, heads, statistics, operands, None if dlse is not None else (dout, out, lse)):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)

@@ -138,7 +138,7 @@ class _Sum:
         if target is not None:
             absent = [d for d in range(4) if target.shape[d] < part.shape[d]]
             part = part.sum(absent, keepdim=True) if absent else part
-            target += part.flip(2) if target.shape[2] > 1 else part
+            target += part.flip(2) if target.shape[2] > 1 and tile.descends else part
         elif self.diagonal:
             self._add_diagonals(total, part, tile)
         else:

@@ -18,7 +18,7 @@ from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.kv_matrices import KeyRows
 from anyattn.backends.torch.lower import lowered
-from anyattn.backends.torch.mod_runner import Bound, Tile, bind
+from anyattn.backends.torch.mod_runner import Bound, Tile, bind, stage_of
 from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, row_heads, rows_of_queries, statistic_of_queries, store
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.problem import Problem
@@ -39,12 +39,14 @@ class Scores:
         problem = call.problem
         score = problem.score
         if score is not None and problem.has_pairs:  # otherwise there are no scores
-            bias = additive_bias(score.expr, LOG2E)
-            expr = bias or lowered(score.expr, (LOG2E,), is_half=problem.q.element_size() == 2)
+            bias = additive_bias(score.expr)
+            stage = None if bias is None else stage_of(bias, problem.sequences is not None)
+            self.bias_factor = LOG2E if stage == "tile" else 1.0  # values of a tile are multiplied where they are added
+            expr = additive_bias(score.expr, LOG2E / self.bias_factor) or lowered(score.expr, (LOG2E,), problem.q.element_size() == 2)
             bound = bind(expr, score.scalars, score.tensors, problem)
             if bias is None:
                 self.mod = bound
-            elif bound.stage in ("per_head", "row") and not _is_cache(problem) and _is_finite(bound):
+            elif stage in ("per_head", "row") and not _is_cache(problem) and _is_finite(bound):
                 self.shift = bound
             else:
                 self.bias = bound
@@ -72,7 +74,18 @@ class Scores:
             return out.copy_(flipped.transpose(1, 2))
         return torch.baddbmm(out, q, keys.transpose(1, 2), beta=0, alpha=alpha, out=out)
 
+    def _biased(self, q: Tensor, keys: Tensor, bias: Tensor | float, tile: Tile) -> Tensor:
+        """Scores with the bias, in base 2: the product is added to it, which saves a pass over the scores."""
+        scores = self.call.workspace.take("scores", (q.shape[0], q.shape[1], keys.shape[1]), q.dtype)
+        view = row_heads(scores, tile)
+        view.copy_(bias) if isinstance(bias, Tensor) else view.fill_(bias)
+        return scores.baddbmm_(q, keys.transpose(1, 2), beta=self.bias_factor, alpha=LOG2E * self.call.problem.scale)
+
     def of(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk) -> Tensor:
+        if self.bias is not None and self.dtype == q.dtype and not _is_cache(self.call.problem):
+            scores = self._biased(q, keys, self.bias.on(tile)[0], tile)
+            self.call.masks.apply(row_heads(scores, tile), tile, chunk.asked)
+            return scores
         scores = self.products(q, keys, 1.0 if self.mod else LOG2E)
         if scores.dtype != self.dtype:
             wide = self.call.workspace.take("wide scores", scores.shape, self.dtype)
@@ -81,7 +94,7 @@ class Scores:
             return scores
         view = row_heads(scores, tile)
         if self.bias is not None:
-            view += self.bias.on(tile)[0]
+            view.add_(self.bias.on(tile)[0], alpha=self.bias_factor)
         elif self.mod is not None:
             modified = self.mod.on(tile, view, owns_score=True)[0]
             if not isinstance(modified, Tensor) or modified.shape != view.shape:
@@ -100,7 +113,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
     highest = statistic_of_queries(problem) if problem.wants_max else None
     scores = Scores(call)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype, call.workspace)
+        heads = Heads(call, group)
         keys, values = heads.keys(problem.k, "k"), heads.keys(problem.v, "v")
         for row_tile, start in _with_starts(call, group, heads, keys, values):
             acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start)

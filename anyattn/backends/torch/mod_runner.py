@@ -13,8 +13,9 @@ entry_col  once per call                (1, H or 1, 1, all keys), in a varlen ba
 tile       for every tile               (b, h, rows, columns), in place if the operand is not needed again
 =========  ===========================  ==================================================
 
-The rows of a tile are in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one, and
-a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
+If a mod has diagonals, the rows of a tile are in descending order of q_idx. Then a step down a column and a step along a row both lower
+q_idx - kv_idx by one, and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory
+traffic of its own.
 
 In a varlen batch rows are concatenated, (1, H or 1, all rows, 1); columns and diagonals are those of the longest sequence, and the other
 sequences use parts of them.
@@ -39,7 +40,7 @@ from anyattn.problem import Problem
 if TYPE_CHECKING:
     from anyattn.sequences.batch import Sequences
 
-__all__ = ["Bound", "Tile", "bind"]
+__all__ = ["Bound", "Tile", "bind", "has_diagonals", "stage_of"]
 
 _IN_PLACE = frozenset(TORCH_OPS) - {"where", "fold", "eq", "ne", "lt", "le", "gt", "ge"}
 
@@ -51,7 +52,7 @@ class Tile(NamedTuple):
     query rows and keys; rows and keys count from 0 in a sequence.
 
     q_first: the position of query row 0 for mods. row_base, key_base: the (first) sequence's first row and key when all sequences are
-    concatenated. seqlen_q, seqlen_k: of each sequence, None if every entry fills its storage.
+    concatenated. seqlen_q, seqlen_k: of each sequence, None if every entry fills its storage. descends: the order of the rows.
     """
 
     b_lo: int
@@ -67,6 +68,7 @@ class Tile(NamedTuple):
     key_base: int = 0
     seqlen_q: int | None = None
     seqlen_k: int | None = None
+    descends: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -132,6 +134,11 @@ def _staging(expr: Expr, is_ragged: bool) -> _Staging:
     return _Staging(tuple(stage), boundary, hoisted, schedule, tuple(last_use))
 
 
+@lru_cache(maxsize=1024)
+def has_diagonals(expr: Expr) -> bool:
+    return any(d.diagonal for d in dependence(expr))
+
+
 class Bound:
     """An expression with its captured values and lengths; ``on(tile, score)`` returns its outputs on a tile."""
 
@@ -175,11 +182,6 @@ class Bound:
             if wanted:
                 self.hoisted.update(zip(wanted, run(_only(expr, wanted), leaves, scalars, tensors), strict=True))
 
-    @property
-    def stage(self) -> str:
-        """The stage of the only output."""
-        return self.staging.stage[self.expr.outputs[0]]
-
     def place(self, node: int, tile: Tile) -> Any:
         """``part``; of an index, its positions."""
         name, n = self.expr.nodes[node].attr, tile
@@ -192,7 +194,7 @@ class Bound:
             "kv_idx": (n.k_lo, n.k_hi),
         }
         lo, hi = limits[name]  # type: ignore[index]
-        return Positions(lo, hi - lo, _DIMS[name], partial(self.part, node, tile), descends=name == "q_idx")  # type: ignore[index]
+        return Positions(lo, hi - lo, _DIMS[name], partial(self.part, node, tile), descends=n.descends and name == "q_idx")  # type: ignore[index]
 
     def part(self, node: int, tile: Tile) -> Any:
         """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
@@ -204,7 +206,8 @@ class Bound:
             return value
         value = self._at_heads(value, tile)
         if stage == "row":
-            return tile.rows_of(value, 2).flip(2)
+            rows = tile.rows_of(value, 2)
+            return rows.flip(2) if tile.descends else rows
         if stage == "entry_col":
             return tile.keys_of(value, 3)
         if stage == "col":
@@ -219,6 +222,7 @@ class Bound:
 
     def _sheared(self, vector: Tensor, tile: Tile) -> Tensor:
         """(b, h, rows, columns) from (b, h, differences): row r (descending), column c reads entry r + c of the tile's window."""
+        assert tile.descends, "the call's mods have no diagonals"
         return self._window(vector, tile).unfold(2, tile.k_hi - tile.k_lo, 1)
 
     def _window(self, vector: Tensor, tile: Tile) -> Tensor:
@@ -277,6 +281,12 @@ def _operands(args: list[Any], like: Tensor) -> list[Any]:
 def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
     builder = Builder()
     return builder.build(*(builder.copy(expr, o) for o in outputs))
+
+
+def stage_of(expr: Expr, is_ragged: bool) -> str:
+    """The stage of the only output of ``expr``."""
+    expr = expr.without_detach
+    return _staging(expr, is_ragged).stage[expr.outputs[0]]
 
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
-from anyattn.backends.torch.mod_runner import Bound, Tile, bind
+from anyattn.backends.torch.mod_runner import Bound, Tile, bind, has_diagonals
 from anyattn.backends.torch.plan import TorchPlan
 from anyattn.backends.torch.workspace import Workspace, empty, empty_in_order
 from anyattn.mods.ir.dependence import dependence
@@ -72,14 +73,14 @@ def chunks(row_tile: RowTile, width: int) -> list[Chunk]:
 class Heads:
     """A group's tensors as batches of matrices: one per (batch entry, K/V head), with the query heads that share K/V stacked as rows."""
 
-    def __init__(self, problem: Problem, group: Group, dtype: torch.dtype, workspace: Workspace):
-        ratio = problem.qhead_per_kvhead
-        self.problem, self.group, self.dtype, self.workspace = problem, group, dtype, workspace
+    def __init__(self, call: Call, group: Group):
+        problem, ratio = call.problem, call.problem.qhead_per_kvhead
+        self.problem, self.group, self.dtype, self.workspace, self.descends = problem, group, call.dtype, call.workspace, call.descends
         self.kv_heads = slice(group.h_lo // ratio, (group.h_hi - 1) // ratio + 1)
         self.q_heads = slice(group.h_lo, group.h_hi)
         self.q_rows, self.q_start = slice(group.b_lo, group.b_hi), 0
         self.k_rows, self.keys_used = slice(group.b_lo, group.b_hi), slice(None)
-        self._place: tuple[int, ...] = ()
+        self._place: tuple[Any, ...] = ()
         if problem.sequences is not None:
             host, b, entries = problem.sequences.on_host, group.b_lo, group.b_hi - group.b_lo
             self.q_rows, self.q_start = slice(host.q_row[b], host.q_row[b] + entries), host.q_start[b]
@@ -120,20 +121,21 @@ class Heads:
         return x[self.q_rows, self.q_heads, self.q_start + row_tile.q_lo : self.q_start + row_tile.q_hi]
 
     def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None, is_only_read: bool = False) -> Tensor:
-        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``mod_runner``.
+        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor, in the order of ``Call.descends``.
 
         The memory is reused by the next call with the same ``name``. is_only_read: the result may be a view of ``x``.
         """
         part = x[self.q_rows, self.q_heads, self.q_start + lo : self.q_start + hi]
-        # a single row, as in a decode step, has the same layout as its copy, and the same alignment, on which last bits may depend
-        if is_only_read and hi - lo == 1 and x.dtype == (dtype or self.dtype) and part.is_contiguous() and part.data_ptr() % _ALIGNED == 0:
+        is_in_order = hi - lo == 1 or not self.descends
+        # such rows have the same layout as their copy, and the same alignment, on which last bits may depend
+        if is_only_read and is_in_order and x.dtype == (dtype or self.dtype) and part.is_contiguous() and part.data_ptr() % _ALIGNED == 0:
             return part.view(self.count, -1, part.shape[-1])
         out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
-        return _reverse_rows(part, out).view(self.count, -1, part.shape[-1])
+        return (out.copy_(part) if is_in_order else _reverse_rows(part, out)).view(self.count, -1, part.shape[-1])
 
     def tile(self, row_tile: RowTile, chunk: Chunk) -> Tile:
         g = self.group
-        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place)
+        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place, descends=self.descends)
 
 
 def rows_of_queries(problem: Problem, width: int, dtype: torch.dtype) -> Tensor:
@@ -165,7 +167,7 @@ def _has_unused_rows(problem: Problem) -> bool:
 
 
 def row_heads(x: Tensor, tile: Tile) -> Tensor:
-    """A (count, stacked rows, n) tensor seen as (batch entries, query heads, rows, n), rows still descending."""
+    """A (count, stacked rows, n) tensor seen as (batch entries, query heads, rows, n), in the same order."""
     batch, heads, rows, _ = tile.shape
     return x.view(batch, heads, rows, x.shape[-1])
 
@@ -182,8 +184,6 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
     """Writes ``x`` (b, h, rows, n) with reversed rows to ``out``. flip would allocate memory, whose page faults cost more than the copy."""
-    if x.shape[2] == 1:
-        return out.copy_(x)
     backwards = torch.arange(x.shape[2] - 1, -1, -1, device=x.device)
     return torch.index_select(x, 2, backwards, out=out) if x.dtype == out.dtype else out.copy_(x.index_select(2, backwards))
 
@@ -191,7 +191,7 @@ def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
 def store(target: Tensor, x: Tensor, tile: Tile, workspace: Workspace) -> None:
     """Writes a (count, stacked rows, n) result into ``target`` (b, h, rows, n), whose rows ascend with q_idx."""
     rows = row_heads(x, tile)
-    if rows.shape[2] == 1:
+    if rows.shape[2] == 1 or not tile.descends:
         target.copy_(rows)
         return
     target.copy_(_reverse_rows(rows, workspace.take("ascending", tuple(rows.shape), rows.dtype)))
@@ -280,7 +280,8 @@ class Masks:
     def _rows_of(limit: Tensor, tile: Tile) -> Tensor:
         limit = limit if limit.shape[1] == 1 else limit[:, tile.b_lo : tile.b_hi]
         limit = limit if limit.shape[2] == 1 else limit[:, :, tile.h_lo : tile.h_hi]
-        return tile.rows_of(limit, 3)[..., None].flip(3)  # (n, b, h, rows, 1)
+        rows = tile.rows_of(limit, 3)[..., None]  # (n, b, h, rows, 1)
+        return rows.flip(3) if tile.descends else rows
 
 
 def _sees_distance_only(expr: Expr) -> bool:
@@ -302,3 +303,11 @@ class Call:
     @property
     def dtype(self) -> torch.dtype:
         return self.plan.product_dtype
+
+    @cached_property
+    def descends(self) -> bool:
+        """Whether a tile's rows are in descending order of q_idx, which makes vectors along diagonals views (``mod_runner``); without such
+        vectors they ascend, as storage does. Words of dropout are for rows that descend."""
+        mods = [p.expr for p, limit in zip(self.problem.predicates, self.coverage.ranges, strict=True) if limit is None]
+        mods += [] if self.problem.score is None else [self.problem.score.expr]
+        return self.drops.dropout is not None or any(map(has_diagonals, mods))

@@ -81,7 +81,7 @@ def forward(call: Call) -> Tensor:
     problem = call.problem
     out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype, call.workspace)
+        heads = Heads(call, group)
         rows = _Rows(call, heads)
         for row_tile in group.row_tiles:
             spans = _Spans.of(row_tile, problem.seqlen_k)
@@ -101,7 +101,7 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq = zeros_in_order(problem.q, problem.q.dtype)
     dk, dv = (zeros_in_order(t, problem.stat_dtype) for t in (problem.k, problem.v))
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype, call.workspace)
+        heads = Heads(call, group)
         rows = _Rows(call, heads)
         part_dk, part_dv = (torch.zeros(x.shape, dtype=problem.stat_dtype, device=x.device) for x in (rows.keys, rows.values))
         for row_tile in group.row_tiles:

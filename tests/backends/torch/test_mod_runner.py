@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from anyattn.backends.torch.lower import lowered
-from anyattn.backends.torch.mod_runner import Bound, Tile
+from anyattn.backends.torch.mod_runner import Bound, Tile, stage_of
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.mods.tracing.trace import trace
@@ -95,7 +95,7 @@ def test_stages():
         (lambda s, b, h, q, k: table[h, k], "col"), (lambda s, b, h, q, k: table[h, q - k], "diagonal"),
         (lambda s, b, h, q, k: table[h, q + k], "tile"),
     ):  # fmt: skip
-        assert Bound(trace(fn, "score").expr, (), (table,), B, H, M, N, torch.device("cpu")).stage == stage
+        assert stage_of(trace(fn, "score").expr, is_ragged=False) == stage
 
 
 def test_along_diagonals():
