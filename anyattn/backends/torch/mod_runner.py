@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.torch.lower import steady
+from anyattn.backends.torch.vectors import by_bits
 from anyattn.mods.analysis.evaluate import TORCH_OPS, Positions, apply, as_operand, run
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
@@ -253,13 +254,14 @@ class Bound:
         for i in self.staging.schedule:
             node = nodes[i]
             args = [values[a] if node.op == "load" else as_operand(values[a]) for a in node.args]
+            value = by_bits(node, args)
             target = next((a for a in node.args if a in mine and last_use[a] == i and nodes[a].dtype == node.dtype), None)
-            if target is not None and node.op in _IN_PLACE and _fits(values[target], args):
+            if value is None and target is not None and node.op in _IN_PLACE and _fits(values[target], args):
                 values[i] = TORCH_OPS[node.op](*_operands(args, values[target]), out=values[target])
                 mine.discard(target)
                 mine.add(i)
             else:
-                values[i] = apply(node, args, self.tensors)
+                values[i] = apply(node, args, self.tensors) if value is None else value
                 if isinstance(values[i], Tensor) and values[i].shape == tile.shape and node.op not in ("load", "cast"):
                     mine.add(i)
         return [as_operand(values[o]) for o in self.expr.outputs]
