@@ -226,18 +226,24 @@ def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once
     """Rectangles of (batch, head) with equal stretches, of at most ``pairs_at_once`` pairs and of whole K/V heads or parts of one."""
     if problem.sequences is not None:
         return _ragged_groups(problem, sources, tile_m, pairs_at_once)
-    by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
     by_head = any(s.heads > 1 and any(x != per_b[0] for per_b in s.stretches for x in per_b[1:]) for s in sources)
     groups = []
     head_chunks = [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once)
-    batch_step = 1 if by_batch else max(1, pairs_at_once // max(1, head_chunks[0][1] - head_chunks[0][0])) if head_chunks else 1
-    known: dict[tuple[int, int], tuple[RowTile, ...]] = {}
-    for b_lo in range(0, problem.batch, batch_step):
+    most = max(1, pairs_at_once // max(1, head_chunks[0][1] - head_chunks[0][0])) if head_chunks else 1
+    known: dict[int, tuple[RowTile, ...]] = {}  # of ``b_lo`` and its like, by head
+    b_lo = 0
+    while b_lo < problem.batch:
+        b_hi = b_lo + 1
+        while b_hi < min(problem.batch, b_lo + most) and _agree(sources, b_lo, b_hi):
+            b_hi += 1
         for h_lo, h_hi in head_chunks:
-            at = (b_lo if by_batch else 0, h_lo if by_head else 0)
+            at = h_lo if by_head else 0
             if at not in known:
-                known[at] = _row_tiles(problem, sources, at, tile_m)
-            groups.append(Group(b_lo, min(b_lo + batch_step, problem.batch), h_lo, h_hi, known[at]))
+                known[at] = _row_tiles(problem, sources, (b_lo, at), tile_m)
+            groups.append(Group(b_lo, b_hi, h_lo, h_hi, known[at]))
+        if b_hi < problem.batch and not _agree(sources, b_lo, b_hi):
+            known.clear()
+        b_lo = b_hi
     return groups
 
 
@@ -268,7 +274,7 @@ def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_
 
 
 def _agree(sources: list[_Source], one: int, other: int) -> bool:
-    return not sources or all(s.stretches[one] == s.stretches[other] for s in sources)
+    return all(s.batch == 1 or s.stretches[one] == s.stretches[other] for s in sources)
 
 
 def _row_tiles(problem: Problem, sources: list[_Source], at: tuple[int, int], tile_m: int) -> tuple[RowTile, ...]:

@@ -91,6 +91,11 @@ class Tile(NamedTuple):
         whole = x.narrow(dim, base, count * size).unflatten(dim, (count, size)).narrow(dim + 1, lo, hi - lo)
         return whole.transpose(entry_dim, dim).squeeze(dim)
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it has several sequences, which are concatenated in hoisted rows and columns."""
+        return self.seqlen_q is not None and self.b_hi - self.b_lo > 1
+
     def columns(self, lo: int, hi: int) -> Tile:
         return self._replace(k_lo=lo, k_hi=hi)
 
@@ -161,6 +166,7 @@ class Bound:
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
         self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
         self.hoisted: dict[int, Any] = {}
+        self._descending: dict[int, Tensor] = {}  # rows in reverse order
         if min(batch, heads, seqlen_q, seqlen_k) == 0 or (sequences is not None and not sequences.has_pairs):
             return
         b = _positions(batch, -4, device) if sequences is None else sequences.asked_entry.view(-1, 1, 1, 1)
@@ -181,7 +187,7 @@ class Bound:
         for stage, leaves in self._leaves.items():
             wanted = tuple(i for i in self.staging.hoisted if self.staging.stage[i] == stage)
             if wanted:
-                self.hoisted.update(zip(wanted, run(_only(expr, wanted), leaves, scalars, tensors), strict=True))
+                self.hoisted.update(zip(wanted, map(_in_four, run(_only(expr, wanted), leaves, scalars, tensors)), strict=True))
 
     def place(self, node: int, tile: Tile) -> Any:
         """``part``; of an index, its positions."""
@@ -199,47 +205,43 @@ class Bound:
 
     def part(self, node: int, tile: Tile) -> Any:
         """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
-        stage = self.staging.stage[node]
-        if node not in self.hoisted:  # an index
-            self.hoisted[node] = as_operand(self._leaves[stage][self.expr.nodes[node].attr])
-        value = self.hoisted[node]
+        stage, value = self.staging.stage[node], self._hoisted(node)
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        value = self._at_heads(value, tile)
+        rows, keys = tile.shape[2:]
+        if stage in ("row", "entry_col") and tile.is_stacked:
+            value = tile.rows_of(_view(value, tile), 2) if stage == "row" else tile.keys_of(_view(value, tile), 3)
+            return value.flip(2) if stage == "row" and tile.descends else value
+        if stage == "row" and tile.descends:
+            if node not in self._descending:
+                self._descending[node] = value.flip(2)
+            return _view(self._descending[node], tile, value.shape[2] - tile.row_base - tile.q_hi, (rows, 1))
         if stage == "row":
-            rows = tile.rows_of(value, 2)
-            return rows.flip(2) if tile.descends else rows
-        if stage == "entry_col":
-            return tile.keys_of(value, 3)
-        if stage == "col":
-            return value[:, :, :, tile.k_lo : tile.k_hi]
-        return self._sheared(value[:, :, 0], tile) if stage == "diagonal" else value
+            return _view(value, tile, tile.row_base + tile.q_lo, (rows, 1))
+        if stage == "diagonal":
+            assert tile.descends, "the call's mods have no diagonals"
+            return _view(value, tile, self._first_diagonal(tile), (rows, keys))
+        start = tile.k_lo if stage == "col" else tile.key_base + tile.k_lo if stage == "entry_col" else 0
+        return _view(value, tile, start, (1, 1 if stage == "per_head" else keys))
 
-    @staticmethod
-    def _at_heads(value: Tensor, tile: Tile) -> Tensor:
-        value = value[(None,) * (4 - value.ndim)] if value.ndim < 4 else value
-        value = value if value.shape[0] == 1 else value[tile.b_lo : tile.b_hi]
-        return value if value.shape[1] == 1 else value[:, tile.h_lo : tile.h_hi]
+    def _hoisted(self, node: int) -> Any:
+        value = self.hoisted.get(node)
+        if value is None:  # an index, made where it is read
+            value = self.hoisted[node] = _in_four(as_operand(self._leaves[self.staging.stage[node]][self.expr.nodes[node].attr]))
+        return value
 
-    def _sheared(self, vector: Tensor, tile: Tile) -> Tensor:
-        """(b, h, rows, columns) from (b, h, differences): row r (descending), column c reads entry r + c of the tile's window."""
-        assert tile.descends, "the call's mods have no diagonals"
-        return self._window(vector, tile).unfold(2, tile.k_hi - tile.k_lo, 1)
-
-    def _window(self, vector: Tensor, tile: Tile) -> Tensor:
-        start = self.greatest_difference + 1 - tile.q_first - tile.q_hi + tile.k_lo
-        return vector[:, :, start : start + tile.q_hi - tile.q_lo + tile.k_hi - tile.k_lo - 1]
+    def _first_diagonal(self, tile: Tile) -> int:
+        """The place of the tile's first diagonal in diagonal vectors: row r (descending), column c reads the entry r + c after it."""
+        return self.greatest_difference + 1 - tile.q_first - tile.q_hi + tile.k_lo
 
     def along_diagonals(self, tile: Tile) -> list[Any]:
         """The outputs, all of stage per_head or diagonal, on the diagonals of ``tile``: (b, h, 1, rows + columns - 1)."""
-        found = []
-        for o in self.expr.outputs:
-            if self.staging.stage[o] == "diagonal":
-                value = self._window(self._at_heads(self.hoisted[o], tile)[:, :, 0], tile)[:, :, None]
-            else:
-                value = self.part(o, tile)
-            found.append(value)
-        return found
+        width = tile.q_hi - tile.q_lo + tile.k_hi - tile.k_lo - 1
+        is_diagonal = [self.staging.stage[o] == "diagonal" for o in self.expr.outputs]
+        return [
+            _view(self.hoisted[o], tile, self._first_diagonal(tile), (1, width)) if along else self.part(o, tile)
+            for o, along in zip(self.expr.outputs, is_diagonal, strict=True)
+        ]
 
     def on(self, tile: Tile, score: Tensor | None = None, owns_score: bool = False) -> list[Any]:
         """The outputs on ``tile``; with ``owns_score`` the score's memory may be overwritten."""
@@ -265,6 +267,25 @@ class Bound:
                 if isinstance(values[i], Tensor) and values[i].shape == tile.shape and node.op not in ("load", "cast"):
                     mine.add(i)
         return [as_operand(values[o]) for o in self.expr.outputs]
+
+
+def _in_four(value: Any) -> Any:
+    return value[(None,) * (4 - value.ndim)] if isinstance(value, Tensor) and 0 < value.ndim < 4 else value
+
+
+def _view(value: Tensor, tile: Tile, first: int = 0, last: tuple[int, int] | None = None) -> Tensor:
+    """``value`` at the batch entries and heads of ``tile``. last: the last two dimensions of the result; both run along the longer of the
+    value's, from ``first`` on."""
+    shape, strides, offset = list(value.shape), list(value.stride()), value.storage_offset()
+    for dim, lo, hi in ((0, tile.b_lo, tile.b_hi), (1, tile.h_lo, tile.h_hi)):
+        if shape[dim] != 1:
+            offset += lo * strides[dim]
+            shape[dim] = hi - lo
+    if last is not None:
+        step = strides[3] if shape[2] == 1 else strides[2]
+        shape[2:], strides[2:] = last, (step, step)
+        offset += first * step
+    return value.as_strided(shape, strides, offset)
 
 
 def _positions(count: int, dim: int, device: torch.device) -> Positions:
