@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.coverage import Segment
-from anyattn.backends.torch.lower import lowered
+from anyattn.backends.torch.lower import lowered, with_choices
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
 from anyattn.backends.torch.tiles import Call
 from anyattn.backends.torch.workspace import zeros
@@ -71,7 +71,7 @@ class CapturedGradients:
         if score is None:
             return
         slots = tuple(slot for slot, tensor in enumerate(score.tensors) if tensor.requires_grad)
-        programs = _programs(score.expr, slots, is_additive, is_half=call.problem.q.element_size() == 2)
+        programs = _programs(with_choices(score.expr, score.tensors), slots, is_additive, is_half=call.problem.q.element_size() == 2)
         self.loads = programs.loads
         self.by_score_is_one = is_additive or _is_one(programs.values, programs.values.outputs[1])
         if self.loads or not is_additive:
@@ -98,7 +98,7 @@ class CapturedGradients:
         for load, total, factor in zip(self.loads, self.sums, by_load, strict=True):
             part = dscore
             if isinstance(factor, Tensor) or factor != 1:
-                part = dscore * factor
+                part = torch.mul(dscore, factor, out=self.call.workspace.take("dscore by load", tuple(dscore.shape), dscore.dtype))
                 self.call.masks.zero(part, tile, asked)  # the derivative at a hidden score is arbitrary
             total.add(self.totals[load.slot], part, tile)
 

@@ -1,4 +1,4 @@
-"""Lowering of score expressions to torch's CPU operations: folds constants, and replaces tanh by faster functions.
+"""Lowering of expressions to torch's CPU operations: folds constants, replaces tanh by faster functions, and loads at a bool by a choice.
 
 torch.tanh takes 1.04 ns per element, expm1 0.35, sigmoid 0.11, and a whole float32 attention score 1.4. ``tanh(x) = t / (t + 2)`` with
 ``t = expm1(2 x)`` is as accurate (2 x is kept below 40, where the quotient is 1); ``2 sigmoid(2 x) - 1`` loses relative accuracy near 0,
@@ -7,15 +7,17 @@ which does not show for 16-bit inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from anyattn.arithmetic import LN2
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, Expr, Node
+from anyattn.mods.ir.expr import Builder, Expr, Node, bool_of
 
-__all__ = ["lowered", "steady"]
+__all__ = ["lowered", "steady", "with_choices"]
 
 _UNSTEADY = frozenset(("pow", "sinh", "cosh", "atan2", "hypot"))
 
@@ -57,6 +59,32 @@ def steady(expr: Expr) -> Expr:
             new.append(builder.cast(builder.add(node.op, *wide), torch.float32))
         else:
             new.append(builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+    return builder.build(*(new[o] for o in expr.outputs))
+
+
+def with_choices(expr: Expr, tensors: Sequence[Tensor]) -> Expr:
+    """``expr`` with ``where(x, t[1], t[0])`` for ``t[x.to(int)]`` of a bool x: two loads that depend on less, and no gather."""
+    return _with_choices(expr, tuple([tuple([n >= 2 for n in t.shape]) for t in tensors])) if tensors else expr
+
+
+@lru_cache(maxsize=1024)
+def _with_choices(expr: Expr, has_two: tuple[tuple[bool, ...], ...]) -> Expr:
+    """has_two: of each tensor and dimension, whether it has an entry for False and one for True."""
+    builder = Builder()
+    new: list[int] = []
+
+    def load(node: Node, args: list[int], dim: int) -> int:
+        if dim == len(args):
+            return builder.add("load", *args, dtype=node.dtype, attr=node.attr)
+        condition = bool_of(expr, node.args[dim]) if has_two[node.attr][dim] else None  # type: ignore[index]
+        if condition is None:
+            return load(node, args, dim + 1)
+        no, yes = (load(node, [*args[:dim], builder.const(at, torch.int64), *args[dim + 1 :]], dim + 1) for at in (0, 1))
+        return builder.add("where", new[condition], yes, no)
+
+    for node in expr.nodes:
+        args = [new[a] for a in node.args]
+        new.append(load(node, args, 0) if node.op == "load" else builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
     return builder.build(*(new[o] for o in expr.outputs))
 
 

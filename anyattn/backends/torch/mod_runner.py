@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.lower import steady
+from anyattn.backends.torch.lower import steady, with_choices
 from anyattn.backends.torch.vectors import by_bits
 from anyattn.mods.analysis.evaluate import TORCH_OPS, Positions, apply, as_operand, run
 from anyattn.mods.ir.dependence import dependence
@@ -315,6 +315,7 @@ def stage_of(expr: Expr, is_ragged: bool) -> str:
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
     """``expr`` prepared for the tiles of ``problem``; for a KV cache with operations whose
     rounding does not depend on the rest of the batch."""
+    expr = with_choices(expr, tensors)
     if problem.sequences is not None and problem.sequences.is_cache:
         expr = steady(expr)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)

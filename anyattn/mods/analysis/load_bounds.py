@@ -17,7 +17,7 @@ from anyattn.mods.analysis.tile_classes import FULL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.ir.dependence import Dep, dependence
-from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.expr import Builder, Expr, bool_of
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [
@@ -215,6 +215,8 @@ def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) 
     node = mod.expr.nodes[arg]
     if node.op == "const":
         return -size <= node.attr < size  # type: ignore[operator]
+    if bool_of(mod.expr, arg) is not None:
+        return size >= 2
     return node.op == "index" and sizes[node.attr] <= size  # type: ignore[index, call-overload]
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "DType",
     "Expr",
     "Node",
+    "bool_of",
     "category",
     "is_weak",
     "overflows",
@@ -425,6 +426,13 @@ def _reachable(nodes: Iterable[Node], targets: Iterable[int], stop: dict[int, in
         stack.append((position, True))
         stack.extend((a, False) for a in reversed(nodes[position].args) if a not in seen)
     return order
+
+
+def bool_of(expr: Expr, position: int) -> int | None:
+    """The bool that the index at ``position`` is cast from; None for any other index."""
+    while expr.nodes[position].op == "cast" and category(expr.nodes[position].dtype) == "int":
+        position = expr.nodes[position].args[0]
+    return position if expr.nodes[position].dtype is torch.bool else None
 
 
 def verify(expr: Expr) -> None:
