@@ -23,7 +23,7 @@ from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.captured_gradients import CapturedGradients
 from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.forward import Scores, sink_logits
-from anyattn.backends.torch.mod_runner import Tile
+from anyattn.backends.torch.mod_runner import Bound, Tile
 from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 from anyattn.backends.torch.workspace import zeros_in_order
 
@@ -76,7 +76,8 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     for group in call.coverage.groups:
         heads = Heads(call, group)
         operands = _Operands(call, heads)
-        for row_tile, start in _with_starts(call, group, heads, statistics, operands, None if dlse is not None else (dout, out, lse)):
+        rows = None if dlse is not None or scores.captured.loads else (dout, out, lse)
+        for row_tile, start in _with_starts(call, group, heads, statistics, operands, rows, scores.scores.in_memory):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
             store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         heads.add_to_keys(dk, operands.dk)
@@ -91,16 +92,22 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
 
 
 def _with_starts(
-    call: Call, group: Group, heads: Heads, statistics: _Statistics, operands: _Operands, rows: tuple[Tensor, Tensor, Tensor] | None
+    call: Call,
+    group: Group,
+    heads: Heads,
+    statistics: _Statistics,
+    operands: _Operands,
+    rows: tuple[Tensor, Tensor, Tensor] | None,
+    bias: Bound | None,
 ) -> Iterator[tuple[RowTile, Tensor | None]]:
     """The row tiles with their rectangles' contributions to dQ; the rectangles' dK and dV are added to the group's.
 
-    rows: dout, out and lse as given; None if lse has a gradient, which ATen's kernel does not support.
+    rows: dout, out and lse as given; None if lse or the bias has a gradient, which ATen's kernel does not support.
     """
     if rows is None:
         yield from ((row_tile, None) for row_tile in group.row_tiles)
         return
-    for block in blocks(call, group):
+    for block in blocks(call, group, bias):
         if block.rectangle is None:
             yield from ((row_tile, None) for row_tile in block.row_tiles)
             continue

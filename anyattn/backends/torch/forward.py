@@ -50,6 +50,9 @@ class Scores:
                 self.shift = bound
             else:
                 self.bias = bound
+        # the bias if it is a slice of a captured tensor in every tile, in storage's order
+        is_slice = self.bias is not None and self.bias_factor == LOG2E and self.bias.is_plain_load and not call.descends
+        self.in_memory = self.bias if is_slice and not _is_cache(problem) else None
         # mods are computed in the statistics' dtype for any input dtype: bfloat16 cannot represent positions and biases
         self.dtype = call.dtype if self.bias is None and self.mod is None else problem.stat_dtype
 
@@ -115,7 +118,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
     for group in call.coverage.groups:
         heads = Heads(call, group)
         keys, values = heads.keys(problem.k, "k"), heads.keys(problem.v, "v")
-        for row_tile, start in _with_starts(call, group, heads, keys, values):
+        for row_tile, start in _with_starts(call, group, heads, keys, values, scores.in_memory):
             acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             if scores.shift is not None:
@@ -136,10 +139,10 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
 
 
 def _with_starts(
-    call: Call, group: Group, heads: Heads, keys: KeyRows, values: KeyRows
+    call: Call, group: Group, heads: Heads, keys: KeyRows, values: KeyRows, bias: Bound | None
 ) -> Iterator[tuple[RowTile, tuple[Tensor, Tensor] | None]]:
     """The row tiles with the normalised output and base-2 log-sum-exp of their rectangles, or None without one."""
-    for block in blocks(call, group):
+    for block in blocks(call, group, bias):
         if block.rectangle is None:
             yield from ((row_tile, None) for row_tile in block.row_tiles)
             continue
@@ -162,7 +165,7 @@ def _stream(
     acc = row_sum = row_max = None
     if start is not None:
         acc, row_max = start
-        row_sum = torch.ones_like(row_max)
+        row_sum, row_max = (row_max > -math.inf).to(stat), row_max.clamp_min(lowest)
     for chunk in chunks(row_tile, call.plan.tile_n):
         tile = heads.tile(row_tile, chunk)
         s = scores.of(q, keys.run(chunk.lo, chunk.hi), tile, chunk)

@@ -189,6 +189,13 @@ class Bound:
             if wanted:
                 self.hoisted.update(zip(wanted, map(_in_four, run(_only(expr, wanted), leaves, scalars, tensors)), strict=True))
 
+    @property
+    def is_plain_load(self) -> bool:
+        """Whether the only output is a load at indices and constants."""
+        nodes = self.expr.nodes
+        output = nodes[self.expr.outputs[0]]
+        return output.op == "load" and all(nodes[a].op in ("index", "const") for a in output.args)
+
     def place(self, node: int, tile: Tile) -> Any:
         """``part``; of an index, its positions."""
         name, n = self.expr.nodes[node].attr, tile

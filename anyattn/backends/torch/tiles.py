@@ -104,6 +104,10 @@ class Heads:
             return None
         return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads, self.group.is_small)
 
+    def by_entry(self, x: Tensor) -> Tensor:
+        """A (count, n, D) tensor seen as (batch entries, K/V heads, n, D)."""
+        return x.unflatten(0, (self.group.b_hi - self.group.b_lo, -1))
+
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Adds ``part`` (count, keys, D) to this group's part of ``total``, which is stored as the keys are."""
         if self.pool_rows is None:
