@@ -188,8 +188,8 @@ def _row_tile(
     stat, scale, dropout = call.problem.stat_dtype, call.problem.scale, call.problem.dropout
     factor = 1.0 if dropout is None else dropout.scale
     rows = (row_tile.q_lo, row_tile.q_hi)
-    q, dout = heads.rows(statistics.q, *rows, "q"), heads.rows(statistics.dout, *rows, "dout")
-    lse = heads.rows(statistics.lse, *rows, "lse", stat)
+    q, dout = (heads.rows(x, *rows, name, is_only_read=True) for x, name in ((statistics.q, "q"), (statistics.dout, "dout")))
+    lse = heads.rows(statistics.lse, *rows, "lse", stat, is_only_read=True)
     with_delta, rest = _with_delta(call, heads, statistics, rows, dout)
     top, log_sum = scores.normaliser(q, operands.keys, heads, row_tile, lse, is_whole=start is None)
     dq = call.workspace.take("dq", tuple(q.shape), stat).zero_() if start is None else start.clone()

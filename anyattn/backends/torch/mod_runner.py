@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.torch.lower import steady, with_choices
-from anyattn.backends.torch.vectors import by_bits
+from anyattn.backends.torch.vectors import BY_BITS, by_bits
 from anyattn.mods.analysis.evaluate import TORCH_OPS, Positions, apply, as_operand, run
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
@@ -103,12 +103,13 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class _Staging:
     """An expression divided into stages: each node's stage, the nodes of other stages that tiles read, those of them that are computed (all
-    but indices), and each tile node's last reader."""
+    but indices), the tile nodes in order, those of them that compute with an index, and each node's last reader."""
 
     stage: tuple[str, ...]
     boundary: tuple[int, ...]
     hoisted: tuple[int, ...]
     schedule: tuple[int, ...]
+    operands: frozenset[int]
     last_use: tuple[int, ...]
 
 
@@ -137,7 +138,8 @@ def _staging(expr: Expr, is_ragged: bool) -> _Staging:
         last_use[o] = len(expr.nodes)
     boundary = tuple(i for i in sorted(read) if stage[i] != "tile")
     hoisted = tuple(i for i in boundary if expr.nodes[i].op != "index")
-    return _Staging(tuple(stage), boundary, hoisted, schedule, tuple(last_use))
+    operands = frozenset(i for i in schedule if expr.nodes[i].op != "load" and any(expr.nodes[a].op == "index" for a in expr.nodes[i].args))
+    return _Staging(tuple(stage), boundary, hoisted, schedule, operands, tuple(last_use))
 
 
 @lru_cache(maxsize=1024)
@@ -262,8 +264,10 @@ class Bound:
                     mine.add(i)
         for i in self.staging.schedule:
             node = nodes[i]
-            args = [values[a] if node.op == "load" else as_operand(values[a]) for a in node.args]
-            value = by_bits(node, args)
+            args = [values[a] for a in node.args]
+            if i in self.staging.operands:
+                args = [as_operand(a) for a in args]
+            value = by_bits(node, args) if node.op in BY_BITS else None
             target = next((a for a in node.args if a in mine and last_use[a] == i and nodes[a].dtype == node.dtype), None)
             if value is None and target is not None and node.op in _IN_PLACE and _fits(values[target], args):
                 values[i] = TORCH_OPS[node.op](*_operands(args, values[target]), out=values[target])

@@ -39,6 +39,7 @@ __all__ = [
 
 _ALIGNED = 64  # bytes: alignment of torch's CPU allocations
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_MINUS_INF = {dtype: int(torch.tensor(-math.inf, dtype=dtype, device="cpu").view(bits)) for dtype, bits in _BITS.items()}
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,7 @@ class _Cover:
     def of(visible: Tensor, dtype: torch.dtype) -> _Cover:
         bits = _BITS[dtype]
         keep = visible.to(bits).neg_()
-        minus_inf = int(torch.tensor(-math.inf, dtype=dtype, device="cpu").view(bits))
-        return _Cover(keep, keep.bitwise_not().bitwise_and_(minus_inf))
+        return _Cover(keep, keep.bitwise_not().bitwise_and_(_MINUS_INF[dtype]))
 
     def hide(self, scores: Tensor) -> None:
         scores.view(self.keep.dtype).bitwise_and_(self.keep).bitwise_or_(self.fill)

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from anyattn.mods.ir.expr import Node, is_weak
 
-__all__ = ["by_bits"]
+__all__ = ["BY_BITS", "by_bits"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOGIC = {"and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor}
+BY_BITS = frozenset(("where", *_LOGIC))
 _LEAST = 2048  # elements, below which a call costs more than the elements
 
 
 def by_bits(node: Node, args: list[Any]) -> Tensor | None:
-    """The result of the operation; None where torch's own is as fast."""
+    """The result of an operation of ``BY_BITS``; None where torch's own is as fast."""
     if node.op == "where" and isinstance(args[0], Tensor) and args[0].numel() >= _LEAST and not is_weak(node.dtype):
         return _select(args[0], *(_as_tensor(a, node.dtype, args[0].device) for a in args[1:]))  # type: ignore[arg-type]
-    if node.op in _LOGIC and node.dtype is torch.bool and _is_uneven(args):
+    if node.op != "where" and node.dtype is torch.bool and _is_uneven(args):
         return _LOGIC[node.op](*(a.view(torch.uint8) for a in args)).view(torch.bool)
     return None
 

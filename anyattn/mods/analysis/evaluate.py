@@ -115,7 +115,7 @@ def run(expr: Expr, leaves: Mapping[Any, Any], scalars: Sequence[int | float], t
         elif node.op == "scalar":
             values.append(scalars[node.attr])  # type: ignore[call-overload]
         else:
-            values.append(apply(node, [values[a] for a in node.args], tensors))
+            values.append(apply(node, [values[a] if node.op == "load" else as_operand(values[a]) for a in node.args], tensors))
     return [as_operand(values[o]) for o in expr.outputs]
 
 
@@ -125,10 +125,10 @@ def as_operand(value: Any) -> Any:
 
 
 def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """One operation on tensors, or on Python numbers if all arguments are Python numbers (weak values, literals)."""
+    """One operation on tensors, or on Python numbers if all arguments are Python numbers (weak values, literals). Only a load's arguments
+    may be ``Positions``."""
     if node.op == "load":
         return _load(tensors[node.attr], args)  # type: ignore[call-overload]
-    args = [as_operand(a) for a in args]
     on_host = not any(isinstance(a, Tensor) for a in args)
     if node.op == "cast":
         if on_host and is_weak(node.dtype):
