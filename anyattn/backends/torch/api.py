@@ -13,7 +13,7 @@ from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
-from anyattn.backends.torch.coverage import cover, split_of
+from anyattn.backends.torch.coverage import Coverage, cover, split_of
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.plan import TorchPlan
 from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
@@ -24,10 +24,12 @@ __all__ = ["Repeater"]
 
 
 class Repeater(plan.Repeater):
-    """Computes the calls of one plan by torch operations; they share nothing but the plan."""
+    """Computes the calls of one plan by torch operations; they share the plan and, if only sizes decide it, the coverage."""
 
     def __init__(self, problem: Problem, plan: TorchPlan) -> None:
         self.plan = plan
+        has_sizes_only = not problem.predicates and problem.blocks is None and problem.sequences is None
+        self.coverage = _cover(problem, plan) if has_sizes_only else None
 
     def reads_lists(self, problem: Problem) -> bool:
         return problem.blocks is not None
@@ -36,19 +38,23 @@ class Repeater(plan.Repeater):
         plan = self.plan
         if plan.num_splits > 1:
             return _forward_by_splits(problem, plan)
-        call = _call(problem, plan)
+        call = _call(problem, plan, self.coverage)
         by_spans = not (plan.needs_lse or problem.wants_lse or problem.wants_max)
         return Result(unstreamed.forward(call), None, None) if by_spans else forward_pass.forward(call)
 
     def backward(self, problem: Problem, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = _call(problem, self.plan)
+        call = _call(problem, self.plan, self.coverage)
         if lse is None:  # the forward pass computed whole spans
             return *unstreamed.backward(call, dout), None
         return backward_pass.backward(call, out, lse, dout, dlse)
 
 
-def _call(problem: Problem, plan: TorchPlan) -> Call:
-    coverage = cover(problem, plan.tile_m, plan.pairs_at_once)
+def _cover(problem: Problem, plan: TorchPlan) -> Coverage:
+    return cover(problem, plan.tile_m, plan.pairs_at_once)
+
+
+def _call(problem: Problem, plan: TorchPlan, coverage: Coverage | None = None) -> Call:
+    coverage = coverage or _cover(problem, plan)
     return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device), Drops(problem))
 
 

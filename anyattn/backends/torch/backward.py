@@ -158,8 +158,11 @@ class ScoreGradients:
         rows see. Otherwise some are in a rectangle; a rectangle has no score mod, so such scores do not occur.
         """
         shift = self.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
-        far = torch.isfinite(lse) & (lse.abs() > _FAR)
-        if not is_whole or not bool(far.any()):
+        size = lse.abs()
+        if not is_whole or size.amax().item() <= _FAR:  # one number decides most calls
+            return lse - shift, None
+        far = torch.isfinite(lse) & (size > _FAR)
+        if not bool(far.any()):
             return lse - shift, None
         top = torch.full_like(lse, torch.finfo(lse.dtype).min / 2)
         total = torch.zeros_like(lse)

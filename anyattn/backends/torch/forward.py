@@ -159,13 +159,15 @@ def _stream(
     start: the normalised output and the base-2 log-sum-exp over keys that are not in the tile's segments.
     """
     stat = call.problem.stat_dtype
-    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q", is_only_read=True)
-    shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # not -inf: -inf - (-inf) would be NaN
     acc = row_sum = row_max = None
     if start is not None:
         acc, row_max = start
         row_sum, row_max = (row_max > -math.inf).to(stat), row_max.clamp_min(lowest)
+        if not row_tile.segments:
+            return acc, row_max, row_sum
+    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q", is_only_read=True)
+    shape = (q.shape[0], q.shape[1], 1)
     for chunk in chunks(row_tile, call.plan.tile_n):
         tile = heads.tile(row_tile, chunk)
         s = scores.of(q, keys.run(chunk.lo, chunk.hi), tile, chunk)

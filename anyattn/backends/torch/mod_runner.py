@@ -171,25 +171,30 @@ class Bound:
         self._descending: dict[int, Tensor] = {}  # rows in reverse order
         if min(batch, heads, seqlen_q, seqlen_k) == 0 or (sequences is not None and not sequences.has_pairs):
             return
-        b = _positions(batch, -4, device) if sequences is None else sequences.asked_entry.view(-1, 1, 1, 1)
-        h, zero = _positions(heads, -3, device), torch.zeros((), dtype=torch.int64, device=device)
-        least, columns = (1 - seqlen_k, seqlen_k) if sequences is None else (sequences.least_difference, sequences.longest_asked_k)
-        places: dict[str, tuple[Any, Any, Any]] = {"col": (b, zero, _positions(columns, -1, device)), "per_head": (b, zero, zero)}
-        if "diagonal" in self.staging.stage:
-            places["diagonal"] = (b, torch.arange(self.greatest_difference, least - 1, -1, device=device), zero)
-        if sequences is None:
-            places["row"] = (b, _positions(seqlen_q, -2, device), zero)
-        else:
-            row_entry, row_position = sequences.asked_rows
-            places["row"] = (row_entry.view(-1, 1), row_position.view(-1, 1), zero)
-            if "entry_col" in self.staging.stage:
-                key_entry, key_position = sequences.asked_keys
-                places["entry_col"] = (key_entry, zero, key_position)
-        self._leaves = {s: {"b": b, "h": h, "q_idx": q, "kv_idx": kv, "score": None} for s, (b, q, kv) in places.items()}
-        for stage, leaves in self._leaves.items():
+        self._sizes, self._device, self._sequences = (batch, heads, seqlen_q, seqlen_k), device, sequences
+        for stage in dict.fromkeys(self.staging.stage[i] for i in self.staging.hoisted):
             wanted = tuple(i for i in self.staging.hoisted if self.staging.stage[i] == stage)
-            if wanted:
-                self.hoisted.update(zip(wanted, map(_in_four, run(_only(expr, wanted), leaves, scalars, tensors)), strict=True))
+            self.hoisted.update(zip(wanted, map(_in_four, run(_only(expr, wanted), self._leaves(stage), scalars, tensors)), strict=True))
+
+    def _leaves(self, stage: str) -> dict[str, Any]:
+        """The indices of a stage."""
+        (batch, heads, seqlen_q, seqlen_k), device, sequences = self._sizes, self._device, self._sequences
+        b = _positions(batch, -4, device) if sequences is None else sequences.asked_entry.view(-1, 1, 1, 1)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        q: Any = zero
+        kv: Any = zero
+        if stage == "col":
+            kv = _positions(seqlen_k if sequences is None else sequences.longest_asked_k, -1, device)
+        elif stage == "diagonal":
+            least = 1 - seqlen_k if sequences is None else sequences.least_difference
+            q = torch.arange(self.greatest_difference, least - 1, -1, device=device)
+        elif stage == "row" and sequences is None:
+            q = _positions(seqlen_q, -2, device)
+        elif stage == "row":
+            b, q = (x.view(-1, 1) for x in sequences.asked_rows)
+        elif stage == "entry_col":
+            b, kv = sequences.asked_keys
+        return {"b": b, "h": _positions(heads, -3, device), "q_idx": q, "kv_idx": kv, "score": None}
 
     @property
     def is_plain_load(self) -> bool:
@@ -236,7 +241,7 @@ class Bound:
     def _hoisted(self, node: int) -> Any:
         value = self.hoisted.get(node)
         if value is None:  # an index, made where it is read
-            value = self.hoisted[node] = _in_four(as_operand(self._leaves[self.staging.stage[node]][self.expr.nodes[node].attr]))
+            value = self.hoisted[node] = _in_four(as_operand(self._leaves(self.staging.stage[node])[self.expr.nodes[node].attr]))
         return value
 
     def _first_diagonal(self, tile: Tile) -> int:
