@@ -76,7 +76,7 @@ def _with_choices(expr: Expr, has_two: tuple[tuple[bool, ...], ...]) -> Expr:
     def load(node: Node, args: list[int], dim: int) -> int:
         if dim == len(args):
             return builder.add("load", *args, dtype=node.dtype, attr=node.attr)
-        condition = bool_of(expr, node.args[dim]) if has_two[node.attr][dim] else None  # type: ignore[index]
+        condition = bool_of(expr, node.args[dim]) if has_two[node.attr][dim] else None  # type: ignore[call-overload]
         if condition is None:
             return load(node, args, dim + 1)
         no, yes = (load(node, [*args[:dim], builder.const(at, torch.int64), *args[dim + 1 :]], dim + 1) for at in (0, 1))

@@ -191,8 +191,10 @@ class Bound:
         elif stage == "row" and sequences is None:
             q = _positions(seqlen_q, -2, device)
         elif stage == "row":
+            assert sequences is not None
             b, q = (x.view(-1, 1) for x in sequences.asked_rows)
         elif stage == "entry_col":
+            assert sequences is not None
             b, kv = sequences.asked_keys
         return {"b": b, "h": _positions(heads, -3, device), "q_idx": q, "kv_idx": kv, "score": None}
 
@@ -241,7 +243,8 @@ class Bound:
     def _hoisted(self, node: int) -> Any:
         value = self.hoisted.get(node)
         if value is None:  # an index, made where it is read
-            value = self.hoisted[node] = _in_four(as_operand(self._leaves(self.staging.stage[node])[self.expr.nodes[node].attr]))
+            index = self._leaves(self.staging.stage[node])[self.expr.nodes[node].attr]  # type: ignore[index]
+            value = self.hoisted[node] = _in_four(as_operand(index))
         return value
 
     def _first_diagonal(self, tile: Tile) -> int:

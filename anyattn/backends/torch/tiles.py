@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ class Heads:
         self.q_heads = slice(group.h_lo, group.h_hi)
         self.q_rows, self.q_start = slice(group.b_lo, group.b_hi), 0
         self.k_rows, self.keys_used = slice(group.b_lo, group.b_hi), slice(None)
-        self._place: tuple[Any, ...] = ()
+        self._place: tuple[int, int, int, int | None, int | None] = (0, 0, 0, None, None)
         if problem.sequences is not None:
             host, b, entries = problem.sequences.on_host, group.b_lo, group.b_hi - group.b_lo
             self.q_rows, self.q_start = slice(host.q_row[b], host.q_row[b] + entries), host.q_start[b]
@@ -140,7 +139,7 @@ class Heads:
 
     def tile(self, row_tile: RowTile, chunk: Chunk) -> Tile:
         g = self.group
-        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place, descends=self.descends)
+        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place, self.descends)
 
 
 def rows_of_queries(problem: Problem, width: int, dtype: torch.dtype) -> Tensor:
