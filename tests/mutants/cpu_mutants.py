@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from anyattn.backends.torch.captured_gradients import programs
 from anyattn.call_cache import attention
 from anyattn.mods.ir.bounds import bounds
 from anyattn.tensors import by_contents
@@ -80,7 +81,8 @@ MUTANTS = by_name(
     Mutant("window_one_too_narrow", f"{_TILES}:Masks._visible", "columns >= lo", "columns > lo", "window"),
     Mutant("last_stretch_unmasked", f"{_TILES}:Masks._covers", "for segment in asked: ...", "for segment in asked[:-1]: ...", "causal"),
     Mutant("wrong_gqa_head", f"{_TILES}:Heads.keys", "x[__]", "x[__].flip(1)", "gqa"),
-    Mutant("rows_in_reverse", f"{_TILES}:Masks._rows_of", "__.flip(3)", "__", "causal"),
+    Mutant("rows_in_reverse", f"{_TILES}:Masks._rows_of", "rows.flip(3)", "rows", "relative_window"),
+    Mutant("rows_in_reverse_without_diagonals", f"{_TILES}:Masks._rows_of", "tile.descends", "True", "causal"),
     Mutant("partial_taken_for_full", f"{_SPANS}:_from_ranges", "hi.amin", "hi.amax", "causal"),
     Mutant("band_edge_taken_for_full", f"{_SPANS}:_from_ranges", "lo.amax", "lo.amin", "window"),
     Mutant("full_blocks_dropped", f"{_SPANS}:_runs", "kind != EMPTY", "kind == 1", "block_mask"),
@@ -90,18 +92,18 @@ MUTANTS = by_name(
         "t * tile_m // tile[0]", "min((t + 1) * tile_m // tile[0], len(rows) - 1)", "block_mask",
     ),
     Mutant("heads_share_one_mask", f"{_SPANS}:_groups", "x != per_b[0]", "x is None", "by_head"),
-    Mutant("batch_shares_one_mask", f"{_SPANS}:_groups", "x != s.stretches[0]", "x is None", "by_batch"),
+    Mutant("batch_shares_one_mask", f"{_SPANS}:_agree", "s.stretches[one] == s.stretches[other]", "True", "by_batch"),
     # mods
     Mutant(
-        "head_offset_forgotten", f"{_STAGES}:Bound._at_heads",
-        "value[:, tile.h_lo : tile.h_hi]", "value[:, : tile.h_hi - tile.h_lo]", "by_head",
+        "head_offset_forgotten", f"{_STAGES}:_view",
+        "offset += lo * strides[dim]", "offset += lo * strides[dim] * (dim != 1)", "by_head",
     ),
     Mutant(
-        "batch_offset_forgotten", f"{_STAGES}:Bound._at_heads",
-        "value[tile.b_lo : tile.b_hi]", "value[: tile.b_hi - tile.b_lo]", "by_batch",
+        "batch_offset_forgotten", f"{_STAGES}:_view",
+        "offset += lo * strides[dim]", "offset += lo * strides[dim] * (dim != 0)", "by_batch",
     ),
     Mutant(
-        "distance_off_by_one", f"{_STAGES}:Bound.__init__",
+        "distance_off_by_one", f"{_STAGES}:Bound._leaves",
         "torch.arange(__, least - 1, -1, device=device)", "torch.arange(__ + 1, least - 1, -1, device=device)", "relative_window",
     ),
     Mutant(
@@ -147,6 +149,20 @@ MUTANTS = by_name(
         "branches_swapped", "mods.ir.grad:_Reverse.parts",
         "self.op('where', condition, g, zero)", "self.op('where', condition, zero, g)", "where",
     ),
+    # tables
+    Mutant("slice_of_the_first_tile", "mods.analysis.evaluate:slice_at", "offset += first * stride", "offset += 0", "tables"),
+    Mutant("rows_of_a_slice_in_reverse", "mods.analysis.evaluate:_load", "view.flip(2)", "view", "tables"),
+    Mutant("bias_in_another_base", f"{_FORWARD}:Scores._biased", "self.bias_factor", "1.0", "tables"),
+    Mutant("gradient_of_a_slice_in_reverse", f"{_CAPTURED}:_Sum.add", "tile.descends", "True", "tables"),
+    Mutant(
+        "entries_of_a_choice_swapped", "backends.torch.lower:_with_choices",
+        'builder.add("where", new[condition], yes, no)', 'builder.add("where", new[condition], no, yes)', "tables",
+    ),
+    Mutant("bits_of_the_other", "backends.torch.vectors:_select", "__.bitwise_xor_(y_bits)", "__.bitwise_xor_(x_bits)", "tables"),
+    Mutant(
+        "rows_hidden_by_a_bias_count", "backends.torch.aten_flash:Rectangle.forward",
+        "(lse == 0) & __", "(lse != lse) & __", "hidden_by_a_bias",
+    ),
     # low precision without statistics
     Mutant("span_rows_not_cleared", f"{_WHOLE}:_Rows.probabilities", "call.masks.zero", "lambda *_: None", "blind_half"),
     Mutant("span_runs_on_one_another", f"{_WHOLE}:_Rows.gathered", "run.hi - run.lo", "0", "runs_half"),
@@ -164,7 +180,10 @@ MUTANTS = by_name(
         "offset_of_another_sequence", "validate.flash:_checked_sequences",
         "sequences.seqlens_q", "sequences.seqlens_q.flip(0)", "packed",
     ),
-    Mutant("entry_forgotten", f"{_STAGES}:Bound.__init__", "row_entry.view(-1, 1)", "row_entry.view(-1, 1) * 0", "packed"),
+    Mutant(
+        "entry_forgotten", f"{_STAGES}:Bound._leaves",
+        "(x.view(-1, 1) for x in sequences.asked_rows)", "(x.view(-1, 1) * n for n, x in enumerate(sequences.asked_rows))", "packed",
+    ),
     Mutant("tiles_of_another_sequence", f"{_SPANS}:_by_sequence", "start += count", "start += 0", "packed"),
     Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.zero_()", "out", "used"),
     # caches
@@ -258,6 +277,7 @@ def _forget() -> None:
     attention.clear()
     by_contents.forget()
     bounds.cache_clear()
+    programs.cache_clear()
 
 
 @contextlib.contextmanager
@@ -265,9 +285,11 @@ def _table_entry(table: dict[str, Any], mutant: Mutant) -> Iterator[None]:
     """Replaces the entry ``old`` of a table by its entry ``new``."""
     original = table[mutant.old]
     table[mutant.old] = table[mutant.new]
+    _forget()
     try:
         yield
     finally:
+        _forget()
         table[mutant.old] = original
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -83,6 +84,28 @@ def blind_half() -> None:
 
 def where() -> None:
     judge(*edge.qkv(1, 2, 1, 40, 50, 8, 8), score=lambda s, b, h, i, j: torch.where(i >= j, s * 2.0, s * 0.5))
+
+
+def tables() -> None:
+    """A bias for each pair in tiles whose rows ascend and in such that descend, and a choice of two numbers."""
+    q, k, v = edge.qkv(2, 2, 2, 70, 70, 8, 8)
+    kinds = torch.arange(70) % 3
+    pair, two = (
+        torch.randn(2, 2, 70, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        torch.tensor([[1.0, -1.0], [0.5, 2.0]]),
+    )
+    two = two.double()
+    for mask in (lambda b, h, i, j: kinds[i] != kinds[j], lambda b, h, i, j: (kinds[i] != kinds[j]) | (i == j)):
+        judge(q, k, v, mask=mask, score=lambda s, b, h, i, j: s + pair[b, h, i, j], captured=[pair], kernel_options={"tile_m": 32})
+        added = pair.detach().float()  # of the scores' dtype, so that it is no more than a bias
+        judge(q, k, v, mask=mask, score=lambda s, b, h, i, j: s + added[b, h, i, j])  # noqa: B023
+    judge(q, k, v, score=lambda s, b, h, i, j: s + two[(kinds[i] == kinds[j]).to(torch.int32), h], captured=[two])
+
+
+def hidden_by_a_bias() -> None:
+    bias = torch.zeros(70, 70)
+    bias[11] = -math.inf
+    judge(*edge.qkv(1, 2, 2, 70, 70, 8, 8), score=lambda s, b, h, i, j: s + bias[i, j])
 
 
 def narrowed() -> None:
@@ -168,6 +191,8 @@ def splits() -> None:
 
 CHECKS: dict[str, Callable[[], object]] = {
     "full": case("full"),
+    "tables": tables,
+    "hidden_by_a_bias": hidden_by_a_bias,
     "causal": case("causal", TALL),
     "window": case("window", TALL),
     "islands": case("islands"),

@@ -39,7 +39,7 @@ class _Programs:
 
 
 @lru_cache(maxsize=1024)
-def _programs(expr: Expr, slots: tuple[int, ...], is_additive: bool, is_half: bool) -> _Programs:
+def programs(expr: Expr, slots: tuple[int, ...], is_additive: bool, is_half: bool) -> _Programs:
     """The programs for the gradients of the captured tensors ``slots`` of a score mod."""
     gradients = score_gradients(expr)
     loads = tuple(g for g in gradients.loads if g.slot in slots)
@@ -71,12 +71,12 @@ class CapturedGradients:
         if score is None:
             return
         slots = tuple(slot for slot, tensor in enumerate(score.tensors) if tensor.requires_grad)
-        programs = _programs(with_choices(score.expr, score.tensors), slots, is_additive, is_half=call.problem.q.element_size() == 2)
-        self.loads = programs.loads
-        self.by_score_is_one = is_additive or _is_one(programs.values, programs.values.outputs[1])
+        made = programs(with_choices(score.expr, score.tensors), slots, is_additive, is_half=call.problem.q.element_size() == 2)
+        self.loads = made.loads
+        self.by_score_is_one = is_additive or _is_one(made.values, made.values.outputs[1])
         if self.loads or not is_additive:
-            self.bound = bind(programs.values, score.scalars, score.tensors, call.problem)
-        self.sums = [_Sum(call, indices, g) for indices, g in zip(programs.indices, self.loads, strict=True)]
+            self.bound = bind(made.values, score.scalars, score.tensors, call.problem)
+        self.sums = [_Sum(call, indices, g) for indices, g in zip(made.indices, self.loads, strict=True)]
         for g in self.loads:
             tensor = score.tensors[g.slot]
             if g.slot not in self.totals:

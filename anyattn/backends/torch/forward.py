@@ -77,26 +77,25 @@ class Scores:
             return out.copy_(flipped.transpose(1, 2))
         return torch.baddbmm(out, q, keys.transpose(1, 2), beta=0, alpha=alpha, out=out)
 
-    def _biased(self, q: Tensor, keys: Tensor, bias: Tensor | float, tile: Tile) -> Tensor:
+    def _biased(self, q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
         """Scores with the bias, in base 2: the product is added to it, which saves a pass over the scores."""
+        assert self.bias is not None
+        bias = self.bias.on(tile)[0]
         scores = self.call.workspace.take("scores", (q.shape[0], q.shape[1], keys.shape[1]), q.dtype)
         view = row_heads(scores, tile)
         view.copy_(bias) if isinstance(bias, Tensor) else view.fill_(bias)
         return scores.baddbmm_(q, keys.transpose(1, 2), beta=self.bias_factor, alpha=LOG2E * self.call.problem.scale)
 
     def of(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk) -> Tensor:
-        if self.bias is not None and self.dtype == q.dtype and not _is_cache(self.call.problem):
-            scores = self._biased(q, keys, self.bias.on(tile)[0], tile)
-            self.call.masks.apply(row_heads(scores, tile), tile, chunk.asked)
-            return scores
-        scores = self.products(q, keys, 1.0 if self.mod else LOG2E)
+        starts_biased = self.bias is not None and self.dtype == q.dtype and not _is_cache(self.call.problem)
+        scores = self._biased(q, keys, tile) if starts_biased else self.products(q, keys, 1.0 if self.mod else LOG2E)
         if scores.dtype != self.dtype:
             wide = self.call.workspace.take("wide scores", scores.shape, self.dtype)
             scores = wide.copy_(scores)
-        if self.bias is None and self.mod is None and not chunk.asked:
+        if (self.bias is None or starts_biased) and self.mod is None and not chunk.asked:
             return scores
         view = row_heads(scores, tile)
-        if self.bias is not None:
+        if self.bias is not None and not starts_biased:
             view.add_(self.bias.on(tile)[0], alpha=self.bias_factor)
         elif self.mod is not None:
             modified = self.mod.on(tile, view, owns_score=True)[0]

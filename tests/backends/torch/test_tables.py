@@ -76,9 +76,9 @@ BOTH = {**PLAIN, **CHOICES}
 @pytest.mark.parametrize("name", BOTH)
 def test_results_and_gradients(name, mask, heads_kv, dtype):
     shape, mod = BOTH[name]
-    table = random(*shape, seed=6, dtype=torch.float64)
-    judge(*qkv(heads_kv, dtype), score=mod(table), mask=mask, captured=[table])
-    judge(*qkv(heads_kv, dtype), score=mod(table.detach().float()), mask=mask)  # no gradient of the table, which has the scores' dtype
+    for table in (random(*shape, seed=6, dtype=torch.float64), random(*shape, seed=6)):  # the second is added in the scores' dtype
+        judge(*qkv(heads_kv, dtype), score=mod(table), mask=mask, captured=[table])
+    judge(*qkv(heads_kv, dtype), score=mod(table.detach()), mask=mask)
 
 
 @pytest.mark.parametrize("name", BOTH)
