@@ -17,7 +17,7 @@ from anyattn.mods.tracing.trace import trace
 from tests.support.flex_calls import judge
 from tests.support.inside import InsideMode
 
-B, H, S = 2, 4, 70
+B, H, S = 2, 2, 48
 GATHERS = {"index", "index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "gather", "take", "scatter_add_"}
 ids = torch.randint(0, 3, (B, S), generator=torch.Generator().manual_seed(5))
 same = lambda b, h, i, j: ids[b, i] == ids[b, j]
@@ -69,9 +69,9 @@ CHOICES = {
 BOTH = {**PLAIN, **CHOICES}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads_kv", [H, 2])
+@pytest.mark.parametrize("heads_kv", [H, 1])
 @pytest.mark.parametrize("mask", [None, same, causal_or_same], ids=["all", "same", "causal_or_same"])
 @pytest.mark.parametrize("name", BOTH)
 def test_results_and_gradients(name, mask, heads_kv, dtype):
@@ -116,7 +116,7 @@ def test_rows_that_a_bias_hides(mask):
     """Through ATen's kernel and beside it: nothing is seen, so the results are those of rows that see no key."""
     table = random(H, S, S)
     table[:, 5] = table[1, 9:12] = -math.inf
-    table[2, 20, 30:] = -math.inf
+    table[0, 20, 30:] = -math.inf
     dead = torch.isneginf(table).all(-1)
     q, k, v = (t.requires_grad_() for t in qkv())
     out, lse = anyattn.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, i, j], mask_mod=mask, return_lse=True)
@@ -204,8 +204,8 @@ def test_tiles_in_both_orders(descends):
     table = random(H, S, S)
     traced = trace(lambda s, b, h, i, j: table[h, i, j] * 2.0 + table[h, i, 0] + j, "score")
     bound = Bound(traced.expr, traced.scalars, traced.tensors, B, H, S, S, torch.device("cpu"))
-    tile = Tile(0, B, 1, 3, 5, 20, 7, 40, descends=descends)
-    want = (table * 2.0 + table[:, :, :1] + torch.arange(S))[None, 1:3, 5:20, 7:40]
+    tile = Tile(0, B, 1, 2, 5, 20, 7, 40, descends=descends)
+    want = (table * 2.0 + table[:, :, :1] + torch.arange(S))[None, 1:2, 5:20, 7:40]
     assert torch.equal(bound.on(tile)[0].expand(1, -1, -1, -1), want.flip(2) if descends else want)
 
 
