@@ -72,13 +72,11 @@ class Rectangle:
         return tuple(g.flatten(0, 1) for g in grads)
 
     def _bias(self, heads: Heads) -> Tensor | None:
-        """(batch entries, K/V heads, stacked rows, keys)."""
+        """(batch entries, heads, rows, keys)."""
         if self.bias is None:
             return None
         tile = heads.tile(RowTile(self.q_lo, self.q_hi, ()), Chunk(self.lo, self.hi, ()))
-        value = self.bias.on(tile)[0].expand(tile.shape)
-        kv_heads = heads.kv_heads.stop - heads.kv_heads.start
-        return value if tile.shape[1] == kv_heads else value.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        return self.bias.on(tile)[0].expand(tile.shape)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     for group in call.coverage.groups:
         heads = Heads(call, group)
         operands = _Operands(call, heads)
-        rows = None if dlse is not None or scores.captured.loads else (dout, out, lse)
+        has_kernel = dlse is None and not scores.captured.loads and (scores.scores.in_memory is None or _far(statistics.lse) is None)
+        rows = (dout, out, lse) if has_kernel else None
         for row_tile, start in _with_starts(call, group, heads, statistics, operands, rows, scores.scores.in_memory):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
             store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
@@ -102,7 +103,7 @@ def _with_starts(
 ) -> Iterator[tuple[RowTile, Tensor | None]]:
     """The row tiles with their rectangles' contributions to dQ; the rectangles' dK and dV are added to the group's.
 
-    rows: dout, out and lse as given; None if lse or the bias has a gradient, which ATen's kernel does not support.
+    rows: dout, out and lse as given; None if lse or the bias has a gradient, or is far from 0, which ATen's kernel does not support.
     """
     if rows is None:
         yield from ((row_tile, None) for row_tile in group.row_tiles)
@@ -155,14 +156,11 @@ class ScoreGradients:
 
         Far from 0 the log-sum-exp cannot represent the logarithm of the sum: 1,000 scores of -1e9 would each get probability 1. There the
         row maximum and the logarithm of the sum are recomputed and kept as two terms. is_whole: the row tile contains all keys that its
-        rows see. Otherwise some are in a rectangle; a rectangle has no score mod, so such scores do not occur.
+        rows see. Otherwise some are in a rectangle, where such scores do not occur.
         """
         shift = self.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
-        size = lse.abs()
-        if not is_whole or size.amax().item() <= _FAR:  # one number decides most calls
-            return lse - shift, None
-        far = torch.isfinite(lse) & (size > _FAR)
-        if not bool(far.any()):
+        far = _far(lse) if is_whole else None
+        if far is None:
             return lse - shift, None
         top = torch.full_like(lse, torch.finfo(lse.dtype).min / 2)
         total = torch.zeros_like(lse)
@@ -182,6 +180,15 @@ class ScoreGradients:
         if scores.dtype == self.dtype:
             return scores
         return self.call.workspace.take("wide scores", tuple(scores.shape), self.dtype).copy_(scores)
+
+
+def _far(lse: Tensor) -> Tensor | None:
+    """Where a base-2 log-sum-exp cannot represent the logarithm of the sum; None if nowhere."""
+    size = lse.abs()
+    if size.amax().item() <= _FAR:  # one number decides most calls
+        return None
+    far = torch.isfinite(lse) & (size > _FAR)
+    return far if bool(far.any()) else None
 
 
 def _row_tile(

@@ -50,9 +50,10 @@ class Scores:
                 self.shift = bound
             else:
                 self.bias = bound
-        # the bias if it is a slice of a captured tensor in every tile, in storage's order
-        is_slice = self.bias is not None and self.bias_factor == LOG2E and self.bias.is_plain_load and not call.descends
-        self.in_memory = self.bias if is_slice and not _is_cache(problem) else None
+        # the bias if it is a slice of a captured tensor in every tile, in the order of the rows of every head
+        is_slice = self.bias is not None and self.bias_factor == LOG2E and self.bias.is_plain_load
+        in_order = problem.qhead_per_kvhead == 1 and not call.descends and not _is_cache(problem)
+        self.in_memory = self.bias if is_slice and in_order else None
         # mods are computed in the statistics' dtype for any input dtype: bfloat16 cannot represent positions and biases
         self.dtype = call.dtype if self.bias is None and self.mod is None else problem.stat_dtype
 

@@ -200,10 +200,12 @@ class Bound:
 
     @property
     def is_plain_load(self) -> bool:
-        """Whether the only output is a load at indices and constants."""
+        """Whether the only output is a load at constants and different indices."""
         nodes = self.expr.nodes
         output = nodes[self.expr.outputs[0]]
-        return output.op == "load" and all(nodes[a].op in ("index", "const") for a in output.args)
+        indices = [a for a in output.args if nodes[a].op == "index"]
+        is_plain = all(nodes[a].op in ("index", "const") for a in output.args)
+        return output.op == "load" and is_plain and len(set(indices)) == len(indices)
 
     def place(self, node: int, tile: Tile) -> Any:
         """``part``; of an index, its positions."""
