@@ -54,7 +54,10 @@ class Rectangle:
         out, lse = getattr(torch.ops.aten, _FORWARD)(q, k, v, attn_mask=bias, scale=call.problem.scale)
         if bias is not None and bool((lse == 0).any()):  # the kernel's statistic of a row without visible keys
             lse = torch.where((lse == 0) & torch.isneginf(bias).all(-1), -math.inf, lse)
-        return out.contiguous().flatten(0, 1), (lse.contiguous().flatten(0, 1).to(call.problem.stat_dtype) * LOG2E)[..., None]
+        out, lse = out.contiguous().flatten(0, 1), (lse.contiguous().flatten(0, 1).to(call.problem.stat_dtype) * LOG2E)[..., None]
+        if bias is not None and bool((is_hidden := lse <= torch.finfo(lse.dtype).min / 2).any()):  # as where scores are streamed
+            out, lse = out.masked_fill(is_hidden, 0.0), lse.masked_fill(is_hidden, -math.inf)
+        return out, lse
 
     def backward(
         self, call: Call, heads: Heads, keys: Tensor, values: Tensor, q: Tensor, rows: tuple[Tensor, Tensor, Tensor]

@@ -76,7 +76,8 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     for group in call.coverage.groups:
         heads = Heads(call, group)
         operands = _Operands(call, heads)
-        has_kernel = dlse is None and not scores.captured.loads and (scores.scores.in_memory is None or _far(statistics.lse) is None)
+        is_near = scores.scores.in_memory is None or statistics.lse.abs().amax().item() <= _FAR  # no row is hidden by its bias either
+        has_kernel = dlse is None and not scores.captured.loads and is_near
         rows = (dout, out, lse) if has_kernel else None
         for row_tile, start in _with_starts(call, group, heads, statistics, operands, rows, scores.scores.in_memory):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)

@@ -250,3 +250,23 @@ def test_bools_by_bytes(op):
     for a, b in ((tile, column), (column, tile), (tile, torch.tensor(True)), (row.expand(64, 64), column)):
         assert torch.equal(by_bits(Node(op, (0, 1), torch.bool), [a, b]), torch_op(a, b))
     assert by_bits(Node(op, (0, 1), torch.bool), [tile, tile]) is None and by_bits(Node(op, (0, 1), torch.bool), [row, column]) is None
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -3e38, -2e38, -math.inf], ids=str)
+def test_a_row_hidden_by_its_bias_is_empty(least: float) -> None:
+    """Scores below -1e38 count as hidden, also where ATen's kernel adds the bias: Transformers' masks have the least finite number."""
+    q, k, v = (torch.randn(1, 2, n, 16).requires_grad_() for n in (40, 50, 50))
+    bias = torch.randn(40, 50)
+    bias[3], bias[7, :30] = least, least
+    out, lse = anyattn.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i, j], return_lse=True)
+    found = torch.autograd.grad(out, (q, k, v), torch.randn_like(out).detach().fill_(1.0))
+    seen = bias > -1e38
+    s = (q @ k.transpose(-1, -2) / 4 + bias).masked_fill(~seen, -math.inf)
+    p = torch.softmax(s, -1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    wanted = p @ v
+    assert (out[:, :, 3] == 0).all() and (lse[:, :, 3] == -math.inf).all() and torch.isfinite(lse[:, :, 7]).all()
+    assert (out - wanted).abs().max() < 1e-5
+    p = torch.softmax(s.masked_fill(~seen.any(-1, keepdim=True), 0.0), -1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    for own, true in zip(found, torch.autograd.grad((p @ v).sum(), (q, k, v)), strict=True):
+        assert torch.isfinite(own).all() and (own - true).abs().max() < 2e-5
+    assert (found[0][:, :, 3] == 0).all()
