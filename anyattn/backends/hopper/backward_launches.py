@@ -116,10 +116,10 @@ def launch_all(
         q, problem.k, problem.v, dout, *(parts or of_keys), own_lse, own_delta, dq if config.stores_dq else sums, turns, *lists, *order,
         counter_of(device), scale, problem.scale * LOG2E, *places, numbers, tensors, totals,
     )  # fmt: skip
+    of_dq = (sums, dq) if wants_dq and not config.stores_dq else ()
     after = None
-    if parts or (wants_dq and not config.stores_dq):
-        of_dq = (sums, dq) if wants_dq and not config.stores_dq else (None, None)
-        after = *of_dq, order.entries, guard, scale, *((*parts, *of_keys) if parts else _NO_PARTS)
+    if parts or of_dq:
+        after = *(of_dq or (None, None)), order.entries, guard, scale, *((*parts, *of_keys) if parts else _NO_PARTS)
     if prepared is None:
         _launch_first(spec, key, sizes if problem.sequences is None else None, before, products, after)
         return

@@ -110,7 +110,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
         fields |= {"lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
-    parts = _parts_of(problem, listed is not None or bool(fields.get("bands")))
+    parts = _parts_of(problem)[listed is not None or bool(fields.get("bands"))]
     config = BackwardConfig(
         d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout,
         divides_heads=parts > 1,
@@ -120,13 +120,13 @@ def backward_spec(problem: Problem) -> BackwardSpec:
 
 def by_lengths(problem: Problem) -> tuple[Any, ...]:
     """What lengths decide, which the signature of a varlen call does not have: ``tall_pays``, and the parts of K/V heads."""
-    return tall_pays(problem), _parts_of(problem, False), _parts_of(problem, True)
+    return tall_pays(problem), _parts_of(problem)
 
 
-def _parts_of(problem: Problem, is_uneven: bool) -> int:
-    """``parts_for`` this problem. is_uneven: a band or lists determine which rows see a key tile."""
+def _parts_of(problem: Problem) -> tuple[int, int]:
+    """``parts_for`` this problem if all rows see all keys, and if a band or lists determine which rows see a key tile."""
     if (ratio := problem.qhead_per_kvhead) == 1:
-        return 1
+        return 1, 1
     (entries, queries, keys), s = (problem.batch, problem.q.shape[2], problem.k.shape[2]), problem.sequences
     if s is not None:  # of average length; documents whose number is known on the device only count as one
         entries = max(s.batch, 1)
@@ -134,7 +134,9 @@ def _parts_of(problem: Problem, is_uneven: bool) -> int:
     tile_m, tile_n = _tile_sizes(_padded(problem))
     key_tiles, row_tiles = ceil_div(keys, tile_n), ceil_div(queries, tile_m)
     processors = PROCESSORS if is_compiling() else multiprocessors(problem.q.device)
-    return parts_for(ratio, problem.heads_kv * entries, key_tiles, row_tiles, is_uneven, processors)
+    heads = problem.heads_kv * entries
+    even, uneven = (parts_for(ratio, heads, key_tiles, row_tiles, is_uneven, processors) for is_uneven in (False, True))
+    return even, uneven
 
 
 @lru_cache(maxsize=64)

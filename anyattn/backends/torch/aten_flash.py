@@ -69,9 +69,8 @@ class Rectangle:
         )
         k, v = (heads.by_entry(t[:, self.lo : self.hi]) for t in (keys, values))
         q = heads.by_entry(heads.rows(q, self.q_lo, self.q_hi, "block q"))
-        lse = lse[..., 0].clamp_min(torch.finfo(lse.dtype).min).contiguous()  # -inf - (-inf) would be NaN
-        mask = self._bias(heads)
-        grads = getattr(torch.ops.aten, _BACKWARD)(dout, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=call.problem.scale)
+        lse, bias = lse[..., 0].contiguous(), self._bias(heads)
+        grads = getattr(torch.ops.aten, _BACKWARD)(dout, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=call.problem.scale)
         return tuple(g.flatten(0, 1) for g in grads)
 
     def _bias(self, heads: Heads) -> Tensor | None:

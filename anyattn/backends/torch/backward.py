@@ -73,13 +73,13 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     dq = rows_of_queries(problem, problem.q.shape[3], problem.q.dtype)
     dk, dv = (zeros_in_order(t, stat) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
+    bias = scores.scores.in_memory
+    is_near = bias is None or statistics.lse.abs().amax().item() <= _FAR  # no row is hidden by its bias either
+    rows = (dout, out, lse) if dlse is None and not scores.captured.loads and is_near else None
     for group in call.coverage.groups:
         heads = Heads(call, group)
         operands = _Operands(call, heads)
-        is_near = scores.scores.in_memory is None or statistics.lse.abs().amax().item() <= _FAR  # no row is hidden by its bias either
-        has_kernel = dlse is None and not scores.captured.loads and is_near
-        rows = (dout, out, lse) if has_kernel else None
-        for row_tile, start in _with_starts(call, group, heads, statistics, operands, rows, scores.scores.in_memory):
+        for row_tile, start in _with_starts(call, group, heads, statistics, operands, rows, bias):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
             store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         heads.add_to_keys(dk, operands.dk)
