@@ -7,8 +7,8 @@ from collections.abc import Callable
 from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, one, probe, some, versus
 from benchmarks.gpu import bars_backward, bars_compiled, bars_triton
-from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, PARTIAL, SCORE_VARIANTS
-from benchmarks.gpu.classes import BIASES, of_class
+from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, PARTIAL, SCORE_VARIANTS, names_of
+from benchmarks.gpu.classes import BIASES
 
 __all__ = ["BARS"]
 
@@ -58,11 +58,11 @@ _HOPPER: list[Bar] = [
     one("T5 bias vs flex FLASH", _variant("t5_bias"), ("flex-flash",), 1.3, 1.7),
     *_mask_bars(),
     *(one(f"{case.variant} vs the faster flex", case.name, ("flex-triton", "flex-flash"), 1.0) for case in PARTIAL),
-    *some("odd head dimensions vs FA3, FA4 and cuDNN", of_class("head-dims"), ("cudnn", *FLASH_ATTENTION), 1.0, 1.05, 1.1),
-    *some("a bias by table vs the best flex and SDPA", of_class("tables"), BIASES, 1.1, 1.3, 2.0),
-    *some("a bias by table, time over our Triton kernel's", of_class("tables"), ("anyattn-triton",), 1.05, is_time=True),
-    *some("three-dimensional neighbourhoods vs the best flex", of_class("video"), ("flex-triton", "flex-flash"), 1.2, 1.4, 2.0),
-    *some("cross attention to few keys vs cuDNN", of_class("cross"), ("cudnn",), 1.05, 1.1, 1.2),
+    *some("odd head dimensions vs FA3, FA4 and cuDNN", names_of("head-dims"), ("cudnn", *FLASH_ATTENTION), 1.0, 1.05, 1.1),
+    *some("a bias by table vs the best flex and SDPA", names_of("tables"), BIASES, 1.1, 1.3, 2.0),
+    *some("a bias by table, time over our Triton kernel's", names_of("tables"), ("anyattn-triton",), 1.05, is_time=True),
+    *some("three-dimensional neighbourhoods vs the best flex", names_of("video"), ("flex-triton", "flex-flash"), 1.2, 1.4, 2.0),
+    *some("cross attention to few keys vs cuDNN", names_of("cross"), ("cudnn",), 1.05, 1.1, 1.2),
     Bar("host time of a call of flex_attention", 40, _microseconds(OURS), at_least=False, unit="us", aim=20),
     Bar("host time of a call of flash_attn_func", 40, _microseconds("anyattn-flash"), at_least=False, unit="us", aim=20),
     probe("first call, cold disk cache", "first-call", "cold_s", 5, "s", 2),

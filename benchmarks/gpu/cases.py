@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from anyattn.testing.harness.case import Case, Shape
 from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
-from benchmarks.gpu.classes import CLASSES
+from benchmarks.gpu.classes import CLASSES, gpu_case
 
 __all__ = [
     "BACKWARD",
@@ -29,6 +28,7 @@ __all__ = [
     "TRAINING",
     "chosen",
     "gpu_case",
+    "names_of",
 ]
 
 FA3 = ("fa3", "fa3-pages")  # two builds of FlashAttention-3: one has softcap, the other windows and pages
@@ -50,11 +50,6 @@ DETERMINISTIC = (
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
 _BUILT = ("causal", "equal-documents-causal")
-
-
-def gpu_case(group: str, kind: str, variant: str, shape: Shape, peers: tuple[str, ...] = (), **more: Any) -> Case:
-    """A case in bfloat16 on a GPU."""
-    return Case(group, kind, variant, shape, peers, **{"device": "cuda", "dtype": "" if kind == "mask" else "bfloat16", **more})
 
 
 def _dense(variant: str, seqlen: int, head_dim: int) -> Case:
@@ -167,6 +162,11 @@ HOST = [
 # the most informative first, for runs that are cut off
 CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST, *CLASSES]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
+
+
+def names_of(group: str) -> list[str]:
+    """The names of a group's cases."""
+    return [case.name for case in CASES if case.group == group]
 
 
 def chosen(cases: list[Case], groups: tuple[str, ...] = (), only: str | None = None, who: str | None = None) -> list[Case]:

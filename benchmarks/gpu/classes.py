@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from anyattn.testing.harness.case import Case, Shape
 
-__all__ = ["BIASES", "CLASSES", "of_class"]
+__all__ = ["BIASES", "CLASSES", "gpu_case"]
 
 _FLASH = ("cudnn", "fa3", "fa4")  # of the FlashAttention-3 builds the one without pages
 _FLEX = ("flex-triton", "flex-flash")
@@ -14,9 +15,13 @@ BIASES = (*_FLEX, "sdpa-bias")
 _OTHER = "anyattn-triton"  # our own other backend
 
 
+def gpu_case(group: str, kind: str, variant: str, shape: Shape, peers: tuple[str, ...] = (), **more: Any) -> Case:
+    """A case in bfloat16 on a GPU."""
+    return Case(group, kind, variant, shape, peers, **{"device": "cuda", "dtype": "" if kind == "mask" else "bfloat16", **more})
+
+
 def _case(group: str, kind: str, variant: str, shape: Shape, peers: tuple[str, ...]) -> Case:
-    is_backward = group.endswith("-backward")
-    return Case(group, kind, variant, shape, peers, is_backward=is_backward, device="cuda", dtype="bfloat16", names_shape=True)
+    return gpu_case(group, kind, variant, shape, peers, is_backward=group.endswith("-backward"), names_shape=True)
 
 
 def _few_heads() -> list[Case]:
@@ -64,8 +69,3 @@ def _cross() -> list[Case]:
 
 
 CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross()]
-
-
-def of_class(group: str) -> list[str]:
-    """The names of a class's cases."""
-    return [case.name for case in CLASSES if case.group == group]
