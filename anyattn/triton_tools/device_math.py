@@ -275,6 +275,12 @@ def load_nvidia(place):
 
 
 @triton.jit
+def load_even(place, kv, size):
+    """Loads of a tile whose rows are ``Style.even``: 8 adjacent elements at a time; in a pipelined loop ahead. 0 from ``size`` on."""
+    return tl.load(place, mask=kv // 8 < size // 8, other=0)
+
+
+@triton.jit
 def unknown(x, turn, IS_NVIDIA: tl.constexpr):
     """The same 32-bit integers, opaque to the compiler's common-subexpression elimination, which would keep them in registers.
     turn: a number that changes in each iteration and so prevents hoisting out of the loop."""

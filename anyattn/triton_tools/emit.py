@@ -111,6 +111,7 @@ class Style(NamedTuple):
     functions: "exact" (rounded as in torch), "fast" (15 bits or more) or "coarse" (11 bits). is_nvidia: NVIDIA's instructions are
     available.
     is_near: positions, heads and captured integers are less than ``NEAR``.
+    even: ``captured_loads.even_slots``.
     """
 
     is_small: bool = False
@@ -119,6 +120,7 @@ class Style(NamedTuple):
     functions: str = "exact"
     is_nvidia: bool = False
     is_near: bool = False
+    even: tuple[int, ...] = ()
 
 
 PLAIN = Style()
@@ -335,8 +337,10 @@ class _Writer:
                 base = self._line(stage, f"{self.prefix}{at}_{stage}", " + ".join([base, *terms.pop(stage)]))
         if own == "tile" and terms["column"]:
             terms["column"] = [self._line("column", f"{self.prefix}{at}_column", " + ".join(terms["column"]))]
-        load = "device_math.load_nvidia" if own == "tile" and self.style.is_nvidia else "tl.load"
-        return f"{load}({' + '.join([base, *(t for stage in terms.values() for t in stage)])})"
+        place = " + ".join([base, *(t for stage in terms.values() for t in stage)])
+        if node.attr in self.style.even:
+            return f"device_math.load_even({place}, {self.prefix}{node.args[last]}, {slot}[{2 + 2 * last}])"
+        return f"{'device_math.load_nvidia' if own == 'tile' and self.style.is_nvidia else 'tl.load'}({place})"
 
     def _line(self, stage: str, name: str, value: str) -> str:
         self.found[stage].append(f"{name} = {value}")

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.mods.analysis.captured_loads import UNIT
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
 __all__ = ["UNIT", "current_device", "known_handle", "launch", "run_plain", "strides_of"]
-
-UNIT = 8  # elements: 16 bytes of a 16-bit dtype, the width of one load instruction
 
 
 def run_plain(

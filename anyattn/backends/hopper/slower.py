@@ -2,13 +2,19 @@
 
 A Hopper thread block computes 128 rows of queries, forward, or 128 keys, backward, whatever the lengths, and pads head dimensions below 64;
 Triton's programs are smaller. Loads of a score mod for every pair stall a thread block's products, which several smaller programs on one
-multiprocessor hide. Times of Triton over Hopper's, bfloat16, head dimensions 32 and 64 (docs/history/reach.md):
+multiprocessor hide; where they read even tiles of a table, Triton loads those ahead. Times of Triton over Hopper's, bfloat16, head
+dimensions 32 and 64 (docs/history/reach.md):
 
-forward, at most 64 queries and keys                            0.49 to 0.74
+forward, at most 64 queries and keys                            0.40 to 0.74
 forward, a load for every pair at an index read from a table    0.50 to 1.00
+forward, even tiles                                             0.45 to 0.70
 forward, any load for every pair, few row tiles                 0.72 to 0.81
 forward, the same, head dimension 32, at most 512 queries       0.93 to 0.96
 backward, at most 64 queries and keys, no score mod             0.63 to 0.92
+backward, the same, any score mod, head dimension 32            0.71 to 0.77
+backward, even tiles, head dimension 32                         0.71 to 0.89
+backward, even tiles, head dimension 64, 384 keys or more       0.82 to 0.97
+backward, even tiles with gradients, at most 64 keys            0.44 to 0.56
 backward, a load at an index read from a table, few key tiles   0.48 to 0.57
 """
 
@@ -20,14 +26,17 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
 from anyattn.backends.hopper.config import TILE_M
 from anyattn.hardware import Hardware
+from anyattn.mods.analysis.captured_loads import even_slots, loads_even_tiles
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 
 __all__ = ["slower_backward", "slower_forward"]
 
+_EVEN = "it takes longer where the score mod reads even tiles of a table by pair"
 _SHORT = 64  # queries and keys
 _WIDEST = 64  # head dimension up to which the classes were measured
 _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
+_LONG = 384  # keys
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -41,6 +50,8 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
         return None
     if _looks_up(problem.score.expr):
         return "it takes longer where the score mod looks up every pair in a table"
+    if _reads_even_tiles(problem):
+        return _EVEN
     if max(problem.q.shape[3], problem.v.shape[3]) <= _NARROW and problem.q.shape[2] <= _FEW_ROWS:
         return f"it takes longer where the score mod loads for every pair, up to head dimension {_NARROW} and {_FEW_ROWS} queries"
     return _reason_of_few(problem, problem.q.shape[2], hardware, "rows")
@@ -48,13 +59,27 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
 
 def slower_backward(problem: Problem, hardware: Hardware) -> str | None:
     """``slower_forward`` for the backward pass."""
-    if not _is_measured(problem) or problem.deterministic or problem.wanted_slots:
+    if not _is_measured(problem) or problem.deterministic:
         return None
-    if problem.score is None:
-        return f"it takes longer for at most {_SHORT} queries and keys" if _is_short(problem) else None
-    if _is_short(problem) or not _looks_up(problem.score.expr):
+    is_narrow, learns = max(problem.q.shape[3], problem.v.shape[3]) <= _NARROW, bool(problem.wanted_slots)
+    if problem.score is not None and _reads_even_tiles(problem):
+        if is_narrow or problem.k.shape[2] >= _LONG or (learns and _is_short(problem)):
+            return _EVEN
+    if learns:
+        return None
+    if _is_short(problem):
+        return f"it takes longer for at most {_SHORT} queries and keys" if problem.score is None or is_narrow else None
+    if problem.score is None or not _looks_up(problem.score.expr):
         return None
     return _reason_of_few(problem, problem.k.shape[2], hardware, "keys")
+
+
+def _reads_even_tiles(problem: Problem) -> bool:
+    """Whether the score mod reads a value for every pair, all of them from tables with even rows."""
+    score = problem.score
+    if score is None or not reads(score.expr):
+        return False
+    return loads_even_tiles(score.expr, even_slots(score.expr, score.tensors))
 
 
 def _is_measured(problem: Problem) -> bool:

@@ -330,8 +330,9 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     if problem.score is not None:
         wanted = () if by_key else problem.wanted_slots
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
-        program = replace(program, score=gradient_part(problem, wanted, are_exact))
-        captured[0] = CapturedValues(*captured[0][:2], totals)
+        part = gradient_part(problem, wanted, are_exact)
+        program = replace(program, score=part)
+        captured[0] = CapturedValues(*captured[0][:2], totals, part.style.even)
     constants: dict[str, Any] = {**constants_of(problem, call_program, tables), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:

@@ -264,4 +264,4 @@ def launch_key(problem: Problem, tables: Tables, *tensors: Tensor) -> list[Any]:
 def _key_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:
     """The properties of a mod on which a launch depends. The size of a score mod's integers selects its text; its floats are arguments."""
     numbers = tuple([n if type(n) is int else None for n in mod.scalars]) if is_score else mod.scalars
-    return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]
+    return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype, t.ndim > 1 and not t.data_ptr() & 15) for t in mod.tensors]]

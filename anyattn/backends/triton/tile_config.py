@@ -18,7 +18,8 @@ from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
-    "FEW", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates", "capability_of",
+    "FEW", "FEW_KEYS", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates",
+    "capability_of",
     "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "pipeline_of",
     "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
@@ -131,7 +132,8 @@ class Shape:
 
     columns: number of values that mods load per key. asks: lists name the tiles, and the mask is evaluated in partial ones. has_pairs: the
     score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
-    (``Program.has_band``).
+    (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``).
+    has_few_keys: a call has at most ``FEW_KEYS`` keys.
     """
 
     d: int
@@ -142,6 +144,8 @@ class Shape:
     asks: bool = False
     has_pairs: bool = False
     is_band: bool = False
+    pair_bytes: int = 0
+    has_few_keys: bool = False
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -182,7 +186,7 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
 _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
     "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
-    "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+    "dkdv": ((32, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
 # Forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, with the least tile_m of a product, because
 # reading keys takes the time; more queries use the tiles for many. An architecture that is not listed uses tiles of as many rows as there
@@ -207,6 +211,15 @@ _PIPELINES_OF_SCORES = {
 }
 # Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
+# Score mods that load a value per pair, 16 bits, head dimensions up to 64: values loaded ahead; and any, if there are few keys, whose one
+# or two steps need no pipeline. Each is the fastest of a sweep on an H200.
+_EVEN: dict[str, dict[str, tuple[int, int, int, int]]] = {
+    "sm_90": {"forward": (64, 64, 4, 3), "dq": (64, 32, 4, 3), "dkdv": (64, 64, 4, 2)}
+}
+_FEW_PAIRS: dict[str, dict[str, tuple[int, int, int, int]]] = {
+    "sm_90": {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)}
+}
+FEW_KEYS = 64
 _NEAR = 24 << 20  # bytes of keys and values that stay in the L2 cache, with room for the rest
 _MOST_TOGETHER = 32  # heads
 # The same for the backward pass: bytes that a program streams, for all heads together. On an H200 dk and dv are slightly faster with 64 MiB
@@ -226,6 +239,9 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
     arch = architecture(capability)
     if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
         return Tiles(*_BANDS[arch][name])
+    of_pairs = _FEW_PAIRS if shape.has_pairs and shape.has_few_keys else _EVEN if shape.pair_bytes else {}
+    if arch in of_pairs and shape.dtype.itemsize == 2 and _column(shape) == 0:
+        return Tiles(*of_pairs[arch][name])
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``pipeline_of``) larger tiles were faster
@@ -252,7 +268,7 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
-    total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + stages * m * n * shape.pair_bytes + _SMALL_PARTS
     if name == "dkdv":  # lse and delta of a row
         total += stages * m * 8
     if name != "forward" and stages == 1:  # operands that two products need in different layouts are stored twice then

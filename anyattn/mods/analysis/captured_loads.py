@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from anyattn.mods.ir.dependence import Dep
+from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.ir.grad import score_gradients
 
-__all__ = ["contends", "moves_along_diagonals", "slots_alone", "tells_apart"]
+__all__ = ["UNIT", "contends", "even_slots", "loads_even_tiles", "moves_along_diagonals", "slots_alone", "tells_apart"]
+
+UNIT = 8  # elements: 16 bytes of a 16-bit dtype, the width of one load instruction
 
 
 def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
@@ -54,3 +57,49 @@ def slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int,
         if len(loads) == 1 and len(names) == 4 and extents.keys() == set(names) and names[-1] == "kv_idx" and has_room:
             found.append(slot)
     return tuple(found)
+
+
+def even_slots(expr: Expr, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The slots of captured tensors of which a tile of scores reads a tile (``_slots_by_tile``), and whose rows are even: they have
+    multiples of ``UNIT`` elements and begin at multiples of as many and of 16 bytes. Kernels load such rows in wide pieces."""
+    return tuple(slot for slot in _slots_by_tile(expr) if has_even_rows(tensors[slot]))
+
+
+def has_even_rows(t: Tensor) -> bool:
+    """See ``even_slots``."""
+    if t.ndim < 2 or t.shape[-1] % UNIT or t.stride(-1) != 1 or t.data_ptr() & 15:
+        return False
+    return not any(s % UNIT and n > 1 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True))
+
+
+@lru_cache(maxsize=4096)
+def loads_even_tiles(expr: Expr, even: tuple[int, ...]) -> bool:
+    """Whether there are values at the keys, all loaded from tensors of ``even_slots``."""
+    deps = dependence(expr)
+    return bool(even) and all(n.attr in even for n, due in zip(expr.nodes, deps, strict=True) if n.op == "load" and due.kv)
+
+
+@lru_cache(maxsize=4096)
+def _slots_by_tile(expr: Expr) -> tuple[int, ...]:
+    """The slots that are only loaded with kv_idx itself as the last index and indices before it of which one is of the row and none of the
+    key, and whose values are not indices themselves.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> bias, kinds, table = torch.rand(4, 8, 8), torch.zeros(8, 8, dtype=torch.int64), torch.rand(5)
+    >>> _slots_by_tile(trace(lambda s, b, h, q, k: s + bias[h, q, k] + table[kinds[q, k]], "score").expr)
+    (0,)
+    """
+    deps, nodes = dependence(expr), expr.nodes
+    places: set[int] = set()  # nodes on which an index of a load depends
+    slots: set[object] = set()
+    others: set[object] = set()
+    for at in range(len(nodes) - 1, -1, -1):
+        node = nodes[at]
+        if node.op == "load" or at in places:
+            places.update(node.args)
+        if node.op == "load":
+            rows, last = node.args[:-1], node.args[-1] if node.args else at
+            is_tile = nodes[last].op == "index" and nodes[last].attr == "kv_idx" and not any(deps[r].kv for r in rows)
+            is_tile = is_tile and any(deps[r].q for r in rows) and at not in places
+            (slots if is_tile else others).add(node.attr)
+    return tuple(sorted(slots - others))  # type: ignore[arg-type]

@@ -15,11 +15,17 @@ from tests.support.hopper.pretended import H200
 
 pytestmark = pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in ("triton", "cutlass")), reason="needs both backends")
 
-PAIRS, TABLE, BUCKETS = torch.zeros(8, 640, 640), torch.zeros(99, 8), torch.zeros(512, 512, dtype=torch.int64)
+PAIRS, ODD, TABLE, BUCKETS = (
+    torch.zeros(8, 640, 640),
+    torch.zeros(8, 640, 641),
+    torch.zeros(99, 8),
+    torch.zeros(512, 512, dtype=torch.int64),
+)
 DISTANCES, SLOPES = torch.zeros(8, 1024), torch.zeros(8)
 SCORES: dict[str, Any] = {
     "none": None,
     "pairs": lambda s, b, h, i, j: s + PAIRS[h, i, j],
+    "odd pairs": lambda s, b, h, i, j: s + ODD[h, i, j],
     "buckets": lambda s, b, h, i, j: s + TABLE[BUCKETS[i, j], h],
     "distances": lambda s, b, h, i, j: s + DISTANCES[h, i - j + 512],
     "slopes": lambda s, b, h, i, j: s + SLOPES[h] * (i - j),
@@ -45,8 +51,10 @@ def planned(batch: int, seqlen: int, score: str = "none", d: int = 64, kv_heads:
         (512, 65, "none", ("hopper", "hopper")),
         (64, 256, "buckets", ("triton", "hopper")),
         (1, 512, "buckets", ("triton", "triton")),
-        (1, 512, "pairs", ("triton", "hopper")),
-        (64, 256, "pairs", ("hopper", "hopper")),
+        (1, 512, "pairs", ("triton", "triton")),
+        (64, 256, "pairs", ("triton", "hopper")),
+        (1, 512, "odd pairs", ("triton", "hopper")),
+        (64, 512, "odd pairs", ("hopper", "hopper")),
         (1, 512, "distances", ("triton", "hopper")),
         (1, 512, "slopes", ("hopper", "hopper")),
     ],
@@ -62,7 +70,9 @@ def test_the_faster_backend_is_chosen_for_each_pass(batch: int, seqlen: int, sco
 
 
 def test_narrow_heads_with_a_load_for_every_pair() -> None:
-    assert planned(64, 256, "pairs", d=32).backend == "triton" and planned(64, 513, "pairs", d=32).backend == "hopper"
+    assert planned(64, 256, "odd pairs", d=32).backend == "triton" and planned(64, 513, "odd pairs", d=32).backend == "hopper"
+    assert planned(64, 256, "pairs", d=32).backward == "triton" and planned(64, 513, "pairs", d=32).backend == "triton"
+    assert planned(512, 64, "buckets", d=32).backward == "triton" and planned(512, 64, "buckets").backward == "hopper"
     assert planned(64, 256, "slopes", d=32).backend == planned(64, 256, d=32).backend == "hopper"
 
 
@@ -71,11 +81,16 @@ def test_calls_of_kinds_that_were_not_measured_stay(options: dict[str, Any]) -> 
     assert planned(512, 64, **options).backend == "hopper"
 
 
-def test_a_learned_table_and_a_deterministic_sum_keep_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_tables_and_deterministic_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(1, 64, deterministic=True).backward == "hopper"
     learned = TABLE.clone().requires_grad_()
     monkeypatch.setitem(SCORES, "learned", lambda s, b, h, i, j: s + learned[BUCKETS[i, j], h])
     assert planned(1, 512, "learned").backward == "hopper"
+    pairs = torch.zeros(8, 512, 512).requires_grad_()
+    monkeypatch.setitem(SCORES, "learned pairs", lambda s, b, h, i, j: s + pairs[h, i, j])
+    chosen = {(64, 512): "triton", (64, 256): "hopper", (512, 64): "triton"}
+    assert {shape: planned(*shape, "learned pairs").backward for shape in chosen} == chosen
+    assert planned(64, 512, "pairs", deterministic=True).backward == "hopper"
 
 
 def test_without_triton_the_kernel_that_exists_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,13 +216,19 @@ LOADED = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", few(LOADED, torch.bool, torch.int64, torch.bfloat16), ids=str)
 def test_entries_of_every_dtype(dtype: torch.dtype) -> None:
-    """Captured pairs come straight from memory, in the width of their dtype, whatever it is, for a score and for a mask."""
-    pairs = torch.zeros(256, 256, dtype=dtype)
+    """Captured pairs come straight from memory, in the width of their dtype, whatever it is, for a score and for a mask; rows that begin at
+    multiples of 16 bytes by way of shared memory."""
+    pairs = torch.zeros(256, 257, dtype=dtype)[:, :256]
     score = lambda s, b, h, q, k: s + pairs[q, k]
     (launch,) = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: pairs[q, k] != 0, dim=64), (9, 0))
     kernel = ahead.compiled(launch, (9, 0), "ptx")
     width = "u8" if dtype.itemsize == 1 else "u16" if dtype.itemsize == 2 else f"b{8 * dtype.itemsize}"
     assert f"ld.global.nc.{width}" in kernel.asm["ptx"] and kernel.metadata.shared <= 120 << 10
+    even = pairs.contiguous()
+    score = lambda s, b, h, q, k: s + even[q, k]
+    (launch,) = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: even[q, k] != 0, dim=64), (9, 0))
+    kernel = ahead.compiled(launch, (9, 0), "ptx")
+    assert "ld.global.nc" not in kernel.asm["ptx"] and "cp.async.c" in kernel.asm["ptx"] and kernel.metadata.shared <= 227 << 10
 
 
 def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,22 @@ def test_whole_numbers_choose_a_text(launches: Any) -> None:
     assert again[0] == fresh[0] != launches.made[0][0]
 
 
+@pytest.mark.parametrize("change", (shifted, odd), ids=("alignment", "odd"))
+def test_another_place_of_a_bias(launches: Any, change: Callable) -> None:
+    """Rows of a captured tensor that begin at multiples of 16 bytes are loaded in wide pieces, others are not."""
+    tables = [torch.randn(2, 128, 128, dtype=HALF) for _ in range(2)]
+    for table, is_known in (
+        (tables[0], False),
+        (tables[1], True),
+        (change(tables[1]), False),
+        (change(tables[0]), True),
+        (tables[0], True),
+    ):
+        launches.known.clear()
+        both(qkv(), score_mod=lambda s, b, h, i, j, table=table: s + table[h, i, j])
+        assert launches.known == [is_known] * 4, is_known
+
+
 def test_no_tensor_is_kept(launches: Any) -> None:
     import gc
     import weakref

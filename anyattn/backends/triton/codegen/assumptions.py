@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.backends.triton.tile_config import Shape, padded
+from anyattn.backends.triton.tile_config import FEW_KEYS, Shape, padded
+from anyattn.mods.analysis.captured_loads import even_slots
 from anyattn.mods.analysis.row_ranges import RowRanges
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
@@ -29,11 +30,12 @@ def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
     is_score = isinstance(mod, TracedMod) and mod.kind == "score"
     functions = _FUNCTIONS.get(problem.q.dtype, "exact") if is_score else "exact"
     places = tuple([(t.shape, t.stride()) for t in mod.tensors])
+    even = even_slots(expr, mod.tensors)
     numbers = tuple([n if type(n) is int else None for n in mod.scalars])
 
     def style(keys: int) -> Style:
         lengths = (problem.batch, problem.heads_q, problem.bound_q, keys, problem.sequences is not None)
-        return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type))
+        return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type), even)
 
     keys = problem.bound_k
     if problem.sequences is not None and problem.sequences.is_cache:
@@ -49,7 +51,10 @@ def shape_of(problem: Problem) -> Shape:
     mods = [m for m in (problem.score, *problem.predicates) if m is not None]
     columns = sum(_columns(m.expr) for m in mods)
     d, dv, asks_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and has_pairs(problem.score.expr)
-    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, has_pairs=asks_pairs)
+    pair_bytes = sum(m.tensors[slot].element_size() for m in mods for slot in style_of(m, m.expr, problem).even)
+    has_few_keys = problem.sequences is None and problem.bound_k <= FEW_KEYS
+    pairs = {"has_pairs": asks_pairs, "pair_bytes": pair_bytes, "has_few_keys": has_few_keys}
+    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, **pairs)
 
 
 @lru_cache(maxsize=4096)
@@ -84,6 +89,7 @@ def _style(
     lengths: tuple[int, int, int, int, bool],
     functions: str,
     has_nvidia: bool,
+    even: tuple[int, ...],
 ) -> Style:
     batch, heads, rows, keys, is_ragged = lengths
     least_row = -rows if is_ragged else 0  # rows before all keys, in a cache with fewer keys than queries
@@ -96,4 +102,4 @@ def _style(
     loads = [(places[n.attr][0][i], bounds[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
     is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
     dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
-    return Style(is_small, is_inside, dense, functions, has_nvidia, is_near)
+    return Style(is_small, is_inside, dense, functions, has_nvidia, is_near, even)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anyattn.backends.triton.codegen.programs import CapturedValues, Part, Program
 from anyattn.backends.triton.kernels.arguments import Mod, Mods
+from anyattn.mods.analysis.captured_loads import loads_even_tiles
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.fast_launch import Handle
 from anyattn.triton_tools.launch import UNIT, current_device, launch
@@ -99,16 +100,21 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     strides = [name for name, kind in plain if kind == "stride" and is_aligned]
     # the interpreter needs the cast: it takes a small number as 32 bits regardless of the annotation
     units = [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in strides]
+    evens: set[str] = set()  # captured tensors with even rows
     for slot, part in enumerate(slots):
         numbers, tensors, totals = _captured(slot, part)
+        for name, *sizes in [tensors[i] for i in part.style.even] if part is not None else []:
+            evens.add(name)
+            units += [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in sizes[:-2:2]]
         captured_names += [(n, "long") for n in numbers]
         captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
         captured = [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))]
         mods.append(jit_source.group(Mod, [*_functions(part), *captured]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # Triton specialises on whether the address of a tensor with rows is a multiple of 16, which ``strides_of`` has checked for all of them.
+    # Triton specialises on whether the address of a tensor with rows is a multiple of 16, which ``strides_of`` has checked for all of them
+    # and ``Style.even`` for captured ones.
     # It specialises on no other argument.
-    with_rows = {name.split("_")[0] for name in strides}
+    with_rows = {name.split("_")[0] for name in strides} | evens
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
     groups = [_group_source(g.fields, g.prefix) for g in signature.groups]
     constants = jit_source.group(signature.constants, signature.constants._fields)
@@ -120,11 +126,12 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     return "\n\n".join([program.source, head])
 
 
-def _functions(part: Part | None) -> tuple[str, str, str, str]:
+def _functions(part: Part | None) -> tuple[str, str, str, str, str]:
     """The first fields of a ``Mod``."""
     if part is None:
-        return "False", "None", "None", "None"
-    return "True", f"{part.name}_rows", f"{part.name}_value", f"{part.name}_scatter" if part.loads else "None"
+        return "False", "None", "None", "None", "False"
+    scatter = f"{part.name}_scatter" if part.loads else "None"
+    return "True", f"{part.name}_rows", f"{part.name}_value", scatter, str(loads_even_tiles(part.expr, part.style.even))
 
 
 @lru_cache(maxsize=4096)
@@ -162,4 +169,10 @@ def run_entry(
 
 def sizes_of_captured(part: CapturedValues) -> tuple[int, ...]:
     """An entry's arguments after a part's numbers: strides and sizes of the captured tensors and of the totals."""
-    return tuple([n for t in (*part.tensors, *part.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])
+    sizes: list[int] = []
+    for i, t in enumerate((*part.tensors, *part.totals)):
+        unit = UNIT if i in part.even else 1  # of all strides but the last
+        sizes += [
+            n for d, pair in enumerate(zip(t.stride(), t.shape, strict=True), 1) for n in (pair[0] // (unit if d < t.ndim else 1), pair[1])
+        ]
+    return tuple(sizes)

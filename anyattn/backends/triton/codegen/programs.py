@@ -116,11 +116,12 @@ class Program:
 
 
 class CapturedValues(NamedTuple):
-    """A part's captured values in a call."""
+    """A part's captured values in a call. even: see ``Style``; only a first launch reads it."""
 
     scalars: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     totals: tuple[Tensor, ...] = ()
+    even: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def program_of(problem: Problem) -> CallProgram:
 
 def captured_of(call_program: CallProgram) -> tuple[CapturedValues, ...]:
     """The captured values of every part, in order."""
-    return tuple(CapturedValues(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in call_program.mods)
+    parts = zip(call_program.program.parts, call_program.mods, strict=True)
+    return tuple(CapturedValues(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors), even=p.style.even) for p, m in parts)
 
 
 def _part(name: str, mod: TracedMod, problem: Problem) -> Part:

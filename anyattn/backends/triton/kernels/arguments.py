@@ -107,12 +107,13 @@ class Mod(NamedTuple):
 
     rows, value: the functions of ``codegen.programs``. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
     int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...) per tensor. totals: the same per gradient sum. An
-    empty one is replaced by a number: Triton has no empty tuple."""
+    empty one is replaced by a number: Triton has no empty tuple. is_padded: whether ``value`` may be called with keys beyond the end."""
 
     exists: Any
     rows: Any
     value: Any
     scatter: Any
+    is_padded: Any
     scalars: Any
     tensors: Any
     totals: Any

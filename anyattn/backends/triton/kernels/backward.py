@@ -18,7 +18,7 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
-from anyattn.backends.triton.kernels.forward import load_rows, rows_of
+from anyattn.backends.triton.kernels.forward import kv_for, load_rows, rows_of
 from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
@@ -137,24 +137,25 @@ def _visit_keys(
     k = _load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c.HEAD_DIM, c.BLOCK_D)
     v = _load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-    kv = lane[None, :]
-    if IS_PARTIAL:
-        kv = tl.minimum(kv, end - 1)
+    lanes = lane[None, :]
     if mods.score.exists:
+        kv = kv_for(lanes, end, mods.score, not IS_PARTIAL)
         of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows.score, mods.score.scalars, mods.score.tensors)
         p = tl.exp2(of_score[0] - lse[:, None])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
     # in a missing row lse is infinite, and dq is not stored
     if IS_PARTIAL and c.RANGES > 0:  # the rows' limits are inside the sequence
-        seen = mods.mask.value(b, h, lane[None, :], rows.mask, mods.mask.scalars, mods.mask.tensors)
+        seen = mods.mask.value(b, h, lanes, rows.mask, mods.mask.scalars, mods.mask.tensors)
     else:
-        seen = (lane < end)[None, :]
+        seen = lanes < end
         if IS_PARTIAL and mods.mask.exists:
+            kv = kv_for(lanes, end, mods.mask, False)
             seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
     if mods.score.scatter is not None:
         seen = seen & is_row[:, None]
     if mods.always.exists:
+        kv = kv_for(lanes, end, mods.always, not IS_PARTIAL)
         seen = seen & mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors)
     if IS_PARTIAL or mods.always.exists:
         p = tl.where(seen, p, 0.0)
@@ -258,8 +259,9 @@ def _visit_rows(
     dout = _load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     q_idx = (position + sequence.q_first)[None, :]
-    kv = tl.minimum(n_first + tl.arange(0, c.TILE_N), n_end - 1)[:, None]
+    lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
     if mods.score.exists:
+        kv = kv_for(lanes, n_end, mods.score, False)
         rows = mods.score.rows(b, h, q_idx, mods.score.scalars, mods.score.tensors)
         of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows, mods.score.scalars, mods.score.tensors)
         p = tl.exp2(of_score[0] - lse[None, :])
@@ -269,6 +271,7 @@ def _visit_rows(
         seen = is_row[None, :]
         if IS_PARTIAL and mods.mask.exists:
             rows = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
+            kv = kv_for(lanes, n_end, mods.mask, False)
             shown = mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors)
             if c.RANGES > 0:  # in a missing row lse is infinite
                 seen = shown
@@ -276,6 +279,7 @@ def _visit_rows(
                 seen = seen & (shown | is_shown)
         if mods.always.exists:
             rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
+            kv = kv_for(lanes, n_end, mods.always, False)
             seen = seen & mods.always.value(b, h, kv, rows, mods.always.scalars, mods.always.tensors)
         p = tl.where(seen, p, 0.0)
     kept_p = p
@@ -321,7 +325,7 @@ def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, he
     if is_cut:
         position = first + tl.minimum(device_math.unknown(m_lane, first, c.IS_NVIDIA), end - 1 - first)
         rows = mods.mask.rows(b, h, (position + sequence.q_first)[None, :], mods.mask.scalars, mods.mask.tensors)
-        kv = tl.minimum(n_first + tl.arange(0, c.TILE_N), n_end - 1)[:, None]
+        kv = kv_for((n_first + tl.arange(0, c.TILE_N))[:, None], n_end, mods.mask, False)
         p = tl.where(mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors), p, 0.0)
     if c.HAS_DV:
         dv = plus_product(dv, None, p, dout, c.PRECISION)

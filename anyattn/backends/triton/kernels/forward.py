@@ -54,6 +54,15 @@ def rows_of(b, h, q_idx, q_places, mods):
 
 
 @triton.jit
+def kv_for(kv, end, mod, IS_WHOLE: tl.constexpr):
+    """The keys that a mod is evaluated at for ``kv``: none beyond the sequence, unless the mod loads nothing there (``is_padded``)."""
+    if IS_WHOLE or mod.is_padded:
+        return kv
+    else:
+        return tl.minimum(kv, end - 1)
+
+
+@triton.jit
 def scores_of(
     q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
@@ -69,20 +78,22 @@ def scores_of(
         s = s * scales.score
     elif not c.IS_RAW:
         s = s * scales.base_2
-    kv = lane[None, :]
-    if not IS_WHOLE:
-        kv = tl.minimum(kv, end - 1)  # mods are not evaluated beyond the sequence
+    lanes = lane[None, :]
     if mods.score.exists:
-        s = mods.score.value(s, b, h, kv, rows.score, mods.score.scalars, mods.score.tensors).to(tl.float32)
+        s = mods.score.value(s, b, h, kv_for(lanes, end, mods.score, IS_WHOLE), rows.score, mods.score.scalars, mods.score.tensors).to(
+            tl.float32
+        )
     if IS_PARTIAL:
         if c.RANGES > 0:  # the rows' limits are inside the sequence
-            seen = mods.mask.value(b, h, lane[None, :], rows.mask, mods.mask.scalars, mods.mask.tensors)
+            seen = mods.mask.value(b, h, lanes, rows.mask, mods.mask.scalars, mods.mask.tensors)
         else:
-            seen = (lane < end)[None, :]
+            seen = lanes < end
             if mods.mask.exists:
+                kv = kv_for(lanes, end, mods.mask, IS_WHOLE)
                 seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
         s = tl.where(seen, s, float("-inf"))
     if mods.always.exists:
+        kv = kv_for(lanes, end, mods.always, IS_WHOLE)
         s = tl.where(mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors), s, float("-inf"))
     return s
 
