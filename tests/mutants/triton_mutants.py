@@ -165,7 +165,8 @@ MUTANTS = by_name(
     Mutant("heads_in_turn_lost", f"{_BACKWARD}:_place", "at % width", "at % width // 2 * 2", "causal"),
     Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
     Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
-    Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
+    Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "causal"),
+    Mutant("last_row_tile_lost", f"{_BACKWARD}:_visitors", "(sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls", "fulls * 0", "full"),
     Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
     Mutant(
         "dv_overwritten", f"{_BACKWARD}:_visit_either",

@@ -270,7 +270,8 @@ def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...]
     program = Program(None, ranges, None, None)
     captured = [values for values, part in zip(captured_of(call_program), call_program.program.parts, strict=True) if part is ranges]
     constants = {
-        "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
+        "RANGES": 0 if call_program.program.sees_all else count, "TILE_M": tile_m,
+        "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
         "HAS_SINK": named.natural_delta is not None,
     }  # fmt: skip
@@ -339,6 +340,7 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
         # a band has few tiles and many of them are partial, so the prologues of two loops cost too much
         constants["IS_JOINED"] = program.has_band and not any((program.score, program.always, program.dropout))
+        constants["SEES_ALL"] = program.sees_all
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
         constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}

@@ -18,9 +18,8 @@ from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
-    "FEW", "FEW_KEYS", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates",
-    "capability_of",
-    "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "pipeline_of",
+    "FEW", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates", "capability_of",
+    "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_keys_of", "most_short", "needed", "padded", "pipeline_of",
     "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
 
@@ -106,6 +105,11 @@ class PipelineOptions:
     is_grouped: bool = False
 
 
+def most_keys_of(keys: int) -> int:
+    """The class of a call by its number of keys: the least bound in the tables that holds, 0 above all of them."""
+    return next((most for most in (_FEWEST_KEYS, _SHORT_KEYS) if keys <= most), _ANY_KEYS)
+
+
 def padded(head_dim: int) -> int:
     """The width of a tile for ``head_dim``: a power of two, at least 16."""
     return max(16, next_power_of_2(head_dim))
@@ -132,8 +136,8 @@ class Shape:
 
     columns: number of values that mods load per key. asks: lists name the tiles, and the mask is evaluated in partial ones. has_pairs: the
     score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
-    (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``).
-    has_few_keys: a call has at most ``FEW_KEYS`` keys.
+    (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``). most_keys: see
+    ``most_keys_of``.
     """
 
     d: int
@@ -145,7 +149,7 @@ class Shape:
     has_pairs: bool = False
     is_band: bool = False
     pair_bytes: int = 0
-    has_few_keys: bool = False
+    most_keys: int = 0
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -188,6 +192,8 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     "dkdv": ((32, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
+# The same up to head dimension 32, where whole rows leave registers for larger tiles: on an H200 forward and dq take 0.61 of the time.
+_NARROW, _NARROW_FLOATS = 32, {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 32, 4, 2)}
 # Forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, with the least tile_m of a product, because
 # reading keys takes the time; more queries use the tiles for many. An architecture that is not listed uses tiles of as many rows as there
 # are, in powers of two, with one kernel each.
@@ -211,15 +217,16 @@ _PIPELINES_OF_SCORES = {
 }
 # Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
-# Score mods that load a value per pair, 16 bits, head dimensions up to 64: values loaded ahead; and any, if there are few keys, whose one
-# or two steps need no pipeline. Each is the fastest of a sweep on an H200.
-_EVEN: dict[str, dict[str, tuple[int, int, int, int]]] = {
-    "sm_90": {"forward": (64, 64, 4, 3), "dq": (64, 32, 4, 3), "dkdv": (64, 64, 4, 2)}
+# Score mods that load a value per pair, 16 bits, head dimensions up to 64, by the greatest number of keys: with few, one or two steps need
+# no pipeline; above ``_FEWEST_KEYS`` values that are loaded ahead (``Style.even``). The fastest of sweeps on an H200.
+_FEWEST_KEYS, _SHORT_KEYS, _ANY_KEYS = 64, 384, 0
+_PAIRS: dict[str, dict[int, dict[str, tuple[int, int, int, int]]]] = {
+    "sm_90": {
+        _FEWEST_KEYS: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
+        _SHORT_KEYS: {"forward": (64, 64, 4, 3), "dq": (128, 32, 4, 3), "dkdv": (32, 64, 4, 2)},
+        _ANY_KEYS: {"forward": (64, 64, 4, 3), "dq": (64, 32, 4, 3), "dkdv": (64, 64, 4, 2)},
+    }
 }
-_FEW_PAIRS: dict[str, dict[str, tuple[int, int, int, int]]] = {
-    "sm_90": {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)}
-}
-FEW_KEYS = 64
 _NEAR = 24 << 20  # bytes of keys and values that stay in the L2 cache, with room for the rest
 _MOST_TOGETHER = 32  # heads
 # The same for the backward pass: bytes that a program streams, for all heads together. On an H200 dk and dv are slightly faster with 64 MiB
@@ -239,9 +246,11 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
     arch = architecture(capability)
     if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
         return Tiles(*_BANDS[arch][name])
-    of_pairs = _FEW_PAIRS if shape.has_pairs and shape.has_few_keys else _EVEN if shape.pair_bytes else {}
-    if arch in of_pairs and shape.dtype.itemsize == 2 and _column(shape) == 0:
-        return Tiles(*of_pairs[arch][name])
+    loads_ahead = shape.has_pairs and (shape.pair_bytes > 0 or shape.most_keys == _FEWEST_KEYS)
+    if loads_ahead and arch in _PAIRS and shape.dtype.itemsize == 2 and _column(shape) == 0:
+        return Tiles(*_PAIRS[arch][shape.most_keys][name])
+    if shape.dtype.itemsize != 2 and max(shape.d, shape.dv) <= _NARROW:
+        return Tiles(*_NARROW_FLOATS[name])
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``pipeline_of``) larger tiles were faster

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.backends.triton.tile_config import FEW_KEYS, Shape, padded
+from anyattn.backends.triton.tile_config import Shape, most_keys_of, padded
 from anyattn.mods.analysis.captured_loads import even_slots
 from anyattn.mods.analysis.row_ranges import RowRanges
 from anyattn.mods.ir.dependence import dependence
@@ -52,9 +52,9 @@ def shape_of(problem: Problem) -> Shape:
     columns = sum(_columns(m.expr) for m in mods)
     d, dv, asks_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and has_pairs(problem.score.expr)
     pair_bytes = sum(m.tensors[slot].element_size() for m in mods for slot in style_of(m, m.expr, problem).even)
-    has_few_keys = problem.sequences is None and problem.bound_k <= FEW_KEYS
-    pairs = {"has_pairs": asks_pairs, "pair_bytes": pair_bytes, "has_few_keys": has_few_keys}
-    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, **pairs)
+    most_keys = most_keys_of(problem.bound_k) if asks_pairs and problem.sequences is None else 0
+    has_score = problem.score is not None
+    return Shape(d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys)
 
 
 @lru_cache(maxsize=4096)

@@ -96,6 +96,11 @@ class Program:
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
+    def sees_all(self) -> bool:
+        """Whether every row sees all keys, as far as ranges and lists decide it."""
+        return self.ranges is not None and self.ranges.expr is ALL_KEYS.expr
+
+    @property
     def is_rising(self) -> bool:
         """Whether the least and greatest limits of a tile are those of its first and last row."""
         return self.ranges is not None and never_fall(self.ranges.expr)

@@ -135,7 +135,8 @@ class Mods(NamedTuple):
 # keys. IS_CACHE: entries come from the cache's tables. PAGES_FIT: tiles begin where pages begin, or lie inside them. IS_RAW: the greatest
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
-# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``.
+# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
+# hides a key from a row, so that no row tile is looked for.
 _OF_TILES = (  # of the three kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -151,7 +152,7 @@ ForwardConstants = _constants(
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
-DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV")
+DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
 PrepareConstants = namedtuple(
     "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
 )

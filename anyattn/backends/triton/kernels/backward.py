@@ -347,7 +347,10 @@ def _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line
         dout=tensors.dout + (q_row * strides.dout.rows + h.to(tl.int64) * strides.dout.head),
         lse=tl.multiple_of(tensors.lse + slot, 16), delta=tl.multiple_of(tensors.delta + slot, 16),
     )  # fmt: skip
-    if c.RANGES > 0:
+    if c.SEES_ALL:
+        fulls = sequence.seqlen_q // c.TILE_M
+        return heads, RowRun(first=0, full=0), fulls, (sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls
+    elif c.RANGES > 0:
         place = tensors.spans + _slot(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
         tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
         if c.IS_GROUPED:
@@ -384,7 +387,7 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     row, head = sequence.k_row.to(tl.int64), kv_head.to(tl.int64)
     tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
     early = 0
-    if c.RANGES > 0:  # loaded before the keys, and as slow to arrive
+    if c.RANGES > 0 and not c.SEES_ALL:  # loaded before the keys, and as slow to arrive
         spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, c.TILE_M, 4 * c.RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
     k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, c.HEAD_DIM, c.BLOCK_D, False)

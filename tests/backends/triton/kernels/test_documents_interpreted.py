@@ -105,8 +105,10 @@ def test_launched_both_ways(name: str, launched: list, monkeypatch: pytest.Monke
     mask = mask_of(case)
     results(case, block_mask(case, mask), mask)
     assert len(launched) == 8  # of the forward pass, and three kernels of the backward
-    pipeline = [(options["HAS_ENTRIES"], options["HAS_GUARD"], options["RANGES"] > 0) for options in launched]
-    assert set(pipeline) == {(True, False, True), (False, True, False)} and pipeline.count((True, False, True)) == 4
+    assert [options["HAS_ENTRIES"] for options in launched].count(True) == 4
+    # the statistics of rows that see all of a document's keys need no ranges
+    pipeline = [(options["HAS_ENTRIES"], options["HAS_GUARD"], options["RANGES"] > 0) for options in launched if "TILE_N" in options]
+    assert set(pipeline) == {(True, False, True), (False, True, False)} and pipeline.count((True, False, True)) == 3
 
 
 KNOWN = ("causal", "a score mod that learns", "ids that come back, learning")
