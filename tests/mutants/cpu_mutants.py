@@ -27,7 +27,7 @@ __all__ = ["MUTANTS", "active"]
 _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
 _SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runner", "backends.torch.captured_gradients"
 _WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
-_MEMORY, _DROPS = "backends.torch.workspace", "backends.torch.drops"
+_MEMORY, _DROPS, _DECODE = "backends.torch.workspace", "backends.torch.drops", "backends.torch.decode"
 _CACHE, _APPEND, _STORED = "validate.kvcache", "kvcache.append", "sequences.unread_kvcache:StoredCache"
 
 MUTANTS = by_name(
@@ -209,6 +209,12 @@ MUTANTS = by_name(
     Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
     Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
     Mutant("known_page_off_by_one", "call_cache.kvcache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
+    Mutant("decoding_loses_a_key", f"{_DECODE}:_visible", "max(lo, first)", "max(lo, first + 1)", "decode"),
+    Mutant("decoding_one_page_row_late", f"{_DECODE}:Decoder._keys", "start - first * size", "start - first * size + 1", "decode"),
+    Mutant(
+        "decoding_counts_the_sink_twice", f"{_DECODE}:_with_sink",
+        "(sink - highest).exp_()", "2 * (sink - highest).exp_()", "decode_sink",
+    ),
     Mutant(
         "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
         "__[:, __1 * width : __2 * width]", "__[:, : (__2 - __1) * width]", "pages_by_head",

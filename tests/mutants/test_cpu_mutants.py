@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.backends.torch import test_backward as streaming
+from tests.backends.torch import test_decode as decoding
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
 from tests.call_cache import test_kvcache as known_calls
@@ -230,6 +231,8 @@ CHECKS: dict[str, Callable[[], object]] = {
     "rows": cache(shuffled_rows=True),
     "places": cache("mods see places"),
     "known": again(),
+    "decode": lambda: decoding.test_against_the_oracle("pages of 16 behind padding", seq.Meaning(window_size=(9, 0))),
+    "decode_sink": lambda: decoding.test_against_the_oracle("alike", seq.Meaning(causal=True)),
     "known_pages": again(cached=(41, 8, 62, 11), page_size=3),
     "known_mask": known_mask,
     "far_numbers": far_numbers,

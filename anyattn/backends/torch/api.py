@@ -10,8 +10,8 @@ from torch import Tensor
 from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
+from anyattn.backends.torch import decode, unstreamed
 from anyattn.backends.torch import forward as forward_pass
-from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.coverage import Coverage, cover, split_of
 from anyattn.backends.torch.drops import Drops
@@ -38,6 +38,8 @@ class Repeater(plan.Repeater):
         plan = self.plan
         if plan.num_splits > 1:
             return _forward_by_splits(problem, plan)
+        if (decoded := decode.forward(problem, plan)) is not None:
+            return decoded
         call = _call(problem, plan, self.coverage)
         by_spans = not (plan.needs_lse or problem.wants_lse or problem.wants_max)
         return Result(unstreamed.forward(call), None, None) if by_spans else forward_pass.forward(call)

@@ -136,7 +136,7 @@ def _without(segments: tuple[Segment, ...], rectangle: Rectangle) -> tuple[Segme
 
 def has_few_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether ``few_rows`` supports such tensors, which have one dtype and head_dim."""
-    if q.device.type != "cpu" or q.dtype not in _FEW_ROWS_DTYPES or not hasattr(torch.ops.aten, _FORWARD):
+    if q.device.type != "cpu" or q.dtype not in _FEW_ROWS_DTYPES or not hasattr(torch, _FORWARD):
         return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1
 
@@ -148,4 +148,4 @@ def few_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float 
     row i sees only keys up to i. Returns out (B, H, rows, D) and the natural log-sum-exp (B, H, rows); in a row without visible keys out
     is 0 and the log-sum-exp is meaningless.
     """
-    return getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return getattr(torch, _FORWARD)(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)

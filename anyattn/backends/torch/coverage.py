@@ -263,10 +263,11 @@ def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_
         last = min(batch, b_lo + _TOGETHER) if is_small else b_hi
         while b_hi < last and s.alike[b_hi] == s.alike[b_lo] and _agree(sources, b_lo, b_hi):
             b_hi += 1
-        if s.is_cache:
-            pairs_at_once = max(1, _SCORES_OF_A_SEQUENCE // max(1, min(tile_m, seqlen_q) * min(1024, seqlen_k)))
+        pairs = pairs_at_once
+        if s.is_cache or seqlen_q == 1:
+            pairs = max(1, _SCORES_OF_A_SEQUENCE // max(1, min(tile_m, seqlen_q) * min(1024, seqlen_k)))
         by_head = any(x != source.stretches[b_lo][0] for source in sources for x in source.stretches[b_lo][1:])
-        for h_lo, h_hi in [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once):
+        for h_lo, h_hi in [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs):
             row_tiles = _row_tiles(problem, sources, (b_lo, h_lo if by_head else 0), tile_m)
             groups.append(Group(b_lo, b_hi, h_lo, h_hi, row_tiles, is_small))
         b_lo = b_hi

@@ -16,6 +16,7 @@ from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.result import Result
 from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.coverage import Group, RowTile
+from anyattn.backends.torch.decode import Decoder
 from anyattn.backends.torch.kv_matrices import KeyRows
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind, stage_of
@@ -114,8 +115,11 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
     out = rows_of_queries(problem, problem.v.shape[3], out_dtype or problem.q.dtype)
     lse = statistic_of_queries(problem) if problem.wants_lse else None
     highest = statistic_of_queries(problem) if problem.wants_max else None
-    scores = Scores(call)
+    scores, decoder = Scores(call), Decoder.of(problem, call.plan)
     for group in call.coverage.groups:
+        if decoder is not None and decoder.serves(group):
+            decoder.attend_group(group, out, lse)
+            continue
         heads = Heads(call, group)
         keys, values = heads.keys(problem.k, "k"), heads.keys(problem.v, "v")
         for row_tile, start in _with_starts(call, group, heads, keys, values, scores.in_memory):

@@ -7,6 +7,7 @@ follow from the limits without evaluating any (q, kv) pair. A derivation (``solv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.ir.dependence import Dep, dependence
-from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.expr import OPS, Builder, Expr
 from anyattn.mods.ir.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import negative_zeros
@@ -31,16 +32,19 @@ __all__ = [
     "NO_LIMIT",
     "RowRanges",
     "check_positions",
+    "has_range_on_host",
     "limits",
     "limits_of_rows",
     "mask_of",
     "never_fall",
+    "range_on_host",
     "ranges_unread",
     "row_ranges",
 ]
 
 LONGEST = 2**30  # most positions of a sequence: limits and tile lists are int32, and so is the sum of a limit and a tile size
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
+_OF_INTEGERS = frozenset(("add", "sub", "mul", "neg", "min", "max", "cast"))
 MOST_POSITIONS = 2**MOST_INDEX_BITS  # limits are proved right for sequences up to this length
 
 
@@ -211,6 +215,49 @@ def limits(
     }
     sees = _sees(ranges)
     return _limits(ranges, leaves, (B if sees.b else 1, H if sees.h else 1, seqlen_q), seqlen_k, seqlen_k, device)
+
+
+def has_range_on_host(ranges: RowRanges) -> bool:
+    """Whether ``range_on_host`` takes these ranges: one range, whose limits are sums, products, minima or maxima of q_idx and numbers."""
+    return _steps(ranges.expr) is not None and ranges.count == 1
+
+
+def range_on_host(ranges: RowRanges, q_idx: int) -> tuple[int, int]:
+    """The range ``lo, hi`` of the row at position ``q_idx``, not clipped, in Python numbers; for ``has_range_on_host``.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> range_on_host(row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")), 99)
+    (36, 100)
+    """
+    steps = _steps(ranges.expr)
+    assert steps is not None
+    values: list[Any] = []
+    for function, args in steps:
+        if function is not None:
+            values.append(function(*[values[a] for a in args]))
+        else:
+            values.append(q_idx if args is None else ranges.scalars[args] if type(args) is int else args[0])
+    lo, hi = (values[at] for at in ranges.expr.outputs)
+    return lo, hi
+
+
+@lru_cache(maxsize=256)
+def _steps(expr: Expr) -> tuple[tuple[Callable | None, Any], ...] | None:
+    """For each node a function and the nodes of its operands; without a function None for q_idx, the slot of a scalar, or a constant in a
+    tuple. None if there are other operations. Limits are proved not to wrap around (``solver.py``), so Python's integers are right."""
+    steps: list[tuple[Callable | None, Any]] = []
+    for node in expr.nodes:
+        if node.dtype not in (int, torch.int64):
+            return None
+        if node.op in _OF_INTEGERS:
+            steps.append((OPS[node.op].on_host or int, node.args))
+        elif node.op == "index" and node.attr == "q_idx":
+            steps.append((None, None))
+        elif node.op in ("const", "scalar"):
+            steps.append((None, (node.attr,) if node.op == "const" else node.attr))
+        else:
+            return None
+    return tuple(steps)
 
 
 def limits_of_rows(mod: TracedMod | RowRanges, b: Tensor, q_idx: Tensor, seqlen_k: Tensor, H: int) -> tuple[Tensor, Tensor] | None:
