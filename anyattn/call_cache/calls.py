@@ -33,8 +33,7 @@ class RememberedCall(NamedTuple):
     fields: of the problem, without its tensors and the captured values of its mods.
     has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value have batch 1 for every query batch
     entry. extents, sizes, follows (``flash_attn_with_kvcache``): for ``append.check_step``, if the call appends; for ``CacheStep``.
-    plans: more plans, by the greatest number of keys, if the plan depends on it. decisive, checked: ``rebind.decisive_tensors``, and the
-    tensors in these places whose contents the bounds checks have read.
+    decisive, checked: ``rebind.decisive_tensors``, and the tensors in these places whose contents the bounds checks have read.
     """
 
     plan: Plan
@@ -46,7 +45,6 @@ class RememberedCall(NamedTuple):
     extents: tuple[int, ...] = ()
     sizes: CacheSizes | None = None
     follows: bool = False
-    plans: dict[int, Plan] | None = None
     decisive: tuple[tuple[int, int], ...] = ()
     checked: ByWrites | None = None
 
@@ -144,7 +142,7 @@ def remember(
     score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as in ``Recipe.of``.
     more: fields of ``RememberedCall``.
     """
-    if not plan.is_reusable and "plans" not in more:
+    if not plan.is_reusable:
         return
     has_score = int(score is not None)
     count = len(signature.readings) - has_score

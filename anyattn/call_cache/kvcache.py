@@ -7,17 +7,18 @@ queries has no signature.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn import hardware, planner
+from anyattn import planner
 from anyattn.call_cache.calls import RememberedCall, known, remember
 from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, extents_of, named_tensors, step_call
 from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.batch import OnHost
@@ -32,7 +33,8 @@ from anyattn.validate.window import band
 
 __all__ = ["KnownCall", "decode_call"]
 
-_MOST_PLANS = 8  # the layers of one step share a plan
+_CPU = torch.device("cpu")
+_NO_PAGES = torch.empty(0, 0, dtype=torch.int32, device="cpu")
 _MOST_ROWS = 2048  # new rows: with more, vectors are faster than lists, and the host takes a small part of the time
 
 _ARGUMENTS = fields(
@@ -44,7 +46,7 @@ _signature = signature("flash_attn_with_kvcache", arguments=_ARGUMENTS, options=
 
 
 class KnownCall(NamedTuple):
-    """A warm call whose tables have been checked. new: k, v and the two leading cache indices of every new row, or None."""
+    """A warm call whose tables have been checked. new: k, v and the two leading cache indices of every new row (batch, new), or None."""
 
     problem: Problem
     k_cache: Tensor
@@ -77,25 +79,15 @@ def decode_call(
     if warm is not None and call_signature is not None:
         warm_call = _warm_call(arguments, options, warm, call_signature)
         if warm_call is not None:
-            return warm_call, _plan(warm_call.problem, backend, warm.plans)
+            return warm_call, warm.plan
     if not is_operator and kinds.belong_to_operators(named_tensors(arguments, options)):
         return None
     call = cache_call(arguments, options)
     plan = planner.planned(call.problem, backend)
     if call_signature is not None:
         recompute = partial(_signature_of_call, arguments, options, backend)
-        remember(call_signature, recompute, call.problem, plan, extents=extents_of(arguments), plans={})
+        remember(call_signature, recompute, call.problem, plan, extents=extents_of(arguments))
     return call, plan
-
-
-def _plan(problem: Problem, backend: str | None, plans: dict[int, Plan] | None) -> Plan:
-    assert plans is not None
-    plan = plans.get(problem.seqlen_k)
-    if plan is None:
-        if len(plans) >= _MOST_PLANS:
-            plans.clear()
-        plan = plans[problem.seqlen_k] = planner.choose(problem, hardware.of("cpu"), backend)
-    return plan
 
 
 def _signature_of_call(arguments: CacheArguments, options: Options, backend: str | None) -> Signature | None:
@@ -114,44 +106,70 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     """The call with its tables checked; None if their contents are not clearly right."""
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     new = 0 if arguments.k is None else arguments.k.shape[1]
-    sequences_and_starts = _numbers(arguments, new)
-    if sequences_and_starts is None or new * len(q) > _MOST_ROWS:
+    numbers = _numbers(arguments, new) if new * len(q) <= _MOST_ROWS else None
+    if numbers is None:
         return None
-    sequences, starts = sequences_and_starts
+    sequences, step = numbers
     table = arguments.page_table
     if table is not None:
-        ends = [s + new for s in starts]
+        ends = [s + new for s in step.starts]
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
     if arguments.k is not None:
         append.check_step(q, arguments.k, arguments.v, k_cache, v_cache, warm.extents)
-        places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
+        places = step.places if table is None else _page_places(table, step.starts, new, k_cache.shape[1])
         if places is None:
             return None
-        written = (arguments.k.reshape(-1, *arguments.k.shape[2:]), arguments.v.reshape(-1, *arguments.v.shape[2:]), *places)
-    visible = band(options.causal, options.window_size, 0, sequences.max_seqlen_q, sequences.max_seqlen_k, q.device)
+        written = (arguments.k, arguments.v, *places)
+    visible = _band(options.causal, tuple(options.window_size), sequences.max_seqlen_q, sequences.max_seqlen_k)
     storage = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     filled = warm.filled(*storage, options.sink, options.softmax_scale, call_signature)
     filled["sequences"], filled["predicates"] = sequences, () if visible is None else (visible,)
     return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 
-def _numbers(arguments: CacheArguments, new: int) -> tuple[ListedSequences, list[int]] | None:
-    """The contents of a call's tables, and the storage row of each entry's first new row.
+@lru_cache(maxsize=64)
+def _band(causal: bool, window_size: tuple, most_q: int, most_k: int) -> TracedMod | None:
+    """``window.band`` of checked arguments."""
+    return band(causal, window_size, 0, most_q, most_k, _CPU)
+
+
+def _numbers(arguments: CacheArguments, new: int) -> tuple[ListedSequences, _Step] | None:
+    """The contents of a call's tables.
 
     None if a number is out of range, or two entries append to one cache row.
     """
     (batch, queries), table, (storage, rows_each) = arguments.q.shape[:2], arguments.page_table, arguments.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
     lengths, padding, chosen = arguments.cache_seqlens, arguments.cache_leftpad, arguments.cache_batch_idx
-    used = [capacity] * batch if lengths is None else [lengths] * batch if type(lengths) is int else lengths.tolist()
+    used = (capacity,) * batch if lengths is None else (lengths,) * batch if type(lengths) is int else tuple(lengths.tolist())
+    pads, rows = (None if t is None else tuple(t.tolist()) for t in (padding, chosen))
+    step = _step(used, pads, rows, queries, new, capacity, storage, 0 if table is None else rows_each)
+    return None if step is None else (step.sequences if table is None else step.sequences.of_pages(table), step)
+
+
+class _Step(NamedTuple):
+    """What the numbers in a call's tables decide. With pages, ``sequences`` has no table.
+
+    starts: the storage row of each entry's first new row. places: for every new row the cache row and the position in it.
+    """
+
+    sequences: ListedSequences
+    starts: list[int]
+    places: tuple[Tensor, Tensor]
+
+
+@lru_cache(maxsize=32)  # the layers of a step pass equal numbers
+def _step(
+    used: tuple[int, ...], pads: tuple[int, ...] | None, rows: tuple[int, ...] | None, queries: int, new: int, capacity: int, storage: int,
+    page_size: int,
+) -> _Step | None:  # fmt: skip
+    batch = len(used)
     if not used or min(used) < 0 or max(used) + new > capacity:
         return None
-    pads = None if padding is None else padding.tolist()
     if pads is not None and not all(0 <= p <= n for p, n in zip(pads, used, strict=True)):
         return None
-    rows = list(range(batch)) if chosen is None else chosen.tolist()
-    if chosen is not None and (min(rows) < 0 or max(rows) >= storage or (new and len(set(rows)) < batch)):
+    if rows is not None and (min(rows) < 0 or max(rows) >= storage or (new and len(set(rows)) < batch)):
         return None
     none = [0] * batch
     entries = list(zip(used, none if pads is None else pads, strict=True))
@@ -162,14 +180,15 @@ def _numbers(arguments: CacheArguments, new: int) -> tuple[ListedSequences, list
         seqlens_k=seqlens_k,
         q_row=list(range(batch)),
         q_start=none,
-        k_row=rows,
+        k_row=list(range(batch) if rows is None else rows),
         k_start=k_start,
         q_first=q_first,
         row_base=list(range(0, batch * queries, queries)) if queries else none,
         key_base=bases(seqlens_k),
     )
-    page_size = 0 if table is None else rows_each
-    return ListedSequences(host, arguments.q.device, table, page_size, is_cache=True, most_q=queries), starts
+    sequences = ListedSequences(host, _CPU, _NO_PAGES if page_size else None, page_size, is_cache=True, most_q=queries)
+    _ = sequences.has_pairs, sequences.max_seqlen_q, sequences.max_seqlen_k  # computed once for all calls
+    return _Step(sequences, starts, _row_places(host.k_row, starts, new))
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:
@@ -180,21 +199,20 @@ def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, 
 
 
 def _row_places(rows: list[int], starts: list[int], new: int) -> tuple[Tensor, Tensor]:
-    """For every new row the cache row and the position in it, int64."""
-    if new == 1:
-        return _vector(rows), _vector(starts)
-    first = [row for row in rows for _ in range(new)]
-    return _vector(first), _vector([s + j for s in starts for j in range(new)])
+    """For every new row (batch, new) the cache row and the position in it, int64."""
+    first, second = _vector([row for row in rows for _ in range(new)]), _vector([s + j for s in starts for j in range(new)])
+    return first.view(len(rows), new), second.view(len(rows), new)
 
 
 def _page_places(table: Tensor, starts: list[int], new: int, page_size: int) -> tuple[Tensor, Tensor] | None:
-    """For every new row its page and the position in it, int64; None if two entries append to one page."""
+    """For every new row (batch, new) its page and the position in it, int64; None if two entries append to one page."""
     width, rows = table.shape[1], starts if new == 1 else [s + j for s in starts for j in range(new)]
     places = [i // new * width + row // page_size for i, row in enumerate(rows)]
     pages = table.take(_vector(places))
     if len(set(pages.tolist())) < len(set(places)):
         return None
-    return pages.to(torch.int64), _vector([row % page_size for row in rows])
+    shape = len(table), new
+    return pages.to(torch.int64).view(shape), _vector([row % page_size for row in rows]).view(shape)
 
 
 def _vector(numbers: list[int]) -> Tensor:

@@ -42,7 +42,7 @@ def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
     """``cache[first, second] = rows``, in place; no other element of the cache is written.
 
     cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), with strides that do not make rows overlap (``check_apart``). rows:
-    (total_new, H, D) of the cache's dtype, any strides. first, second: the result of ``slots``, without repeated pairs.
+    (..., H, D) of the cache's dtype, any strides. first, second: int64 (...), as the result of ``slots``, without repeated pairs.
 
     >>> cache = torch.zeros(2, 4, 1, 1)
     >>> append(cache, torch.tensor([[[7.0]], [[8.0]]]), torch.tensor([1, 1]), torch.tensor([2, 3]))

@@ -50,6 +50,12 @@ class ListedSequences(Sequences):
 
     device: torch.device
 
+    def of_pages(self, page_table: Tensor) -> ListedSequences:
+        """The same sequences with another page table; what has been computed of their lengths is kept."""
+        made = object.__new__(ListedSequences)
+        vars(made).update(vars(self) | {"page_table": page_table})
+        return made
+
     @property
     def batch(self) -> int:
         return len(self.on_host.seqlens_q)

@@ -54,14 +54,16 @@ def band(causal: Any, window_size: Any, offset: int | Tensor | TableOffset, most
         return None
     if isinstance(offset, TableOffset):
         return _read_from_tables(left, right, offset)
-    return trace(_kept_mask(left, right, offset) if isinstance(offset, int) else _mask(left, right, offset), "mask", device=device)
+    return _kept_band(left, right, offset) if isinstance(offset, int) else trace(_mask(left, right, offset), "mask", device=device)
 
 
 def _mask(left: int | None, right: int | None, offset: int | Tensor) -> Callable:
     return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
 
 
-_kept_mask = lru_cache(maxsize=256)(_mask)  # memoised: making a mask traces it; not for tensors, which it would keep alive
+@lru_cache(maxsize=256)  # not for tensors, which it would keep alive
+def _kept_band(left: int | None, right: int | None, offset: int) -> TracedMod:
+    return trace(_mask(left, right, offset), "mask")
 
 
 # ---- offsets read from tables

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anyattn.backends.torch.captured_gradients import programs
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, kvcache
 from anyattn.mods.ir.bounds import bounds
 from anyattn.tensors import by_contents
 from tests.mutants.mutant import Mutant, by_name
@@ -206,8 +206,7 @@ MUTANTS = by_name(
     Mutant("wrong_batch_row", f"{_STORED}.k_row", "self.tables.rows.to(__)", "self.tables.rows.to(__).flip(0)", "rows"),
     Mutant("appended_to_the_wrong_row", f"{_APPEND}:slots", "cache_rows[entry]", "entry", "rows"),
     Mutant("place_counted_from_0", f"{_STORED}.q_first", "self.seqlens_k - self.seqlens_q", "self.seqlens_q * 0", "places"),
-    Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
-    Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
+    Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "s + j", "s + j + 1", "known"),
     Mutant("known_page_off_by_one", "call_cache.kvcache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
     Mutant("decoding_loses_a_key", f"{_DECODE}:_visible", "max(lo, first)", "max(lo, first + 1)", "decode"),
     Mutant("decoding_one_page_row_late", f"{_DECODE}:Decoder._keys", "start - first * size", "start - first * size + 1", "decode"),
@@ -215,6 +214,7 @@ MUTANTS = by_name(
         "decoding_counts_the_sink_twice", f"{_DECODE}:_with_sink",
         "(sink - highest).exp_()", "2 * (sink - highest).exp_()", "decode_sink",
     ),
+    Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "tuple(lengths.tolist())", "(int(lengths[0]),) * batch", "known"),
     Mutant(
         "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
         "__[:, __1 * width : __2 * width]", "__[:, : (__2 - __1) * width]", "pages_by_head",
@@ -281,6 +281,7 @@ def active(name: str) -> Iterator[None]:
 def _forget() -> None:
     """Nothing that an earlier call left goes round the bug, and nothing that the bug made outlives it."""
     attention.clear()
+    kvcache._step.cache_clear()
     by_contents.forget()
     bounds.cache_clear()
     programs.cache_clear()

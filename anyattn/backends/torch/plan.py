@@ -80,8 +80,11 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> TorchPlan:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
         dtype = torch.float32
     tile_m = _tile_m(problem, dtype.itemsize == 2, why)
-    tile_n = min(1024, max(problem.seqlen_k, 1))
-    width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
+    is_cache = problem.sequences is not None and problem.sequences.is_cache
+    # of a cache the lengths grow from call to call, and one plan is for all of them
+    tile_n = 1024 if is_cache else min(1024, max(problem.seqlen_k, 1))
+    limits = () if is_cache else problem.row_limits
+    width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in limits)]))
     splits, why_splits = _bounded_splits(problem.num_splits or 1)
     why += why_splits
     if problem.num_splits == 0:
@@ -95,7 +98,8 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> TorchPlan:
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     tile_n_backward = min(tile_n, 2**16 // tile_m)
     # the widths of rows may have been read from tensors that masks capture
-    is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
+    has_known_sizes = problem.sequences is None or (is_cache and not problem.sequences.is_unread)
+    is_reusable = has_known_sizes and not any(p.tensors for p in problem.predicates)
     return TorchPlan(
         tile_m=tile_m, tile_n=tile_n, tile_n_backward=tile_n_backward, pairs_at_once=pairs, product_dtype=dtype,
         needs_lse=not whole_spans, num_splits=splits, why=tuple(why), is_reusable=is_reusable,
