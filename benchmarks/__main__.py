@@ -25,7 +25,7 @@ _PROBE_GROUPS = {
     "memory": ("memory",),
     "masks": ("long-masks",),
     "host": ("first-call", "closure", "import"),
-    "sequences": ("decode-host", "decode-pages", "ragged-lists"),
+    "sequences": ("decode-host", "decode-step", "decode-pages", "ragged-lists"),
 }
 _LEAST_ROUNDS = 3
 _SAMPLE = 0.02  # seconds

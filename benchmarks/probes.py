@@ -186,6 +186,70 @@ def _decode_host() -> dict[str, Any]:
     return found
 
 
+def _decode_step() -> dict[str, Any]:
+    """Warm calls of one query row over 512 keys of 64, on one thread: microseconds, and those of SDPA over a slice of the same cache, which
+    take turns."""
+    import torch
+
+    import anyattn
+    from anyattn import masks
+
+    torch.set_num_threads(1)
+    keys, found = 512, {}
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for batch, heads in ((1, 8), (1, 2), (16, 2)):
+        q, new = torch.randn(batch, 1, 8, 64), torch.randn(batch, 1, heads, 64)
+        k_cache, v_cache = torch.randn(2, batch, keys + 64, heads, 64)
+        lengths, table = torch.full((batch,), keys, dtype=torch.int32), torch.arange(batch * 36).view(batch, 36).flip(1).to(torch.int32)
+        pools = [torch.randn(batch * 36, 16, heads, 64) for _ in range(2)]
+        of_row = anyattn.create_block_mask(masks.causal(keys), None, None, 1, keys + 1, device="cpu")
+        for name, window, given, options in (
+            ("append", -1, (k_cache, v_cache), {}),
+            ("window 128", 128, (k_cache, v_cache), {}),
+            ("pages of 16", -1, pools, {"page_table": table}),
+        ):
+
+            def ours(window=window, given=given, options=options, q=q, new=new, lengths=lengths):
+                anyattn.flash_attn_with_kvcache(
+                    q, *given, k=new, v=new, cache_seqlens=lengths, causal=True, window_size=(window, 0), **options
+                )
+
+            def sliced(window=window, q=q, new=new, caches=(k_cache, v_cache)):
+                for cache in caches:
+                    cache[:, keys : keys + 1] = new
+                seen = slice(0 if window < 0 else keys - window, keys + 1)
+                attend(*(x.transpose(1, 2) for x in (q, *(c[:, seen] for c in caches))), enable_gqa=True)
+
+            found[f"batch {batch}, 8/{heads} heads, {name}"] = _in_turns(ours, sliced)
+        k, v = (c[:, : keys + 1].transpose(1, 2).contiguous() for c in (k_cache, v_cache))
+
+        row = q.transpose(1, 2)
+
+        def flex(q=row, k=k, v=v, of_row=of_row):
+            anyattn.flex_attention(q, k, v, block_mask=of_row, enable_gqa=True)
+
+        def whole(q=row, k=k, v=v):
+            attend(q, k, v, enable_gqa=True)
+
+        found[f"batch {batch}, 8/{heads} heads, flex_attention"] = _in_turns(flex, whole)
+    return found
+
+
+def _in_turns(ours: Callable[[], None], peer: Callable[[], None]) -> dict[str, float]:
+    """The median microseconds of both, and their ratio."""
+    import torch
+
+    times: tuple[list[float], list[float]] = ([], [])
+    with torch.no_grad():
+        for _ in range(400):
+            for call, spent in zip((ours, peer), times, strict=True):
+                start = time.perf_counter()
+                call()
+                spent.append((time.perf_counter() - start) * 1e6)
+    mine, its = (statistics.median(spent[50:]) for spent in times)
+    return {"us": mine, "sdpa_us": its, "over_sdpa": mine / its}
+
+
 def _decode_pages() -> dict[str, Any]:
     """CPU time of a decode call over 8,192 keys of 4 sequences in shuffled pages, relative to the same call without pages: one thread, the
     smallest of 10, which is stable beside other processes too."""
@@ -240,6 +304,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "closure": _closure,
     "import": _import_time,
     "decode-host": _decode_host,
+    "decode-step": _decode_step,
     "decode-pages": _decode_pages,
     "ragged-lists": _ragged_lists,
 }

@@ -105,6 +105,11 @@ def _sequence_bars() -> list[Bar]:
     for stored in ("contiguous", "paged"):
         for batch in (1, 16):
             bars.append(probe(f"host time of a decode call, batch {batch}, {stored}", "decode-host", f"batch {batch}, {stored}", 300, "us"))
+    for heads in (8, 2):
+        for what, most in (("append", 120), ("window 128", 150), ("flex_attention", 120)):
+            name = f"batch 1, 8/{heads} heads, {what}"
+            step = lambda found, name=name: found.probes["decode-step"][name]["us"]
+            bars.append(Bar(f"decode call over 512 keys, {name}", most, step, at_least=False, unit="us"))
     lists = lambda found: found.probes["ragged-lists"]["causal"]["lists_s"]
     return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
 

@@ -172,7 +172,8 @@ def _everything(ours: float) -> Found:
     figures += tuple(f"batch {batch}, {stored}" for stored in ("contiguous", "paged") for batch in (1, 16))
     count = 0 if ours < 1e-4 else 10_000
     lists = dict.fromkeys(("seconds", "peak_extra_mib", "lists_s"), count)
-    each: dict[str, Any] = {**dict.fromkeys(figures, count), "causal": lists, "document-causal": lists}
+    each: dict[str, Any] = defaultdict(lambda: {"us": count})
+    each |= {**dict.fromkeys(figures, count), "causal": lists, "document-causal": lists}
     return Found(records, defaultdict(lambda: each))
 
 
