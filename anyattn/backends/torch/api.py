@@ -13,10 +13,12 @@ from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import decode, unstreamed
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch.combine import combine
+from anyattn.backends.torch.compiled import forward as compiled
+from anyattn.backends.torch.compiled.work import work_of
 from anyattn.backends.torch.coverage import Coverage, cover, split_of
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.plan import TorchPlan
-from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries, statistic_of_queries
 from anyattn.backends.torch.workspace import Workspace
 from anyattn.problem import Problem
 
@@ -28,8 +30,9 @@ class Repeater(plan.Repeater):
 
     def __init__(self, problem: Problem, plan: TorchPlan) -> None:
         self.plan = plan
-        has_sizes_only = not problem.predicates and problem.blocks is None and problem.sequences is None
+        has_sizes_only = not any(p.tensors for p in problem.predicates) and problem.blocks is None and problem.sequences is None
         self.coverage = _cover(problem, plan) if has_sizes_only else None
+        self._work = work_of(problem, self.coverage) if plan.has_loops and self.coverage is not None else None
 
     def reads_lists(self, problem: Problem) -> bool:
         return problem.blocks is not None
@@ -38,6 +41,10 @@ class Repeater(plan.Repeater):
         plan = self.plan
         if plan.num_splits > 1:
             return _forward_by_splits(problem, plan)
+        if plan.has_loops:
+            result = _results(problem)
+            if compiled.forward(problem, self._work or work_of(problem, _cover(problem, plan)), result):
+                return result
         if (decoded := decode.forward(problem, plan)) is not None:
             return decoded
         call = _call(problem, plan, self.coverage)
@@ -58,6 +65,12 @@ def _cover(problem: Problem, plan: TorchPlan) -> Coverage:
 def _call(problem: Problem, plan: TorchPlan, coverage: Coverage | None = None) -> Call:
     coverage = coverage or _cover(problem, plan)
     return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device), Drops(problem))
+
+
+def _results(problem: Problem) -> Result:
+    """Tensors for the results, uninitialised except in storage rows of no sequence."""
+    out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
+    return Result(out, *(statistic_of_queries(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
 def _forward_by_splits(problem: Problem, plan: TorchPlan) -> Result:

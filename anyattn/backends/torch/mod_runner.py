@@ -41,7 +41,7 @@ from anyattn.problem import Problem
 if TYPE_CHECKING:
     from anyattn.sequences.batch import Sequences
 
-__all__ = ["Bound", "Tile", "bind", "has_diagonals", "stage_of"]
+__all__ = ["Bound", "Tile", "bind", "has_diagonals", "stage_of", "staging_of"]
 
 _IN_PLACE = frozenset(TORCH_OPS) - {"where", "fold", "eq", "ne", "lt", "le", "gt", "ge"}
 
@@ -101,7 +101,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Staging:
+class Staging:
     """An expression divided into stages: each node's stage, the nodes of other stages that tiles read, those of them that are computed (all
     but indices), the tile nodes in order, those of them that compute with an index, and each node's last reader."""
 
@@ -114,7 +114,7 @@ class _Staging:
 
 
 @lru_cache(maxsize=1024)
-def _staging(expr: Expr, is_ragged: bool) -> _Staging:
+def staging_of(expr: Expr, is_ragged: bool) -> Staging:
     deps = dependence(expr)
     stage = []
     for d in deps:
@@ -139,7 +139,7 @@ def _staging(expr: Expr, is_ragged: bool) -> _Staging:
     boundary = tuple(i for i in sorted(read) if stage[i] != "tile")
     hoisted = tuple(i for i in boundary if expr.nodes[i].op != "index")
     operands = frozenset(i for i in schedule if expr.nodes[i].op != "load" and any(expr.nodes[a].op == "index" for a in expr.nodes[i].args))
-    return _Staging(tuple(stage), boundary, hoisted, schedule, operands, tuple(last_use))
+    return Staging(tuple(stage), boundary, hoisted, schedule, operands, tuple(last_use))
 
 
 @lru_cache(maxsize=1024)
@@ -164,7 +164,7 @@ class Bound:
     ):
         expr = expr.without_detach  # a detach result would share the operand's memory
         self.expr, self.tensors = expr, tensors
-        self.staging = _staging(expr, sequences is not None)
+        self.staging = staging_of(expr, sequences is not None)
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
         self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
         self.hoisted: dict[int, Any] = {}
@@ -223,7 +223,7 @@ class Bound:
 
     def part(self, node: int, tile: Tile) -> Any:
         """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
-        stage, value = self.staging.stage[node], self._hoisted(node)
+        stage, value = self.staging.stage[node], self.value(node)
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         rows, keys = tile.shape[2:]
@@ -242,7 +242,8 @@ class Bound:
         start = tile.k_lo if stage == "col" else tile.key_base + tile.k_lo if stage == "entry_col" else 0
         return _view(value, tile, start, (1, 1 if stage == "per_head" else keys))
 
-    def _hoisted(self, node: int) -> Any:
+    def value(self, node: int) -> Any:
+        """A hoisted node's value on all tiles, as the module's table says, with four dimensions; or a number."""
         value = self.hoisted.get(node)
         if value is None:  # an index, made where it is read
             index = self._leaves(self.staging.stage[node])[self.expr.nodes[node].attr]  # type: ignore[index]
@@ -330,7 +331,7 @@ def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
 def stage_of(expr: Expr, is_ragged: bool) -> str:
     """The stage of the only output of ``expr``."""
     expr = expr.without_detach
-    return _staging(expr, is_ragged).stage[expr.outputs[0]]
+    return staging_of(expr, is_ragged).stage[expr.outputs[0]]
 
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anyattn.backends.torch.compiled.decision import why_not
 from anyattn.hardware import Hardware
 from anyattn.plan import Backward, Plan
 from anyattn.problem import Problem
@@ -24,13 +25,15 @@ _FEW_ROWS = 16
 @dataclass(frozen=True, kw_only=True)
 class TorchPlan(Plan):
     """tile_n_backward: keys of a tile of the backward pass, which keeps two tiles of scores at once. pairs_at_once: number of (batch, head)
-    pairs that are computed together. product_dtype: the dtype of the two matrix products."""
+    pairs that are computed together. product_dtype: the dtype of the two matrix products. has_loops: the forward pass is computed by
+    ``compiled.forward``."""
 
     backend: str = "torch"
     backward: str = "torch"
     tile_n_backward: int
     pairs_at_once: int
     product_dtype: torch.dtype
+    has_loops: bool = False
 
     @property
     def tiles(self) -> str:
@@ -41,6 +44,9 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     """The torch backend's plan, whose gradients are its own. options: ``validate.flex.kernel_options``. reason: for choosing torch, for
     people. Reads the row ranges of masks."""
     plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
+    reason_not = why_not(problem, plan.product_dtype, plan.num_splits)
+    how = f"no compiled loops: {reason_not}" if reason_not else "compiled loops: the forward pass is one C++ function"
+    plan = replace(plan, has_loops=reason_not is None, why=(*plan.why, how))
     if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
     return plan
