@@ -55,7 +55,8 @@ class Repeater(plan.Repeater):
         call = _call(problem, self.plan, self.coverage)
         if lse is None:  # the forward pass computed whole spans
             return *unstreamed.backward(call, dout), None
-        return backward_pass.backward(call, out, lse, dout, dlse)
+        work = (self._work or work_of(problem, call.coverage)) if self.plan.has_loops else None
+        return backward_pass.backward(call, out, lse, dout, dlse, work)
 
 
 def _cover(problem: Problem, plan: TorchPlan) -> Coverage:

@@ -21,6 +21,9 @@ from torch import Tensor
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.captured_gradients import CapturedGradients
+from anyattn.backends.torch.compiled import backward as compiled
+from anyattn.backends.torch.compiled.backward import Gradients
+from anyattn.backends.torch.compiled.work import Work
 from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.forward import Scores, sink_logits
 from anyattn.backends.torch.mod_runner import Bound, Tile
@@ -66,11 +69,17 @@ def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout:
     return ((lse - logit).abs() <= rounding) & (out == 0).all(-1)
 
 
-def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(
+    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, work: Work | None = None
+) -> tuple[Tensor | None, ...]:
+    """work: of compiled loops, where they compute what they can."""
     problem = call.problem
     stat = problem.stat_dtype
     statistics = _Statistics.of(call, out, lse, dout, dlse)
     dq = rows_of_queries(problem, problem.q.shape[3], problem.q.dtype)
+    if work is not None and (found := _by_loops(call, statistics, dq, work)) is not None:
+        captured = () if problem.score is None else [found.captured.get(i) for i in range(len(problem.score.tensors))]
+        return found.q, found.k, found.v, _dsink(call, statistics), *captured
     dk, dv = (zeros_in_order(t, stat) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
     bias = scores.scores.in_memory
@@ -84,13 +93,26 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
             store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         heads.add_to_keys(dk, operands.dk)
         heads.add_to_keys(dv, operands.dv)
-    dsink = None
-    if problem.sink is not None:
-        # the sink's probability in a row is exp2(sink - lse); its value is 0, so dP - delta + dLSE is dLSE - delta
-        share = torch.exp2(problem.sink.to(stat)[:, None, None] * LOG2E - statistics.lse)
-        net = statistics.delta if statistics.dlse is None else statistics.delta - statistics.dlse
-        dsink = (share * net).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
-    return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), dsink, *scores.captured.results()
+    return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), _dsink(call, statistics), *scores.captured.results()
+
+
+def _dsink(call: Call, statistics: _Statistics) -> Tensor | None:
+    """The sink's probability in a row is exp2(sink - lse); its value is 0, so dP - delta + dLSE is dLSE - delta."""
+    sink = call.problem.sink
+    if sink is None:
+        return None
+    share = torch.exp2(sink.to(call.problem.stat_dtype)[:, None, None] * LOG2E - statistics.lse)
+    net = statistics.delta if statistics.dlse is None else statistics.delta - statistics.dlse
+    return (share * net).sum((0, 2, 3)).neg_().to(sink.dtype)
+
+
+def _by_loops(call: Call, statistics: _Statistics, dq: Tensor, work: Work) -> Gradients | None:
+    """The gradients by compiled loops; None where they do not compute them, as where a log-sum-exp is far from 0 (``_far``)."""
+    if _far(statistics.lse) is not None:
+        return None
+    net = statistics.delta.neg() if statistics.dlse is None else statistics.dlse - statistics.delta
+    dk, dv = (zeros_in_order(t, t.dtype) for t in (call.problem.k, call.problem.v))
+    return compiled.backward(call.problem, work, statistics.q, statistics.dout, statistics.lse, net, (dq, dk, dv))
 
 
 def _with_starts(

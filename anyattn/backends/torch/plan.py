@@ -45,7 +45,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     people. Reads the row ranges of masks."""
     plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
     reason_not = why_not(problem, plan.product_dtype, plan.num_splits)
-    how = f"no compiled loops: {reason_not}" if reason_not else "compiled loops: the forward pass is one C++ function"
+    how = f"no compiled loops: {reason_not}" if reason_not else "compiled loops: each pass is one C++ function, written from the mods"
     plan = replace(plan, has_loops=reason_not is None, why=(*plan.why, how))
     if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))

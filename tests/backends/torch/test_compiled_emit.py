@@ -41,7 +41,7 @@ UNARY = {
     "reciprocal": lambda x, y: x.reciprocal(),
     "floor": lambda x, y: x.floor(), "ceil": lambda x, y: x.ceil(),
     "trunc": lambda x, y: x.trunc(), "round": lambda x, y: x.round(), "div": lambda x, y: x / y, "square": lambda x, y: x**2,
-    "cube": lambda x, y: x**3,
+    "cube": lambda x, y: x**3, "sign": lambda x, y: x.sign(),
 }  # fmt: skip
 BOTH = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "min": torch.minimum, "max": torch.maximum,
@@ -53,7 +53,7 @@ BOTH = {
 WHOLE = {
     "floordiv": lambda x, y: x // 7, "mod": lambda x, y: x % 7, "floordiv by 1": lambda x, y: (x + y) // 4, "and": lambda x, y: x & y,
     "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y, "not": lambda x, y: ~x, "shl": lambda x, y: x << 3, "shr": lambda x, y: x >> 2,
-    "neg": lambda x, y: -x, "abs": lambda x, y: abs(x), "to int8": lambda x, y: x.to(torch.int8),
+    "sign": lambda x, y: x.sign(), "neg": lambda x, y: -x, "abs": lambda x, y: abs(x), "to int8": lambda x, y: x.to(torch.int8),
     "to int32": lambda x, y: x.to(torch.int32),
     "to uint8": lambda x, y: x.to(torch.uint8), "to int16": lambda x, y: (x + y).to(torch.int16),
 }  # fmt: skip
@@ -99,7 +99,7 @@ def agreeing(text, tables, predicates):
     """For each predicate the keys at which it is true, (N,)."""
     extra = (
         'extern "C" void each(Args *a, float *s, i64 predicate) {'
-        f"  const Place p = {{0, 0, 0, 0, 0, 0}}; modify(a, &p, s, 0, {N}, (i64)1 << predicate); }}"
+        f"  const Place p = {{0, 0, 0, 0, 0, 0}}; modify(a, &p, s, nullptr, 0, {N}, (i64)1 << predicate); }}"
     )
     places = array("q", [n for t in tables for n in (t.data_ptr(), *(n for pair in zip(t.stride(), t.shape, strict=True) for n in pair))])
     fields = array("q", [0] * len(FIELDS))

@@ -108,7 +108,17 @@ def qkv(dtype=torch.float32, d=24, dv=40):
     return random(B, H, S, d, seed=21, dtype=dtype), random(B, HK, K, d, seed=22, dtype=dtype), random(B, HK, K, dv, seed=23, dtype=dtype)
 
 
-@pytest.mark.parametrize(("score", "mask"), PAIRS)
+QUICK = {
+    ("none", "causal"),
+    ("gathers", "causal"),
+    ("whole numbers", "none"),
+    ("functions", "none"),
+    ("bias", "kinds"),
+    ("infinite", "none"),
+}
+
+
+@pytest.mark.parametrize(("score", "mask"), [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in PAIRS])
 def test_results_are_within_the_budget(score, mask):
     judged(*qkv(), SCORES[score], MASKS[mask])
 
@@ -169,21 +179,6 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them():
     assert torch.equal(out.isnan().any(-1), reached)
     assert torch.equal(aux.lse.isnan(), reached)
     assert torch.equal(aux.max_scores[0].isnan(), reached[0])
-
-
-def test_gradients_follow_from_compiled_results():
-    leaves = [t.requires_grad_() for t in qkv()]
-    captured = two.clone().requires_grad_()
-    score = lambda s, b, h, i, j: s + captured[(kinds[b, i] == kinds[b, j]).to(torch.int32), h]
-    dout = random(B, H, S, 40, seed=41)
-    got = torch.autograd.grad(flex(*leaves, score_mod=score, enable_gqa=True), [*leaves, captured], dout)
-    wide = two.double().requires_grad_()
-    meant = lambda s, b, h, i, j: s + wide[(kinds[b, i] == kinds[b, j]).to(torch.int32), h]
-    exact, plain = (f(*qkv(), dout, score=meant, captured=(wide,)) for f in (oracle.gradients, oracle.same_dtype_gradients))
-    noise = later(*qkv(), dout, score=meant, captured=(wide,))
-    for name, grad in zip(("dq", "dk", "dv"), got, strict=False):
-        budget.check(name, grad, getattr(exact, name), getattr(plain, name), noise.of(name))
-    budget.check("captured", got[3], exact.captured[0], plain.captured[0], noise.of_captured(0))
 
 
 def test_the_number_of_threads_changes_no_bit():
@@ -247,7 +242,10 @@ def compiler(tmp_path, script):
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("echo 'x.cpp:1: error: no such thing' >&2; exit 1", "no such thing"), ('for f; do :; done; echo junk > "$f"', "")],
+    [
+        ("echo 'x.cpp:1: error: no such thing' >&2; exit 1", "no such thing"),
+        ('for f; do :; done; case "$f" in *.so) echo junk > "$f";; esac', ""),
+    ],
     ids=["fails", "writes junk"],
 )
 @pytest.mark.usefixtures("_fresh")

@@ -25,9 +25,10 @@ from anyattn.disk_cache import Payload, open_cache
 __all__ = ["function_of", "parallel_address", "reason_against"]
 
 _FLAGS = (
-    "-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fno-math-errno", "-fno-trapping-math",
-    "-fwrapv", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared", "-x", "c++",
+    "-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-ffp-contract=off",
+    "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared", "-x", "c++",
 )  # fmt: skip
+_FLAGS_OF_GCC = ("-fvect-cost-model=dynamic",)  # otherwise -O2 vectorises only loops of a known length
 _LIMIT = 60  # seconds
 _failure: list[str] = []
 _loaded: dict[str, Callable[[int], int]] = {}
@@ -47,7 +48,11 @@ def reason_against() -> str | None:
 @lru_cache(maxsize=8)
 def _compiler(chosen: str) -> tuple[str, ...] | None:
     """The command that compiles C++; chosen: as CXX names it."""
-    for command in [shlex.split(chosen)] if chosen.strip() else [["g++"], ["clang++"]]:
+    try:
+        named = [shlex.split(chosen)] if chosen.strip() else [["g++"], ["clang++"]]
+    except ValueError:  # an open quotation mark
+        return None
+    for command in named:
         if command and (path := shutil.which(command[0])) is not None:
             return (path, *command[1:])
     return None
@@ -64,22 +69,31 @@ def parallel_address() -> int:
 
 
 @lru_cache(maxsize=8)
+def _version(compiler: tuple[str, ...]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+
+
+def _flags(compiler: tuple[str, ...]) -> tuple[str, ...]:
+    is_gcc = not any(word in _version(compiler).lower() for word in ("clang", "llvm", "icpx"))
+    return (*_FLAGS_OF_GCC, *_FLAGS) if is_gcc else _FLAGS
+
+
+@lru_cache(maxsize=8)
 def _identity(compiler: tuple[str, ...]) -> str:
     """What decides the machine code besides the text: the compiler, its flags and this CPU."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
     macros = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     native = subprocess.run(macros, capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
-    return "\n".join([*compiler, *_FLAGS, version, native])
+    return "\n".join([*compiler, *_flags(compiler), _version(compiler), native])
 
 
 def function_of(text: str) -> Callable[[int], int] | None:
-    """The function ``anyattn_forward`` of ``text``, a C function of one address; None if there is none, for the reason that
+    """The function ``anyattn_pass`` of ``text``, a C function of one address; None if there is none, for the reason that
     ``reason_against`` gives from then on."""
     found = _loaded.get(text)
     if found is None and reason_against() is None:
         try:
             found = _loaded[text] = _load(_machine_code(text))
-        except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
             _failure.append(f"compiling them failed: {_first_line(error)}")
             warnings.warn(f"anyattn computes without compiled loops: {_failure[0]}", RuntimeWarning, stacklevel=2)
     return found
@@ -104,8 +118,8 @@ def _machine_code(text: str) -> bytes:
 def _compile(compiler: tuple[str, ...], text: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         target = Path(folder) / "loops.so"
-        command = [*compiler, *_FLAGS, "-", "-o", str(target)]
-        subprocess.run(command, input=text, capture_output=True, text=True, timeout=_LIMIT, check=True)
+        command = [*compiler, *_flags(compiler), "-", "-o", str(target)]
+        subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", timeout=_LIMIT, check=True)
         return target.read_bytes()
 
 
@@ -114,6 +128,6 @@ def _load(code: bytes) -> Callable[[int], int]:
     with tempfile.NamedTemporaryFile(prefix="anyattn-", suffix=".so") as file:
         file.write(code)
         file.flush()
-        function = ctypes.CDLL(file.name).anyattn_forward
+        function = ctypes.CDLL(file.name).anyattn_pass
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
     return function  # type: ignore[no-any-return]

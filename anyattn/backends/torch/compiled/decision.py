@@ -7,14 +7,14 @@ from functools import lru_cache
 import torch
 
 from anyattn.backends.torch.compiled import build
-from anyattn.backends.torch.compiled.emit import MOST_POSITIONS, Loops, NotCompiledError, Source, Table, loops_of
+from anyattn.backends.torch.compiled.emit import MOST_POSITIONS, SCORE, Loops, NotCompiledError, Source, Table, loops_of
 from anyattn.backends.torch.lower import with_choices
 from anyattn.backends.torch.mod_runner import stage_of
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["KINDS", "loops", "mods", "why_not"]
+__all__ = ["KINDS", "loops", "masks", "mods", "source_of", "why_not"]
 
 _LEAST_SCORES = 2**17
 _LEAST_ROWS = 16
@@ -52,20 +52,24 @@ def _scores(problem: Problem) -> int:
     return problem.heads_q * sum(q * k for q, k in zip(host.seqlens_q, host.seqlens_k, strict=True))
 
 
+def masks(problem: Problem) -> dict[int, TracedMod]:
+    """The predicates without row ranges, by place."""
+    return {at: p for at, (p, limit) in enumerate(zip(problem.predicates, problem.row_limits, strict=True)) if limit is None}
+
+
 def mods(problem: Problem) -> dict[int, TracedMod]:
-    """The score mod at -1, and the predicates without row ranges at their places."""
-    found = {} if problem.score is None else {-1: problem.score}
-    return found | {at: p for at, (p, limit) in enumerate(zip(problem.predicates, problem.row_limits, strict=True)) if limit is None}
+    """The score mod at SCORE, and ``masks``."""
+    return ({} if problem.score is None else {SCORE: problem.score}) | masks(problem)
+
+
+def source_of(at: int, mod: TracedMod) -> Source:
+    tables = tuple([Table(t.dtype, t.ndim, t.ndim > 0 and t.stride(-1) == 1) for t in mod.tensors])
+    return Source(at, with_choices(mod.expr, mod.tensors).without_detach, tables)
 
 
 def loops(problem: Problem) -> Loops | str:
     """The loops of a problem's mods, or what they lack."""
-    sources = tuple([Source(at, with_choices(m.expr, m.tensors).without_detach, _tables(m)) for at, m in mods(problem).items()])
-    return _written(sources, problem.sequences is not None)
-
-
-def _tables(mod: TracedMod) -> tuple[Table, ...]:
-    return tuple([Table(t.dtype, t.ndim, t.ndim > 0 and t.stride(-1) == 1) for t in mod.tensors])
+    return _written(tuple([source_of(at, m) for at, m in mods(problem).items()]), problem.sequences is not None)
 
 
 @lru_cache(maxsize=256)

@@ -15,12 +15,26 @@ from typing import NamedTuple
 import torch
 
 from anyattn.arithmetic import LN2, LOG2E
-from anyattn.backends.torch.compiled.kernel import KERNEL, PRELUDE
+from anyattn.backends.torch.compiled.backward_kernel import BACKWARD
+from anyattn.backends.torch.compiled.forward_kernel import FORWARD
+from anyattn.backends.torch.compiled.kernel import COMMON, PRELUDE
 from anyattn.backends.torch.mod_runner import staging_of
 from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
 from anyattn.mods.ir.extents import Box, extents, fits
 
-__all__ = ["MOST_POSITIONS", "Loops", "NotCompiledError", "Source", "Table", "loops_of", "strong"]
+__all__ = [
+    "CAPTURED",
+    "MOST_POSITIONS",
+    "SCORE",
+    "Load",
+    "Loops",
+    "NotCompiledError",
+    "Source",
+    "Table",
+    "backward_loops_of",
+    "loops_of",
+    "strong",
+]
 
 MOST_POSITIONS = 2**28  # sums of a few positions fit 32 bits
 _TYPES = {
@@ -34,9 +48,15 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 _FLOAT = {
     "div": "{0} / {1}", "neg": "-{0}", "abs": "absolute({0})", "sqrt": "root({0})", "rsqrt": "1 / root({0})", "reciprocal": "1 / {0}",
     "floor": "down({0})", "ceil": "up({0})", "trunc": "toward_zero({0})", "round": "to_even({0})", "min": "least({0}, {1})",
-    "max": "most({0}, {1})",
+    "max": "most({0}, {1})", "sign": "(0 < {0}) - ({0} < 0)",
 }  # fmt: skip
-_WHOLE = {"neg": "-{0}", "abs": "{0} < 0 ? -{0} : {0}", "min": "{0} < {1} ? {0} : {1}", "max": "{0} > {1} ? {0} : {1}"}
+_WHOLE = {
+    "sign": "(0 < {0}) - ({0} < 0)",
+    "neg": "-{0}",
+    "abs": "{0} < 0 ? -{0} : {0}",
+    "min": "{0} < {1} ? {0} : {1}",
+    "max": "{0} > {1} ? {0} : {1}",
+}
 _SINGLE = {"exp2": "exp2_({0})", "exp": "exp_({0})", "tanh": "tanh_({0})", "sigmoid": "sigmoid_({0})"}
 _AHEAD = 6  # rows of a table of pairs that are asked from memory in advance
 _MATH = r"""
@@ -108,13 +128,26 @@ class Table(NamedTuple):
     is_dense: bool
 
 
+SCORE, CAPTURED = -1, -2
+
+
 class Source(NamedTuple):
-    """A mod to compile: its place among the predicates or -1 for the score mod, its expression as ``mod_runner.Bound`` has it, and its
-    tensors."""
+    """A mod to compile: its place among the predicates, SCORE or CAPTURED for the score mod and its derivatives; its expression as
+    ``mod_runner.Bound`` has it, and its tensors."""
 
     mod: int
     expr: Expr
     tables: tuple[Table, ...]
+
+
+class Load(NamedTuple):
+    """One load that gets a gradient: the outputs of the derivative and of the indices. is_alone: each of its values is read at one pair of
+    the call only, and its last index is the key's position."""
+
+    slot: int
+    output: int
+    indices: tuple[int, ...]
+    is_alone: bool
 
 
 @dataclass(frozen=True)
@@ -134,47 +167,110 @@ class _Lines:
 
 
 def loops_of(sources: tuple[Source, ...], is_ragged: bool) -> Loops:
-    """The loops of a score mod, if any, and of the predicates that are evaluated. Raises ``NotCompiledError``."""
+    """The forward pass with a score mod, if any, and the predicates that are evaluated. Raises ``NotCompiledError``."""
     shared = _Shared()
-    score_lines, value = _Lines(), "s[j]"
-    score = next((s for s in sources if s.mod < 0), None)
-    masks = [s for s in sources if s.mod >= 0]
+    text, _ = _modify(sources, is_ragged, shared, has_derivative=False)
+    return Loops(PRELUDE + _constants(sources) + _MATH + text + COMMON + FORWARD, tuple(shared.leaves), tuple(shared.slots))
+
+
+def backward_loops_of(sources: tuple[Source, ...], captured: Source | None, loads: tuple[Load, ...], is_ragged: bool) -> Loops:
+    """The backward pass. The score mod's source has a second output, the derivative by the score. captured, loads: the derivatives by
+    loaded values. Raises ``NotCompiledError``."""
+    shared = _Shared()
+    modify, has_derivative = _modify(sources, is_ragged, shared, has_derivative=True)
+    sums = "" if captured is None else _captured(captured, loads, is_ragged, shared)
+    flags = f"#define HAS_DERIVATIVE {int(has_derivative)}\n#define HAS_CAPTURED {int(captured is not None)}\n"
+    if captured is None:
+        sums = "INLINE void captured(Args *, const Place *, const f32 *, i64, i64, i64) {}\n"
+    text = PRELUDE + _constants(sources) + flags + _MATH + modify + COMMON + sums + BACKWARD
+    return Loops(text, tuple(shared.leaves), tuple(shared.slots))
+
+
+def _constants(sources: tuple[Source, ...]) -> str:
+    return f"#define LOG2E {LOG2E!r}f\n#define LN2 {LN2!r}f\n#define HAS_SCORE {int(any(s.mod == SCORE for s in sources))}\n"
+
+
+def _modify(sources: tuple[Source, ...], is_ragged: bool, shared: _Shared, has_derivative: bool) -> tuple[str, bool]:
+    """The function ``modify``, and whether it writes derivatives that are not 1."""
+    score_lines, value, derivative = _Lines(), "s[j]", ""
+    score = next((s for s in sources if s.mod == SCORE), None)
     if score is not None:
-        score_lines, value = _Writer(score, is_ragged, shared).lines()
+        writer = _Writer(score, is_ragged, shared)
+        score_lines, (value, *others) = writer.lines()
         value = f"{value} * LOG2E"
+        if score.expr.nodes[score.expr.outputs[0]].dtype is not torch.float32:
+            raise NotCompiledError("score that is no float32 number")
+        if has_derivative and score.expr.nodes[score.expr.outputs[1]] != Node("const", (), torch.float32, 1.0):
+            derivative = f"const f32 by_score = {others[0]};"
     rows, pairs, seen = list(score_lines.row), [], []
-    for mask in masks:
-        place = mask.mod
-        lines, visible = _Writer(mask, is_ragged, shared).lines()
-        rows += [*lines.row, f"const i32 ignored{place} = !(asked >> {place} & 1);"]
+    for mask in sources:
+        if mask.mod == SCORE:
+            continue
+        lines, (visible,) = _Writer(mask, is_ragged, shared).lines()
+        rows += [*lines.row, f"const i32 ignored{mask.mod} = !(asked >> {mask.mod} & 1);"]
         pairs += lines.pair
-        seen.append(f"({visible} | ignored{place})")
-    bodies = []
-    if masks:
+        seen.append(f"({visible} | ignored{mask.mod})")
+    bodies, ends = [], [derivative, "by[j] = by_score;"] if derivative else []
+    if seen:
         hidden = f"s[j] = ({' & '.join(seen)}) != 0 ? (f32)({value}) : -INF;"
-        bodies.append(_loop([*score_lines.pair, *pairs, hidden], "if (asked) "))
+        bodies.append(_loop([*score_lines.pair, *pairs, *ends[:1], hidden, *ends[1:]], "if (asked) "))
     if score is not None:
-        bodies.append(_loop([*score_lines.pair, f"s[j] = {value};"], "else " if masks else ""))
-    modify = "\n".join(
+        bodies.append(_loop([*score_lines.pair, *ends[:1], f"s[j] = {value};", *ends[1:]], "else " if seen else ""))
+    name = "void modify(Args *a, const Place *p, f32 *__restrict__ s, f32 *__restrict__ by, i64 lo, i64 hi, i64 asked)"
+    return _function(name, rows, bodies), bool(derivative)
+
+
+def _captured(source: Source, loads: tuple[Load, ...], is_ragged: bool, shared: _Shared) -> str:
+    """The function ``captured``, which adds the contributions of a row's derivatives ds to the gradients of loaded values."""
+    writer = _Writer(source, is_ragged, shared)
+    lines, names = writer.lines()
+    if any(node.op == "score" for node in source.expr.nodes):
+        raise NotCompiledError("derivative by a captured tensor that depends on the score")
+    rows, bodies, first = [*lines.row, "const i64 *sums = (const i64 *)a->sums;"], [], 0
+    for n, load in enumerate(loads):
+        base, terms = [f"(f32 *)sums[{first}]", f"item * sums[{first + 1}]"], []
+        for dim, index in enumerate(load.indices):
+            stride, at = f"sums[{first + 2 + 2 * dim}]", source.expr.outputs[index]
+            text = f"(i64){writer.place(at, f'sums[{first + 3 + 2 * dim}]')}"
+            if load.is_alone and dim == len(load.indices) - 1:  # contiguous, and the position of a key is its last index
+                terms.append(names[index])
+            elif writer.stages[at] in ("per_head", "row"):
+                base.append(f"{text} * {stride}")
+            else:
+                terms.append(f"{text} * {stride}")
+        first += 2 + 2 * len(load.indices)
+        factor = names[load.output]
+        is_one = source.expr.nodes[source.expr.outputs[load.output]] == Node("const", (), torch.float32, 1.0)
+        rows.append(f"f32 *to{n} = {' + '.join(base)};")
+        part = "ds[j]" if is_one else f"(ds[j] == 0.0f ? 0.0f : ds[j] * {factor})"  # a derivative at a hidden pair is arbitrary
+        if terms:
+            bodies.append(_loop([*lines.pair, f"to{n}[{' + '.join(terms)}] += {part};"], "", "#pragma GCC ivdep" if load.is_alone else ""))
+        else:
+            rows.append(f"f32 sum{n} = 0.0f;")
+            bodies.append(
+                _loop([*lines.pair, f"sum{n} += {part};"], "", f"#pragma omp simd reduction(+ : sum{n})") + f"\n  *to{n} += sum{n};"
+            )
+    return _function("void captured(Args *a, const Place *p, const f32 *__restrict__ ds, i64 lo, i64 hi, i64 item)", rows, bodies)
+
+
+def _function(name: str, rows: list[str], bodies: list[str]) -> str:
+    return "\n".join(
         [
-            "static void modify(Args *a, const Place *p, f32 *__restrict__ s, i64 lo, i64 hi, i64 asked) {",
+            f"static {name} {{",
             "  const Leaf *leaf = (const Leaf *)a->leaves;",
             "  const i64 *table = (const i64 *)a->tables;",
             "  i32 bad = 0;",
             *(f"  {line}" for line in rows),
             *bodies,
             "  if (bad) a->bad = 1;",
-            "}",
+            "}\n",
         ]
     )
-    constants = f"#define LOG2E {LOG2E!r}f\n#define LN2 {LN2!r}f\n#define HAS_SCORE {int(score is not None)}\n"
-    text = PRELUDE + constants + _MATH + modify + "\n" + KERNEL
-    return Loops(text, tuple(shared.leaves), tuple(shared.slots))
 
 
-def _loop(lines: list[str], condition: str) -> str:
+def _loop(lines: list[str], condition: str, pragma: str = "#pragma GCC ivdep") -> str:
     body = "\n".join(f"    {line}" for line in lines)
-    return f"  {condition}\n#pragma GCC ivdep\n  for (i32 j = (i32)lo; j < (i32)hi; ++j) {{\n{body}\n  }}"
+    return f"  {condition}\n{pragma}\n  for (i32 j = (i32)lo; j < (i32)hi; ++j) {{\n{body}\n  }}"
 
 
 @dataclass
@@ -191,13 +287,14 @@ class _Writer:
         self.source, self.expr, self.mod, self.shared = source, source.expr, source.mod, shared
         self.staging = staging_of(source.expr, is_ragged)
         self.nodes, self.stages = source.expr.nodes, self.staging.stage
-        self.prefix = f"m{source.mod}_" if source.mod >= 0 else "v"
+        self.prefix = {SCORE: "v", CAPTURED: "c"}.get(source.mod, f"m{source.mod}_")
         self.extents = extents(self.expr, Box.of_sizes(MOST_POSITIONS, None))
         self.found = _Lines()
         self.names: dict[int, str] = {}
         self.tables: dict[int, int] = {}
 
-    def lines(self) -> tuple[_Lines, str]:
+    def lines(self) -> tuple[_Lines, list[str]]:
+        """The lines, and the texts of the outputs."""
         for at in self.staging.boundary:
             self.names[at] = self._leaf(at)
         for at, node in enumerate(self.nodes):
@@ -206,10 +303,7 @@ class _Writer:
         for at in self.staging.schedule:
             self.names[at] = f"{self.prefix}{at}"
             self.found.pair.append(f"const {self._type(at)} {self.prefix}{at} = {self._value(at)};")
-        output = self.expr.outputs[0]
-        if self.mod < 0 and self.nodes[output].dtype is not torch.float32:
-            raise NotCompiledError(f"a score of dtype {self.nodes[output].dtype}")
-        return self.found, self.names[output]
+        return self.found, [self.names[o] for o in self.expr.outputs]
 
     def _is_narrow(self, at: int) -> bool:
         """Whether an int64 node is computed in 32 bits."""
@@ -299,6 +393,11 @@ class _Writer:
             raise NotCompiledError("a float as a whole number")
         return f"({self._type(at)})({text})"
 
+    def place(self, arg: int, size: str) -> str:
+        """An index that is made to be inside of a dimension; negative ones count from its end."""
+        kind = "i32" if self._is_narrow(arg) else "i64"
+        return f"inside(({kind})({self.names[arg]}), ({kind}){size}, &bad)"
+
     def _load(self, node: Node) -> str:
         """A load for each pair; what the row decides of its place is added once."""
         slot: int = node.attr  # type: ignore[assignment]
@@ -317,9 +416,7 @@ class _Writer:
             if self.nodes[arg].op == "index":  # ``forward.py`` has checked that all positions are inside
                 text = self.names[arg]
             else:
-                wide = f"(i32){size}" if self._is_narrow(arg) else f"(i64){size}"
-                kind = "i32" if self._is_narrow(arg) else "i64"
-                text = f"inside(({kind})({self.names[arg]}), {wide}, &bad)"
+                text = self.place(arg, size)
             term = text if is_last else f"(i64){text} * {stride}"
             if self.stages[arg] in ("per_head", "row"):
                 base.append(term)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.torch.compiled.kernel import GROUP, RECORD
 from anyattn.backends.torch.coverage import Coverage
 from anyattn.problem import Problem
 
@@ -20,11 +21,12 @@ _PANEL = 32  # a multiple of the panel's keys on any CPU
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """entries, records, segments: ``kernel.ENTRY``, ``kernel.RECORD`` and (lo, hi, predicates as bits). ranges: of each predicate
-    (count, address, strides of b, h and limits), zeros without row ranges; limits: the tensors at these addresses. items: of 64 rows.
-    packed_keys: of one K/V head of all entries, each entry's padded."""
+    """entries, groups, records, segments: ``kernel.ENTRY``, ``GROUP``, ``RECORD`` and (lo, hi, predicates as bits). ranges: of each
+    predicate (count, address, strides of b, h and limits), zeros without row ranges; limits: the tensors at these addresses. items:
+    of 64 rows. packed_keys: of one K/V head of all entries, each entry's padded."""
 
     entries: array
+    groups: array
     records: array
     segments: array
     ranges: array
@@ -34,14 +36,20 @@ class Work:
 
     @property
     def record_count(self) -> int:
-        return len(self.records) // 9
+        return len(self.records) // len(RECORD)
+
+    @property
+    def group_count(self) -> int:
+        return len(self.groups) // len(GROUP)
 
 
 def work_of(problem: Problem, coverage: Coverage) -> Work:
     entries, packed_keys = _entries(problem)
     records, segments, items = array("q"), array("q"), 0
     known: dict[tuple, tuple[int, int]] = {}  # row tiles of several groups share their segments
+    groups = array("q")
     for group in coverage.groups:
+        groups.extend((group.b_lo, group.b_hi, group.h_lo, group.h_hi, len(records) // len(RECORD), len(group.row_tiles)))
         pairs = (group.b_hi - group.b_lo) * (group.h_hi - group.h_lo)
         for tile in group.row_tiles:
             if (place := known.get(tile.segments)) is None:
@@ -51,7 +59,7 @@ def work_of(problem: Problem, coverage: Coverage) -> Work:
             records.extend((items, group.b_lo, group.b_hi, group.h_lo, group.h_hi, tile.q_lo, tile.q_hi, *place))
             items += pairs * ceil_div(tile.q_hi - tile.q_lo, ITEM_ROWS)
     limits = tuple(_limits(r) for r in coverage.ranges if r is not None)
-    return Work(entries, records, segments, _ranges(coverage, limits), limits, items, packed_keys)
+    return Work(entries, groups, records, segments, _ranges(coverage, limits), limits, items, packed_keys)
 
 
 def _entries(problem: Problem) -> tuple[array, int]:
