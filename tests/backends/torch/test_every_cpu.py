@@ -31,8 +31,10 @@ def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("threads", few([1, 2, 3, 64], 1, 3))
 def test_any_number_of_cores(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More threads than there are cores run one after the other: the same products in other pieces."""
+    """More threads than there are cores run one after the other: the same products in other pieces. Compiled loops need the number for the
+    threads' memory (``test_compiled_forward`` compares their bits)."""
     before = torch.get_num_threads()
+    monkeypatch.setenv("ANYATTN_COMPILED_LOOPS", "0")
     monkeypatch.setattr(torch, "get_num_threads", lambda: pytest.fail("how much is computed at once hangs on the number of threads"))
     g = torch.Generator().manual_seed(0)
     torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ from array import array
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch import workspace
@@ -63,7 +63,7 @@ class Arguments:
         self.device = q.device
         self.kept: list[object] = [work]
         self.numbers = dict.fromkeys(FIELDS, 0) | {
-            "parallel": build.parallel_address(), "threads": get_num_threads(), "kind": KINDS[q.dtype], "d": d, "dv": dv,
+            "parallel": build.parallel_address(), "threads": torch.get_num_threads(), "kind": KINDS[q.dtype], "d": d, "dv": dv,
             "ratio": problem.qhead_per_kvhead, "heads_kv": problem.heads_kv, "record_count": work.record_count,
             "scale": struct.unpack("q", struct.pack("d", problem.scale))[0], "predicates": len(problem.predicates),
         }  # fmt: skip
