@@ -216,6 +216,26 @@ def test_explain_says_why_not(score, reason):
     assert any("no compiled loops" in line and reason in line for line in lines), lines
 
 
+def test_a_head_dimension_beyond_a_threads_memory_is_torchs():
+    """A row of queries is widened where scores are kept."""
+    for d, is_compiled in ((4096, True), (12_000, False)):
+        q, k, v = random(1, 1, 70, d, seed=1), random(1, 1, 80, d, seed=2), random(1, 1, 80, 8, seed=3)
+        why = anyattn.explain(q, k, v, mask_mod=MASKS["causal"]).plan.why
+        assert any(line.startswith("compiled loops") for line in why) is is_compiled
+        out, lse = flex(q, k, v, mask_mod=MASKS["causal"], return_lse=True)
+        compare(out, lse, q, k, v, mask=MASKS["causal"])
+
+
+def test_a_table_whose_indices_take_64_bits_is_torchs():
+    far = torch.arange(2**15, dtype=torch.int8).as_strided((2**31 + 300,), (0,))
+    place = 2**31 + torch.arange(K) + torch.zeros(S, 1, dtype=torch.int64)
+    score = lambda s, b, h, i, j: s + far[place[i, j]] + far[-1 - j]
+    q, k, v = qkv()
+    assert "indices of a captured tensor do not fit 32 bits" in str(anyattn.explain(q, k, v, score_mod=score, enable_gqa=True).plan.why)
+    out, lse = flex(q, k, v, score_mod=score, enable_gqa=True, return_lse=True)
+    compare(out, lse, q, k, v, score=score)
+
+
 def test_small_calls_are_not_compiled(monkeypatch):
     monkeypatch.setattr(decision, "_LEAST_SCORES", 2**17)
     q = random(1, 1, 64, 16)

@@ -18,6 +18,8 @@ __all__ = ["KINDS", "loops", "masks", "mods", "source_of", "why_not"]
 
 _LEAST_SCORES = 2**17
 _LEAST_ROWS = 16
+_MOST_DIM = 4096  # a thread keeps a row of q in its memory for scores
+_MOST_ENTRIES = 2**31  # of a dimension of a captured tensor: indices have 32 bits
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -34,6 +36,10 @@ def why_not(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> st
         return f"the call is small: they pay from {_LEAST_SCORES} scores on"
     if max(problem.seqlen_q, problem.seqlen_k) >= MOST_POSITIONS:
         return "positions do not fit 28 bits"
+    if max(q.shape[3], problem.v.shape[3]) > _MOST_DIM:
+        return f"a head dimension is above {_MOST_DIM}"
+    if any(n >= _MOST_ENTRIES for mod in mods(problem).values() for t in mod.tensors for n in t.shape):
+        return "indices of a captured tensor do not fit 32 bits"
     if (reason := build.reason_against()) is not None:
         return reason
     bias = None if problem.score is None else additive_bias(problem.score.expr)
