@@ -62,6 +62,10 @@ def _by_two_numbers(first, second):
     return lambda b, h, i, j: (i - j < second) & (i - j >= -first)
 
 
+def _score_of_two_numbers(first, second):
+    return lambda s, b, h, i, j: s - (j % second) * 0.3 + (j % first) * 0.5
+
+
 def _by_one_of_two(first, second):
     def mask(b, h, i, j):
         first  # noqa: B018 - captured and unused
@@ -80,15 +84,16 @@ def _by_steps(count, left):
     return mask
 
 
-@pytest.mark.parametrize("make", [_by_two_numbers, _by_one_of_two, _by_steps])
+@pytest.mark.parametrize("make", [_by_two_numbers, _score_of_two_numbers, _by_one_of_two, _by_steps])
 def test_a_traced_mod_is_the_same_in_every_call(make):
     """A program takes its numbers in the order of their use, a function in that of its captures, where some are not used or constants."""
+    kind = "score" if make is _score_of_two_numbers else "mask"
     for numbers in ((2, 7), (3, 9)):
-        plain, traced = make(*numbers), trace(make(*numbers), "mask")
+        plain, traced = make(*numbers), trace(make(*numbers), kind)
         attention.clear()
-        want = call(mask_mod=plain)
+        want = call(**{f"{kind}_mod": plain})
         for mod in (traced, plain, traced, traced, plain):
-            assert torch.equal(call(mask_mod=mod), want)
+            assert torch.equal(call(**{f"{kind}_mod": mod}), want)
 
 
 @pytest.mark.parametrize("name", MODS)

@@ -138,7 +138,7 @@ MUTANTS = by_name(
     ),
     Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),
     Mutant("hidden_derivative_kept", f"{_BACKWARD}:_row_tile", "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative"),
-    Mutant("sink_gradient_sign", f"{_BACKWARD}:backward", "__.neg_()", "__", "sink"),
+    Mutant("sink_gradient_sign", f"{_BACKWARD}:_dsink", "__.neg_()", "__", "sink"),
     Mutant("diagonal_sums_shifted", f"{_CAPTURED}:_Sum._add_diagonals", "width + 1", "width", "relative"),
     Mutant(
         "shared_index_counted_once", f"{_CAPTURED}:_Sum._add_indexed",

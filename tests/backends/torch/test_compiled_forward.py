@@ -13,11 +13,12 @@ import torch
 
 import anyattn
 from anyattn import oracle
-from anyattn.backends.torch.compiled import build, decision
+from anyattn.backends.torch.compiled import build, decision, emit
 from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.testing.rounding import later
 from tests.support import poison
+from tests.support.limits import HANG
 from tests.support.machines import PLAIN, planned_for
 
 pytestmark = pytest.mark.skipif(build.reason_against() is not None, reason="no C++ compiler")
@@ -310,5 +311,30 @@ def test_two_processes_at_once(tmp_path):
     )
     environment = os.environ | {"ANYATTN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    assert len({p.communicate(timeout=300)[0] for p in running}) == 1
+    assert len({p.communicate(timeout=HANG)[0] for p in running}) == 1
     assert len(list(tmp_path.glob("**/*.kernel"))) == 1
+
+
+BUGS = {
+    "keys after the end of a tile": ("FORWARD", "hide(row - t, to, t_end);", "", "none"),
+    "a greater maximum later": ("FORWARD", "rescale + r);", "nullptr);", "none"),
+    "rows of another item": ("FORWARD", "record->q_lo + at % parts * ROWS, rows", "record->q_lo, rows", "causal"),
+    "the last key of a range": ("COMMON", "hide(s, end, hi);", "hide(s, end + 1, hi);", "causal"),
+    "one range of several": ("COMMON", "is_seen |= (low", "is_seen = (low", "ends"),
+}
+MASKS["ends"] = lambda b, h, i, j: (j < 3) | ((i >= j) & (i - j < 9))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_the_text_is_found(name, monkeypatch):
+    text, right, wrong, mask = BUGS[name]
+    plain = getattr(emit, text)
+    assert plain.count(right) == 1
+    decision._written.cache_clear()
+    monkeypatch.setattr(emit, text, plain.replace(right, wrong))
+    attention.clear()
+    try:
+        with pytest.raises(AssertionError):
+            judged(*qkv(), mask=MASKS[mask])
+    finally:
+        decision._written.cache_clear()

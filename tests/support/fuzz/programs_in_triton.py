@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anyattn.backends.triton.codegen.assumptions import _style
+from anyattn.mods.analysis.captured_loads import even_slots
 from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
@@ -37,7 +38,7 @@ def style_of(made: Program, mod: TracedMod | RowRanges) -> Style:
     numbers = tuple(n if type(n) is int else None for n in mod.scalars)
     places = tuple((t.shape, t.stride()) for t in mod.tensors)
     most = max(origin_of(made)) + 64
-    return _style(mod.expr, numbers, places, (3, 4, most, most, False), "exact", False)
+    return _style(mod.expr, numbers, places, (3, 4, most, most, False), "exact", False, even_slots(mod.expr, mod.tensors))
 
 
 def value_text(name: str, made: Program, mod: TracedMod) -> str:
