@@ -16,7 +16,7 @@ from anyattn.problem import Problem
 
 __all__ = ["KINDS", "loops", "masks", "mods", "source_of", "why_not"]
 
-_LEAST_SCORES = 2**17
+_LEAST_SCORES = 2**18
 _LEAST_ROWS = 16
 _MOST_DIM = 4096  # a thread keeps a row of q in its memory for scores
 _MOST_ENTRIES = 2**31  # of a dimension of a captured tensor: indices have 32 bits
