@@ -10,23 +10,19 @@ import torch
 import anyattn
 from anyattn import oracle
 from anyattn.backends.torch.compiled import backward as compiled
-from anyattn.backends.torch.compiled import build, decision
+from anyattn.backends.torch.compiled import build
 from anyattn.call_cache import attention
 from anyattn.problem import Problem
+from tests.support.compiled_loops import HK, B, H, K, S, for_small_calls, qkv, random
 from tests.support.flex_calls import judge
-from tests.support.machines import PLAIN, planned_for
 
 pytestmark = pytest.mark.skipif(build.reason_against() is not None, reason="no C++ compiler")
 flex = anyattn.flex_attention
-B, H, HK, S, K = 2, 4, 2, 150, 203  # of no tile's size
 
 
 @pytest.fixture(autouse=True)
-def _small_calls(monkeypatch):
-    """Small calls are compiled too."""
-    monkeypatch.setattr(decision, "_LEAST_SCORES", 0)
-    monkeypatch.setattr(decision, "_LEAST_ROWS", 1)
-    with planned_for(PLAIN):
+def _small_calls():
+    with for_small_calls():
         yield
 
 
@@ -42,14 +38,6 @@ def passes(monkeypatch):
 
     monkeypatch.setattr(compiled, "backward", spied)
     return found
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def qkv(dtype=torch.float32, d=24, dv=40):
-    return random(B, H, S, d, seed=21, dtype=dtype), random(B, HK, K, d, seed=22, dtype=dtype), random(B, HK, K, dv, seed=23, dtype=dtype)
 
 
 kinds = torch.randint(0, 4, (B, 256), generator=torch.Generator().manual_seed(2))

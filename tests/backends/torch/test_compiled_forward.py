@@ -18,31 +18,23 @@ from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.testing.rounding import later
 from tests.support import poison
+from tests.support.compiled_loops import HK, B, H, K, S, for_small_calls, qkv, random
 from tests.support.limits import HANG
-from tests.support.machines import PLAIN, planned_for
 
 pytestmark = pytest.mark.skipif(build.reason_against() is not None, reason="no C++ compiler")
 flex = anyattn.flex_attention
 
 
 @pytest.fixture(autouse=True)
-def _small_calls(monkeypatch):
-    """Small calls are compiled too."""
-    monkeypatch.setattr(decision, "_LEAST_SCORES", 0)
-    monkeypatch.setattr(decision, "_LEAST_ROWS", 1)
-    with planned_for(PLAIN):
+def _small_calls():
+    with for_small_calls():
         yield
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def whole(end, *shape, seed=0, dtype=torch.int64):
     return torch.randint(0, end, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-B, H, HK, S, K = 2, 4, 2, 150, 203  # of no tile's size
 bias, kinds, mixed = random(B, H, S, K, seed=1), whole(4, B, 256, seed=2), whole(100, S, K, seed=3, dtype=torch.int16)
 two, table = random(2, H, seed=4), random(7, 5, seed=5)
 holes = torch.where(whole(3, S, K, seed=6) == 0, -math.inf, random(S, K, seed=7))
@@ -103,10 +95,6 @@ def compare(out, lse, q, k, v, **mods):
     budget.check("out", out, exact.out, plain.out, noise.of("out"))
     if lse is not None:
         budget.check("lse", lse, exact.lse, plain.lse, noise.of("lse"))
-
-
-def qkv(dtype=torch.float32, d=24, dv=40):
-    return random(B, H, S, d, seed=21, dtype=dtype), random(B, HK, K, d, seed=22, dtype=dtype), random(B, HK, K, dv, seed=23, dtype=dtype)
 
 
 QUICK = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,43 +14,43 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch import workspace
 from anyattn.backends.torch.compiled import build
 from anyattn.backends.torch.compiled.decision import KINDS
-from anyattn.backends.torch.compiled.emit import strong
+from anyattn.backends.torch.compiled.emit import Loops, strong
 from anyattn.backends.torch.compiled.kernel import FIELDS
 from anyattn.backends.torch.compiled.work import Work
 from anyattn.backends.torch.mod_runner import Bound
 from anyattn.problem import Problem
 
-__all__ = ["LANES", "LINE", "ROOM", "Arguments", "leaf", "leaf_numbers", "table_numbers"]
+__all__ = ["LANES", "LINE", "ROOM", "Arguments"]
 
 LINE, ROOM, LANES = 144, 96, 16  # ``kernel.LINE``, and bounds of its ROOM and VL
 _T = TypeVar("_T")
 
 
-class Leaf(NamedTuple):
+class _Leaf(NamedTuple):
     """A value that torch has computed: its tensor (B or 1, H or 1, rows or 1, keys or 1), and its first entry for q_idx 0."""
 
     tensor: Tensor
     first: int = 0
 
 
-def leaf(bound: Bound, node: int) -> Leaf:
+def _leaf(bound: Bound, node: int) -> _Leaf:
     value, stage, dtype = bound.value(node), bound.staging.stage[node], strong(bound.expr.nodes[node].dtype)
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=dtype, device="cpu")
     value = value.detach().to(dtype)
     value = value[(None,) * (4 - value.ndim)]
     if stage in ("per_head", "row"):
-        return Leaf(value)
-    return Leaf(value if value.stride(3) == 1 else value.contiguous(), bound.greatest_difference if stage == "diagonal" else 0)
+        return _Leaf(value)
+    return _Leaf(value if value.stride(3) == 1 else value.contiguous(), bound.greatest_difference if stage == "diagonal" else 0)
 
 
-def leaf_numbers(found: Leaf) -> tuple[int, ...]:
+def _leaf_numbers(found: _Leaf) -> tuple[int, ...]:
     t = found.tensor
     b, h, row = (0 if size == 1 else step for size, step in zip(t.shape[:3], t.stride()[:3], strict=True))
     return t.data_ptr() + found.first * t.element_size(), b, h, row
 
 
-def table_numbers(t: Tensor) -> tuple[int, ...]:
+def _table_numbers(t: Tensor) -> tuple[int, ...]:
     return (t.data_ptr(), *(n for pair in zip(t.stride(), t.shape, strict=True) for n in pair))
 
 
@@ -87,6 +88,11 @@ class Arguments:
 
     def point(self, name: str, numbers: array) -> None:
         self.numbers[name] = self.keep(numbers).buffer_info()[0]
+
+    def values(self, loops: Loops, bounds: Mapping[int, Bound]) -> None:
+        """The numbers and vectors that torch has computed, and the captured tensors that pairs load. bounds: by ``Source.mod``."""
+        self.array("leaves", [n for mod, node in loops.leaves for n in _leaf_numbers(self.keep(_leaf(bounds[mod], node)))])
+        self.array("tables", [n for mod, slot in loops.slots for n in _table_numbers(bounds[mod].tensors[slot])])
 
     def array(self, name: str, numbers: list[int]) -> None:
         self.point(name, array("q", numbers))

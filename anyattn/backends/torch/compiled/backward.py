@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch import workspace
 from anyattn.backends.torch.compiled import build
-from anyattn.backends.torch.compiled.arguments import LANES, LINE, ROOM, Arguments, leaf, leaf_numbers, table_numbers
+from anyattn.backends.torch.compiled.arguments import LANES, LINE, ROOM, Arguments
 from anyattn.backends.torch.compiled.decision import masks, source_of
 from anyattn.backends.torch.compiled.emit import CAPTURED, SCORE, Load, Loops, NotCompiledError, Source, backward_loops_of
 from anyattn.backends.torch.compiled.work import Work
@@ -68,8 +68,7 @@ def backward(
     arguments.numbers["grad_q_split"] = 0 if splits == 1 else parts.stride(0)
     arguments.tensor("grad_k", dk)
     arguments.tensor("grad_v", dv)
-    arguments.array("leaves", [n for mod, node in program.loops.leaves for n in leaf_numbers(arguments.keep(leaf(bounds[mod], node)))])
-    arguments.array("tables", [n for mod, slot in program.loops.slots for n in table_numbers(bounds[mod].tensors[slot])])
+    arguments.values(program.loops, bounds)
     arguments.array("sums", [n for total, is_alone in sums for n in _sum_numbers(total, is_alone)])
     is_outside = function(arguments.address())
     del arguments  # and with them the copies

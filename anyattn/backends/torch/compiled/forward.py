@@ -8,7 +8,7 @@ import torch
 
 from anyattn.backends.result import Result
 from anyattn.backends.torch.compiled import build
-from anyattn.backends.torch.compiled.arguments import LANES, LINE, ROOM, Arguments, leaf, leaf_numbers, table_numbers
+from anyattn.backends.torch.compiled.arguments import LANES, LINE, ROOM, Arguments
 from anyattn.backends.torch.compiled.decision import loops, mods
 from anyattn.backends.torch.compiled.kernel import ENTRY
 from anyattn.backends.torch.compiled.work import Work
@@ -29,8 +29,7 @@ def forward(problem: Problem, work: Work, result: Result) -> bool:
     bounds = {at: bind(m.expr, m.scalars, m.tensors, problem) for at, m in mods(problem).items()}
     arguments = Arguments(problem, work, problem.q)
     _add_forward(arguments, problem, work, result)
-    arguments.array("leaves", [n for at, node in found.leaves for n in leaf_numbers(arguments.keep(leaf(bounds[at], node)))])
-    arguments.array("tables", [n for at, slot in found.slots for n in table_numbers(bounds[at].tensors[slot])])
+    arguments.values(found, bounds)
     return function(arguments.address()) == 0
 
 
