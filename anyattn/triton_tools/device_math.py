@@ -24,6 +24,32 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def reciprocal(b):
+    """floor((2^32 - 1) / |b|) of an int32, without sign."""
+    return tl.full((), 0xFFFFFFFF, tl.uint32) // tl.abs(b).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def floor_div_by(a, b, inverse):
+    """``floor_div`` of integers of 31 bits in about ten instructions. inverse: the divisor's ``reciprocal``.
+
+    The upper half of a product by it is the quotient of numbers without sign or one less (T. Granlund and P. Montgomery, 1994), and the
+    remainder tells which."""
+    flip = b >> 31  # -1 for a negative divisor: a / b = -a / -b
+    size, dividend = (b ^ flip) - flip, (a ^ flip) - flip
+    sign = dividend >> 31
+    dividend = dividend ^ sign  # floor(-1 - x / b) = -1 - floor(x / b)
+    quotient = tl.umulhi(dividend.to(tl.uint32, bitcast=True), inverse).to(tl.int32, bitcast=True)
+    return (quotient + (dividend - quotient * size >= size).to(tl.int32)) ^ sign
+
+
+@triton.jit
+def floor_mod_by(a, b, inverse):
+    """``floor_mod``, as ``floor_div_by``."""
+    return a - floor_div_by(a, b, inverse) * b
+
+
+@triton.jit
 def fmod(a, b):
     """The remainder of floats with the dividend's sign. Triton's own is negative where the quotient of positive numbers rounds up."""
     rest = a % b

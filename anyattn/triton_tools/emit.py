@@ -38,6 +38,7 @@ __all__ = [
 
 SMALL = 2**28  # bound of ``Style.is_small``: sums of a few such numbers fit 32 bits
 NEAR = 2**22  # bound of ``Style.is_near``: sums of a few such numbers are exact in float32
+_FAR = 2**MOST_INDEX_BITS + 1  # beyond every dividend
 _EXACT_BITS = 24  # integers of so many bits are exact in float32
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
@@ -180,7 +181,8 @@ class _Writer:
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
         self.stages = [_stage(dep) for dep in dependence(expr)]
         most = NEAR if style.is_near else SMALL
-        self.extents = extents(expr, Box.of_sizes(most, most) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
+        small = Box.of_sizes(most, most)._replace(by_zero=False)  # a quotient by 0 may be any number
+        self.extents = extents(expr, small if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
         self.sharp = sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
@@ -239,6 +241,8 @@ class _Writer:
             return text
         if node.op == "cast":
             return f"{self.prefix}{node.args[0]} != 0" if node.dtype is torch.bool else f"{self.prefix}{node.args[0]}.to({self._dtype(at)})"
+        if (text := self._divided(at)) is not None:
+            return text
         args, is_wide = self._operands(at)
         if node.op == "pow":
             return self._power(at, args)
@@ -250,6 +254,24 @@ class _Writer:
         if is_wide:
             return f"({text}).to(tl.int32)"
         return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in HALVES and node.op != "where" else text
+
+    def _divided(self, at: int) -> str | None:
+        """A quotient or remainder of many 31-bit integers by one run-time number; None for others. Quotients by a greater number are those
+        by 2^30 + 1."""
+        node = self.nodes[at]
+        if node.op not in ("floordiv", "mod") or category(node.dtype) != "int" or self._dtype(at) != "tl.int32":
+            return None
+        dividend, by = node.args
+        is_shared = self.stages[at] != "once" == self.stages[by] and self.nodes[by].op != "const"
+        if not is_shared or self._dtype(dividend) != "tl.int32" or not fits(self.extents[dividend], MOST_INDEX_BITS + 1):
+            return None
+        divisor, is_near = f"{self.prefix}{by}", fits(self.extents[by], MOST_INDEX_BITS + 1)
+        if not is_near and node.op == "mod":
+            return None
+        if not is_near:
+            divisor = self._aside(by, "near", f"tl.minimum(tl.maximum({divisor}, {-_FAR}), {_FAR}).to(tl.int32)")
+        inverse = self._aside(by, "inverse", f"device_math.reciprocal({divisor})")
+        return f"device_math.floor_{'div' if node.op == 'floordiv' else 'mod'}_by({self.prefix}{dividend}, {divisor}, {inverse})"
 
     def _factor(self, at: int, text: str) -> str:
         """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""

@@ -10,7 +10,7 @@ from anyattn.backends.hopper.codegen.score_analysis import (
     cases,
     is_foreseen,
     is_special,
-    parts_of,
+    pair_part,
     reads_apart,
     reads_straight,
     work_by_pair,
@@ -274,13 +274,13 @@ def _with_pages(tiles: list[int], page: int) -> int:
 
 def _reads_pairs(ask: Ask, has_whole_tiles: bool) -> bool:
     """Whether a predicate loads from a tensor per pair. has_whole_tiles: a tile has 128 keys, so that one load may serve all of them."""
-    rest = parts_of(ask.expr, ask.by_row, "kv_idx", TILE_M)[1] if has_whole_tiles else ask.expr
+    rest = ask.expr if ask.by_row or not has_whole_tiles else pair_part(ask.expr, "kv_idx", TILE_M)
     return not ask.by_row and rest is not None and reads_apart(rest)
 
 
 def _asks_much(ask: Ask) -> bool:
     """Whether a predicate computes so much per pair that registers for 128 keys do not suffice beside a third stage."""
-    rest = None if ask.by_row else parts_of(ask.expr, False, "kv_idx", TILE_M)[1]
+    rest = None if ask.by_row else pair_part(ask.expr, "kv_idx", TILE_M)
     return rest is not None and work_by_pair(rest) >= _MUCH_WORK
 
 

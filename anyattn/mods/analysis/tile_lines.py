@@ -16,16 +16,34 @@ import torch
 
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, Node, category
-from anyattn.mods.ir.extents import Box, extents, fits, unwrapped
+from anyattn.mods.ir.extents import Box, Extent, extents, fits, unwrapped
 
 __all__ = [
-    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "demanded",
-    "least_divisor", "slopes", "split",
+    "LEVELS",
+    "MOST_DIVISOR",
+    "All",
+    "Bits",
+    "Cut",
+    "Each",
+    "Limit",
+    "Not",
+    "Pieces",
+    "Same",
+    "Sides",
+    "Some",
+    "Term",
+    "asks_each",
+    "bits",
+    "demanded",
+    "least_divisor",
+    "slopes",
+    "split",
 ]  # fmt: skip
 
 _MOST_APART = 2**31 - 2**12  # bound on the sides of a comparison: limits relative to a position of the tile fit 32 bits
-_MOST_PIECES = 4
-_MOST_DIVISOR = 2**29  # small multiples of it fit 32 bits
+_MOST_PIECES = 4, 8  # by level: with captured divisors, each number of pieces is code of its own
+LEVELS = range(len(_MOST_PIECES))
+MOST_DIVISOR = 2**29  # small multiples of it fit 32 bits
 
 
 class Term(NamedTuple):
@@ -212,17 +230,28 @@ def _cuts(expr: Expr, index: str, extent: int, box: Box, least: int) -> list[tup
             continue
         cut = Cut(*node.args)
         divisor, size, of, room = expr.nodes[cut.divisor], sizes[cut.divisor], deps[cut.divisor], sizes[cut.dividend]
-        if known[cut.dividend] != 1 or of.q or of.kv or size is None or size.hi > _MOST_DIVISOR or room is None or not fits(room, 31):
+        if known[cut.dividend] != 1 or of.q or of.kv or size is None or room is None or not fits(room, 31):
+            continue
+        if size.hi > MOST_DIVISOR and not _is_like_most(room, any(n.op == "mod" and n.args == cut for n in expr.nodes)):
             continue
         smallest = size.lo if divisor.op == "const" else least
-        if smallest > 0 and (count := (extent - 2) // smallest + 2) <= _MOST_PIECES:
+        if smallest > 0 and (count := (extent - 2) // smallest + 2) <= _MOST_PIECES[-1]:
             found[cut] = count
     return list(found.items())
 
 
-def least_divisor(extent: int) -> int:
-    """The least divisor that cuts a tile into at most ``_MOST_PIECES`` pieces."""
-    return (extent - 2) // (_MOST_PIECES - 1) + 1
+def _is_like_most(dividend: Extent, has_rest: bool) -> bool:
+    """Whether every greater divisor cuts a line like ``MOST_DIVISOR``: the quotient is 0 or -1; remainders (has_rest) are the dividend."""
+    return dividend.lo > -MOST_DIVISOR and dividend.hi < MOST_DIVISOR and not (has_rest and dividend.lo < 0)
+
+
+def least_divisor(extent: int, level: int) -> int:
+    """The least divisor that cuts a tile into at most as many pieces as this one of ``LEVELS`` allows.
+
+    >>> [least_divisor(128, level) for level in LEVELS]
+    [43, 19]
+    """
+    return (extent - 2) // (_MOST_PIECES[level] - 1) + 1
 
 
 def demanded(expr: Expr, index: str, extent: int, box: Box, least: int) -> int | None:
@@ -329,13 +358,18 @@ def split(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> tupl
     (['ge'], 7)
     """
     whole: list[int] = []
-    pieces: list[int] = []
+    pieces: dict[Expr, list[int]] = {}  # by what is divided; conjuncts with the same pieces are a part together
     others: list[int] = []
     for at in expr.conjuncts():
         builder = Builder()
-        tree = bits(builder.build(builder.copy(expr, at)), index, extent, box, least)
-        (others if tree is None else pieces if isinstance(tree, Pieces) else whole).append(at)
-    known = [_anded(expr, whole), *(_anded(expr, [at]) for at in pieces)]
+        alone = builder.build(builder.copy(expr, at))
+        tree = bits(alone, index, extent, box, least)
+        if isinstance(tree, Pieces):
+            builder = Builder()
+            pieces.setdefault(builder.build(*(builder.copy(alone, node) for node in tree.cut)), []).append(at)
+        else:
+            (others if tree is None else whole).append(at)
+    known = [_anded(expr, whole), *(_anded(expr, together) for together in pieces.values())]
     return tuple([part for part in known if part is not None]), _anded(expr, others)
 
 

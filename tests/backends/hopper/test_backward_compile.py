@@ -55,7 +55,7 @@ def traced(*given: Any) -> tuple:
 
 
 # at head dimension 128 dK and dV take 128 registers of 240, and long mods leave a few numbers of a tile to local memory
-MOST = {"capped": 3, "relative": 8, "image": 40, "packed capped": 2, "packed lists": 2, "dropout document": 4, "document parts": 1}
+MOST = {"capped": 3, "relative": 8, "video": 1, "packed capped": 2, "packed lists": 2, "dropout document": 4, "document parts": 1}
 # without their sums these mods, which read something for every row or pair, leave 7, 23, 14 and 75 numbers there
 MOST |= {"summed by row": 5, "summed distance": 10, "summed pairs": 18, "summed looked up": 20}
 MOST |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}

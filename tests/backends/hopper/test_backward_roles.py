@@ -121,7 +121,7 @@ CASES = {
     ),
     "strided": Case((300, 500), (2, 1), mask=WORDS["strided"], kind="lists", workers=2),
     "strided in large tiles": Case((300, 400), mask=WORDS["strided"], kind="lists", tiles=BackwardTiles(128, 128)),
-    "image of another size": Case((200, 300), mask=WORDS["odd image"], kind="lists"),
+    "image of another size": Case((200, 300), mask=WORDS["tiny image"], kind="lists"),
     "image in pieces": Case((200, 300), mask=WORDS["image of 50"], kind="lists", workers=2),
     "words and pairs": Case((200, 300), mask=WORDS["hashed"], kind="always"),
     "sinks": Case((200, 300), mask=masks.sink_window(4, 70), kind="lists"),
@@ -326,13 +326,16 @@ def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
     assert max(error for of, error in errors.items() if of.startswith("captured")) <= EXACT, errors
 
 
-@pytest.mark.parametrize("fault", ["", "const_expr(self.pairs_are_words)", "are_wide(known, *self.captured(captured, at), places, line)"])
-def test_words_of_pairs_are_applied(fault: str) -> None:
-    """What the forward pass makes of small divisors, in its text, which both passes share. fault: what is taken for "no" or for "yes"."""
-    edits = [Mutant("", "backends.hopper.kernel.backward.scores:Scores", "pairs_are_words = False", "pairs_are_words = True", "")]
-    if fault:
-        new = "False" if fault.startswith("const_expr") else "True"
-        edits.append(Mutant("", "backends.hopper.kernel.softmax:Softmax._see_if_wide", fault, new, ""))
+_EACH, _WIDE = (
+    "self._see_each(seen, expr, at, line, places, captured)",
+    "are_wide(known, *self.captured(captured, at), places, line, level)",
+)
+
+
+@pytest.mark.parametrize(("fault", "new"), [("", ""), (_EACH, "pass"), (_WIDE, "True")])
+def test_words_of_pairs_are_applied(fault: str, new: str) -> None:
+    """What both passes make of tiny divisors, in the text that they share."""
+    edits = [Mutant("", "backends.hopper.kernel.softmax:Softmax._see_if_wide", fault, new, "")] if fault else []
     assert (max(run(CASES["image of another size"], 0, planted(*edits)).values()) > MOST) is bool(fault)
 
 

@@ -155,6 +155,27 @@ def test_captured_exponents_and_bases() -> None:
             assert_same("pow", emitted(mod.expr, mod.scalars, list(mod.tensors), score), theirs)
 
 
+DIVISORS = (1, -1, 2, -3, 7, 32, 100, -4096, 2**20 + 1, 2**28 - 1, 1 - 2**28, 2**29 - 1)
+
+
+@pytest.mark.parametrize("by", DIVISORS)
+@pytest.mark.parametrize(("at", "step"), [((0, 0), 1), ((3000, 5000), 90_001), ((2**24 - 17, 2**24 - 40), 31)])
+def test_captured_divisors(by: int, at: tuple[int, int], step: int) -> None:
+    """Of numbers of either sign, up to those of 31 bits; and their products, which have more."""
+    for mask in (
+        lambda b, h, q, k, n=by: (q - 3005) * step // n >= 0,
+        lambda b, h, q, k, n=by: (k - 5005) * step % n >= 0,
+        lambda b, h, q, k, n=by: (5005 - k) * step // n % 5 - q // n >= 0,
+        lambda b, h, q, k, n=by, m=3 * by // 2: (q - k) * 60 // (n * m) >= 0,
+        lambda b, h, q, k, n=by, m=-5: k // (n * m) + q // (m * m) >= 0,
+    ):
+        mod, builder = trace(mask, "mask"), Builder()
+        expr = builder.build(builder.copy(mod.expr, mod.expr.output.args[0]))
+        leaves = {"b": 1, "h": 2, "q_idx": at[0] + torch.arange(ROWS)[:, None], "kv_idx": at[1] + torch.arange(COLUMNS)}
+        theirs = torch.as_tensor(run(expr, leaves, mod.scalars, ())[0]).expand(ROWS, COLUMNS)
+        assert_same("floordiv", emitted(expr, mod.scalars, [], at=at), theirs)
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 3, 4, 7, -1, -2, -3])
 def test_whole_numbers_have_whole_powers(exponent: int) -> None:
     """In 64 bits; under 0 only 1 and -1 have one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from anyattn.backends.hopper.codegen.score_analysis import parts_if_wide, parts_
 from anyattn.backends.hopper.config import slots
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import ranges_unread
-from anyattn.mods.analysis.tile_lines import least_divisor
+from anyattn.mods.analysis.tile_lines import LEVELS, least_divisor
 from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.backward_machine import COLUMN, LANES, ROW
 from tests.support.hopper.backward_roles import vectorised
 from tests.support.hopper.emitted import Array
-from tests.support.hopper.masks import MASKS, WIDE
+from tests.support.hopper.masks import MASKS, WIDTHS
 
 SIZES = 300, 330
 BATCH, HEAD = 1, 1
@@ -53,9 +54,9 @@ def test_words_of_limits() -> None:
                 assert np.array_equal(np.stack([made["holds_at"](found, c) for c in range(positions)], 1), right), (limit, positions)
 
 
-def found_by(mod: TracedMod, index: str, start: int, other: int, extent: int) -> tuple[np.ndarray, Any]:
-    """What the words say of threads' positions from ``start`` on and two of the other index; and what they leave to be asked of each pair.
-    Positions past the last are lowered to it, as the kernels do, where a mask is asked of each."""
+def found_by(name: str, mod: TracedMod, index: str, start: int, other: int, extent: int, level: int) -> tuple[np.ndarray, Any]:
+    """What the words, for captured divisors those of ``level``, say of threads' positions from ``start`` on and two of the other index; and
+    what they leave to be asked of each pair. Positions past the last are lowered to it where a mask is asked of each, as in the kernels."""
     made, is_q = names(), index == "q_idx"
     last, last_other = (SIZES[0] - 1, SIZES[1] - 1) if is_q else (SIZES[1] - 1, SIZES[0] - 1)
     positions = extent // 4
@@ -64,13 +65,15 @@ def found_by(mod: TracedMod, index: str, start: int, other: int, extent: int) ->
     along = [np.minimum(start + COLUMN + c // 2 * 8 + c % 2, last).astype(np.int32) for c in range(positions)]
     places = {"b": BATCH, "h": HEAD, index: along, "kv_idx" if is_q else "q_idx": others}
     known, rest = parts_of(mod.expr, False, index, extent)
-    if rest is not None and (wide := parts_if_wide(rest, index, extent))[0]:
-        is_wide = made["are_wide"](wide[0], *given(mod, rest), places, line)
-        assert is_wide == (mod.scalars[0] >= least_divisor(extent))
-        known, rest = ((*known, *wide[0]), wide[1]) if is_wide else (known, rest)
+    parts = [(part, 0) for part in known]
+    if rest is not None and (wide := parts_if_wide(rest, index, extent, level))[0]:
+        is_wide = made["are_wide"](wide[0], *given(mod, rest), places, line, level)
+        assert is_wide == (WIDTHS[name] >= least_divisor(extent, level))
+        if is_wide:
+            parts, rest = [*parts, *((part, level) for part in wide[0])], wide[1]
     found = np.ones((len(LANES), 2, positions), dtype=bool)
-    for part in known:
-        words = made["emit_words"](part, *given(mod, part), places, line)
+    for part, of in parts:
+        words = made["emit_words"](part, *given(mod, part), places, line, of)
         found &= np.stack([np.stack([np.broadcast_to(made["holds_at"](w, c), 128) for c in range(positions)], 1) for w in words], 1)
     return found, rest
 
@@ -82,8 +85,8 @@ def test_words_of_masks(name: str, index: str) -> None:
     """With what they leave over they are the mask, in whole tiles and in those that reach past the last row or key."""
     mod = trace(MASKS[name], "mask")
     seen = whole(mod).numpy()
-    for start, other, extent in ((0, 0, 64), (128, 64, 128), (256, 128, 64), (256, 256, 128)):
-        bits, rest = found_by(mod, index, start, other, extent)
+    for (start, other, extent), level in product(((0, 0, 64), (128, 64, 128), (256, 128, 64), (256, 256, 128)), LEVELS):
+        bits, rest = found_by(name, mod, index, start, other, extent, level)
         left = np.ones(SIZES, dtype=bool) if rest is None else whole(TracedMod("mask", rest, mod.scalars, mod.tensors)).numpy()
         for r in range(2):
             for c in range(bits.shape[2]):
@@ -94,7 +97,7 @@ def test_words_of_masks(name: str, index: str) -> None:
 
 
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx"])
-@pytest.mark.parametrize("name", ["odd image", *WIDE, "hashed", "floats"])
+@pytest.mark.parametrize("name", [*WIDTHS, "hashed", "floats"])
 def test_words_of_pairs(name: str, index: str) -> None:
     """Masks that are asked of each pair, whatever else of them would be words."""
     mod, is_q = trace(MASKS[name], "mask"), index == "q_idx"
@@ -107,13 +110,13 @@ def test_words_of_pairs(name: str, index: str) -> None:
         places |= {"apart": [0, 8], "steps": [c // 2 * 8 + c % 2 for c in range(extent // 4)]}
         if is_q:
             places["apart"], places["steps"] = places["steps"], places["apart"]
-        words = made["emit_each"](mod.expr, *given(mod, mod.expr), places, line)
-        for r in range(2):
-            for c, step in enumerate(places["apart" if is_q else "steps"]):
+        for c, step in enumerate(places["apart" if is_q else "steps"]):
+            ones = made["emit_each"](mod.expr, *given(mod, mod.expr), places, line, np.int32(c))
+            for r, one in enumerate(ones):
                 place, across = start + COLUMN + step, other + ROW + 8 * r
                 exist = (place < here) & (across < there)
                 row, key = (place, across) if is_q else (across, place)
-                assert np.array_equal(made["holds_at"](words[r], c)[exist], seen[row[exist], key[exist]])
+                assert np.array_equal(np.broadcast_to(one, 128)[exist] == 1, seen[row[exist], key[exist]])
 
 
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,11 +12,26 @@ from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.analysis.row_ranges import NO_LIMIT, mask_of, row_ranges
-from anyattn.mods.analysis.tile_lines import All, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, least_divisor, slopes, split
+from anyattn.mods.analysis.tile_lines import (
+    LEVELS,
+    All,
+    Each,
+    Limit,
+    Not,
+    Pieces,
+    Same,
+    Sides,
+    Some,
+    Term,
+    bits,
+    least_divisor,
+    slopes,
+    split,
+)
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.extents import Box
 from anyattn.mods.tracing.trace import TracedMod, trace
-from tests.support.hopper.masks import MASKS, WHOLE, WIDE
+from tests.support.hopper.masks import MASKS, WHOLE, WIDTHS
 
 BOX = Box.of_sizes(2**24, 2**29)._replace(by_zero=False)
 POSITIONS = 384
@@ -96,10 +112,11 @@ def seen(expr: Expr, mod: TracedMod, line: Line) -> Tensor:
 def test_bits_are_the_mask(name: str, index: str) -> None:
     """What is known and what is left over together are the mask, in tiles of several sizes and places."""
     mod = trace(MASKS[name], "mask")
-    for extent in (64, 128, 48):
-        least = least_divisor(extent) if name in WIDE else 0
+    for extent, level in product((64, 128, 48), LEVELS):
+        least = least_divisor(extent, level)
+        least = least if WIDTHS.get(name, 0) >= least else 0
         known, rest = split(mod.expr, index, extent, BOX, least)
-        if name in WIDE or (name in WHOLE and extent != 48):
+        if least or name == "literal image" or (name in WHOLE and extent != 48):
             assert rest is None
         for start, head in ((0, 0), (extent, 1), (2 * extent, 1)):
             line = Line(mod, index, start, extent, head)

@@ -13,6 +13,7 @@ from anyattn.backends.hopper.config import sides
 from anyattn.backends.hopper.plan import _against_mod
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.analysis.tile_lines import LEVELS
 from anyattn.mods.tracing.trace import TracedMod
 from tests.support.fuzz.whole_number_checks import B, H, called, grid, origin_of
 from tests.support.fuzz.whole_numbers import Program
@@ -84,10 +85,13 @@ def check_words(made: Program, mod: TracedMod, at: tuple[int, int] | None = None
         line = names["Line"](index, np.int32(origin), np.int32(first), len(along), EXTENT)
         known, rest = parts_of(mod.expr, False, index, EXTENT)
         with np.errstate(all="ignore"):
-            wide = parts_if_wide(rest, index, EXTENT) if rest is not None else ((), None)
-            if wide[0] and names["are_wide"](wide[0], *captured, places, line):
-                known, rest = (*known, *wide[0]), wide[1]
-            made_of = [names["emit_words"](part, *captured, places, line) for part in known]
+            made_of, level = [names["emit_words"](part, *captured, places, line) for part in known], 0
+            wide = parts_if_wide(rest, index, EXTENT, level) if rest is not None else ((), None)
+            while wide[0] and not names["are_wide"](wide[0], *captured, places, line, level) and level in LEVELS[:-1]:
+                level += 1
+            if wide[0] and names["are_wide"](wide[0], *captured, places, line, level):
+                made_of += [names["emit_words"](part, *captured, places, line, level) for part in wide[0]]
+                rest = wide[1]
         ends = torch.tensor(along)[:, None], torch.tensor(across)[None]
         leaves = (torch.tensor([[B]]), torch.tensor([[H]]), *(ends if own == 0 else ends[::-1]))
         got = torch.tensor([[all(names["holds_at"](words[y], c) for words in made_of) for y in range(3)] for c in range(len(along))])

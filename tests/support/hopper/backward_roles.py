@@ -21,7 +21,7 @@ from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box
 from tests.support.hopper.backward_packed_roles import FLOAT, NARROW, PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
-from tests.support.hopper.emitted import Array, least, mask_words, most, run_source
+from tests.support.hopper.emitted import Array, divisions, least, mask_words, most, run_source
 from tests.support.hopper.role_source import Changes, compiled
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule, State
@@ -218,7 +218,7 @@ class _Device:
             "const_expr": lambda x: x, "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
         }  # fmt: skip
         below = run_source("codegen/device_math", given)
-        below["_floor_quotient"] = operator.floordiv
+        below |= divisions(operator.floordiv)
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
         made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
         made["product"] = operator.mul

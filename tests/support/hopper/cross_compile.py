@@ -102,8 +102,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
     document, tree = trace(masks.document(ids), "mask"), trace(masks.tree(torch.zeros(9, 3, dtype=torch.int64)), "mask")
-    names = ("neighbourhood", "strided", "captured image", "random blocks")
-    near, strided, image, blocks = (trace(MASKS[name], "mask") for name in names)
+    names = ("neighbourhood", "strided", "captured image", "random blocks", "video")
+    near, strided, image, blocks, video = (trace(MASKS[name], "mask") for name in names)
     rounded = trace(lambda s, b, h, q, k: s + torch.round(s) % 3 - torch.sign(s) * ((q - k) // 3 ^ k) + torch.log1p(s.abs()), "score")
     powers = trace(lambda s, b, h, q, k: torch.fmod(s**3, 7) + s.abs() ** 1.7 - 0.9 ** (q - k).abs(), "score")
     hashed = trace(lambda b, h, q, k: ((q * 1103515245 + k * 2654435761).to(torch.int32) >> (k.to(torch.int8) & 7)) % 7 < 3, "mask")
@@ -133,6 +133,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "neighbourhood": ([near], {"lists": "dense", "partial": Ask(near.expr, False), "has_order": True}),
         "strided": ([strided], {"lists": "dense", "partial": Ask(strided.expr, False), "has_order": True}),
         "image": ([image], {"lists": "dense", "partial": Ask(image.expr, False), "has_order": True}),
+        "video": ([video], {"lists": "dense", "partial": Ask(video.expr, False), "has_order": True}),
         "blocks": ([blocks], {"lists": "dense", "partial": Ask(blocks.expr, False), "has_order": True}),
         "rounded": ([rounded], {"score": rounded.expr}),
         "whole numbers": ([hashed, until], {"lists": "dense", "partial": Ask(hashed.expr, False), "always": (Ask(until.expr, True),)}),

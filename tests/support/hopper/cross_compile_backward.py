@@ -111,7 +111,8 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), "score")
     relative = trace(lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, -49, 49) + 49], "score")
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
-    document, strided, image = (trace(m, "mask") for m in (masks.document(ids), MASKS["strided"], MASKS["captured image"]))
+    document = trace(masks.document(ids), "mask")
+    strided, image, video = (trace(MASKS[name], "mask") for name in ("strided", "captured image", "video"))
     assert causal is not None and window is not None and sinks is not None
     ends, lists, packed = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}, {"has_entries": True}
     return {
@@ -130,6 +131,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
         "strided": ([strided], {"lists": "dense", "list_cut": (128 // _rows(head_dim), 1), "partial": Ask(strided.expr, False)}),
         "image": ([image], {**lists, "partial": Ask(image.expr, False)}),
+        "video": ([video], {**lists, "partial": Ask(video.expr, False)}),
         "packed": ([], packed),
         "packed causal": ([causal], {**packed, **ends}),
         "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),

@@ -127,11 +127,23 @@ def emitter(sign: str) -> dict[str, Any]:
     given = {"cute": cute, "cutlass": cutlass, "dsl_user_op": lambda f: f}
     given |= {"Float32": np.float32, "Int32": Int32, "Int64": Int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
     below = run_source("codegen/device_math", given)
-    below["_floor_quotient"] = np.floor_divide
+    below |= divisions(np.floor_divide)
     made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
     made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
     made["product"] = operator.mul
     return made
+
+
+def divisions(floor_quotient: Callable) -> dict[str, Callable]:
+    """The operations of ``device_math`` that are instructions without sign, and floor division."""
+
+    def reciprocal(size: Any) -> Any:
+        return np.asarray((2**32 - 1) // np.asarray(size, np.int64)).astype(np.int32)[()]
+
+    def upper_half(a: Any, b: Any) -> Any:
+        return np.asarray(np.asarray(a, np.int64) * (np.asarray(b, np.int64) % 2**32) >> 32).astype(np.int32)[()]
+
+    return {"_floor_quotient": floor_quotient, "_reciprocal": reciprocal, "_upper_half": upper_half}
 
 
 def mask_words(made: dict[str, Any]) -> dict[str, Any]:

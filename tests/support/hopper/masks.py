@@ -9,7 +9,7 @@ import torch
 
 from anyattn import masks
 
-__all__ = ["MASKS", "WHOLE", "WIDE"]
+__all__ = ["MASKS", "WHOLE", "WIDTHS"]
 
 LENGTHS, TABLE, VALID = (
     torch.tensor([70, 130]),
@@ -23,6 +23,17 @@ def _image(width: int, reach: int) -> Callable[..., Any]:
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return ((q // width - k // width).abs() <= reach) & ((q % width - k % width).abs() <= reach)
+
+    return mask
+
+
+def _video(rows: int, columns: int, near: tuple[int, int, int]) -> Callable[..., Any]:
+    """Of captured numbers: pixels of frames in raster order."""
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        frames = (q // (rows * columns) - k // (rows * columns)).abs()
+        down, right = (q // columns % rows - k // columns % rows).abs(), (q % columns - k % columns).abs()
+        return (frames <= near[0]) & (down <= near[1]) & (right <= near[2])
 
     return mask
 
@@ -49,9 +60,13 @@ WHOLE: dict[str, Callable[..., Any]] = {
 }
 MASKS: dict[str, Callable[..., Any]] = WHOLE | {
     "odd image": _image(12, 3),
+    "tiny image": _image(7, 2),
     "captured image": _image(128, 6),
     "image of 100": _image(100, 3),
     "image of 50": _image(50, 6),
+    "video": _video(4, 32, (1, 2, 6)),
+    "video of 24": _video(3, 24, (0, 1, 9)),
+    "video of 9": _video(2, 9, (0, 1, 3)),
     "literal image": lambda b, h, q, k: ((q // 75 - k // 75).abs() <= 1) & ((q % 75 - k % 75).abs() <= 9) & (k % 90 < 70),
     "distances in pieces": lambda b, h, q, k: ((q - k) % 100 < 20) & ((q - k) // 100 > -2),
     "hashed": lambda b, h, q, k: ((q * 77 + k * 13) % 7 < 3) & (q >= k),
@@ -61,4 +76,8 @@ MASKS: dict[str, Callable[..., Any]] = WHOLE | {
     "wrapping": lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4,
     "floats": lambda b, h, q, k: (q - k) * 0.5 < 9.25,
 }
-WIDE = ("captured image", "image of 100", "image of 50", "literal image")  # whose captured divisors leave few pieces of a tile
+# the least captured divisor of masks that are words if it leaves few pieces of a tile
+WIDTHS = {
+    "odd image": 12, "tiny image": 7, "captured image": 128, "image of 100": 100, "image of 50": 50, "video": 32, "video of 24": 24,
+    "video of 9": 9,
+}  # fmt: skip

@@ -99,16 +99,45 @@ def quotient(a: Any, b: Any, is_whole: bool) -> Any:
     return cute.math.fma(cute.math.fma(-first, Float32(b), a), inverse, first)
 
 
-def divided(op: str, a: Any, b: Any, kind: str) -> Any:
-    """Python's floor division, or its remainder, which takes the divisor's sign; by a literal power of 2 a shift, or the low bits."""
+def divided(op: str, a: Any, b: Any, kind: str, is_shared: bool = False) -> Any:
+    """Python's floor division, or its remainder, which takes the divisor's sign; by a literal power of 2 a shift, or the low bits.
+    is_shared: many numbers are divided by a run-time ``b``, which are then multiplied by its reciprocal."""
     if kind == "float":
         rest = fmod(a, b, kind)
         return _signed(rest, b, kind) if op == "mod" else _whole_quotient(Float32(a), b, rest)
     if isinstance(b, int) and b > 0 and b & (b - 1) == 0:
         a = Int64(a) if _is_long(b) else whole(a)
         return a >> (b.bit_length() - 1) if op == "floordiv" else a & (b - 1)
+    if is_shared and not isinstance(b, int):
+        far = _FAR + 1  # all quotients by greater numbers are those by this one
+        return _by_reciprocal(op, Int32(a), Int32(cutlass.min(cutlass.max(b, Int64(-far)), Int64(far)) if isinstance(b, Int64) else b))
     a, b = alike([a, b])
     return _floor_quotient(a, b) if op == "floordiv" else _signed(a % b, b, kind)
+
+
+def _by_reciprocal(op: str, a: Any, b: Any) -> Any:
+    """``divided`` of 31-bit integers in about ten instructions: the upper half of a product by floor((2^32 - 1) / b) is the quotient of
+    numbers without sign or one less (T. Granlund and P. Montgomery, 1994), and the remainder tells which."""
+    flip = b >> 31  # -1 for a negative divisor: a / b = -a / -b
+    size, dividend = (b ^ flip) - flip, (a ^ flip) - flip
+    sign = dividend >> 31
+    dividend = dividend ^ sign  # floor(-1 - x / b) = -1 - floor(x / b)
+    found = _upper_half(dividend, _reciprocal(size))
+    found = found + select(dividend - found * size >= size, 1, 0, "int")
+    found = found ^ sign
+    return found if op == "floordiv" else a - found * b
+
+
+@dsl_user_op
+def _reciprocal(size: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """floor((2^32 - 1) / size), without sign."""
+    return Int32(arith.divui(Int32(-1).ir_value(loc=loc, ip=ip), size.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def _upper_half(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The upper 32 bits of the product of two numbers without sign."""
+    return Int32(arith.mului_extended(a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)[1])
 
 
 @dsl_user_op

@@ -42,7 +42,17 @@ from anyattn.backends.hopper.codegen.device_math import (  # fmt: skip
     shifted,
     whole,
 )
-from anyattn.backends.hopper.codegen.score_analysis import is_modular, is_near, is_wide, lines, shared, stages, straight, wraps
+from anyattn.backends.hopper.codegen.score_analysis import (
+    divides_many,
+    is_modular,
+    is_near,
+    is_wide,
+    lines,
+    shared,
+    stages,
+    straight,
+    wraps,
+)
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
@@ -338,7 +348,7 @@ def _computed(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> An
         zero, one = (Float32(0.0), Float32(1.0)) if kind == "float" else (whole(args[0]) * 0, whole(args[0]) * 0 + 1)
         return select(args[0] > 0, one, select(args[0] < 0, -one, zero, kind), kind)
     if node.op in ("floordiv", "mod"):
-        return divided(node.op, *args, kind)
+        return divided(node.op, *args, kind, divides_many(expr)[i])
     if node.op in ("atan2", "hypot"):
         return (cute.math.atan2 if node.op == "atan2" else hypot)(*(Float32(a) for a in args))
     if node.op in ("fmod", "pow"):

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Boolean, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -19,7 +20,24 @@ from anyattn.backends.hopper.codegen.emit import emit, needed_for, run_stage
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.analysis.separated import separated
-from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, demanded, least_divisor
+from anyattn.mods.analysis.tile_lines import (  # fmt: skip
+    MOST_DIVISOR,
+    All,
+    Bits,
+    Cut,
+    Each,
+    Limit,
+    Not,
+    Pieces,
+    Same,
+    Sides,
+    Some,
+    Term,
+    bits,
+    demanded,
+    least_divisor,
+)
+from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
@@ -28,6 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 _BITS = 32
+_FAR = 2**30  # from any position of a tile
 
 Words = tuple[Any, ...]  # bit c % 32 of word c // 32: the condition at a thread's c-th position
 
@@ -129,7 +148,7 @@ def _set_where(condition: Any, words: list[Any], c: int) -> None:
     words[c // _BITS] = words[c // _BITS] | select(condition, bit_of(c), 0, "int")
 
 
-def _least(a: Any, b: int) -> Any:
+def _least(a: Any, b: Any) -> Any:
     return select(a < b, a, b, "int")
 
 
@@ -140,36 +159,37 @@ def _most(a: Any, b: int) -> Any:
 # ---- masks
 
 
-def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
+def emit_words(
+    expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line, level: int = 0
+) -> list[Words]:
     """The words of a mask that ``tile_lines.bits`` covers as a whole: one ``Words`` for each position of the other index.
 
-    places: as for ``emit``; positions along the line are used for parts of the mask that are evaluated at each position.
+    places: as for ``emit``; positions along the line are used for parts of the mask that are evaluated at each position. level: captured
+    divisors are at least ``least_divisor`` of the extent and level.
     """
-    tree = bits(expr, line.along, line.extent, NEAR_BOX, least_divisor(line.extent))
+    tree = bits(expr, line.along, line.extent, NEAR_BOX, least_divisor(line.extent, level))
     assert tree is not None, "a mask that is no word of bits"
     writer = _Writer(expr, scalars, tensors, places, line)
     return [tuple(_opaque(word) for word in writer.words(tree, y)) for y in range(len(writer.others))]
 
 
-def emit_each(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
-    """The words of a mask that is evaluated per pair and depends on both positions: one ``Words`` for each position of the other index.
-
-    Each result becomes a bit at once, which takes fewer registers than the comparisons that it is made of.
-    """
-    other = "q_idx" if line.along == "kv_idx" else "kv_idx"
-    found: list[list[Any]] = [[Int32(0)] * line.words for _ in places[other]]
-
-    def store(r: int, c: int, value: Any) -> None:
-        y, x = (r, c) if other == "q_idx" else (c, r)
-        _set_where(_condition(value), found[y], x)
-
-    emit(separated(expr, NEAR_BOX, other), scalars, tensors, places, None, store)
-    return [tuple(words) for words in found]
+def emit_each(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line, c: Any) -> list[Any]:
+    """A mask evaluated at a thread's ``c``-th position, a run-time number: 1 or 0 for each position of the other index."""
+    is_by_key = line.along == "kv_idx"
+    place = line.origin + line.first + ((c >> 1) * 8 + (c & 1))
+    places = {**places, line.along: [_least(place, places[line.along][-1])], "steps" if is_by_key else "apart": [0]}
+    found: list[Any] = []
+    other = "q_idx" if is_by_key else "kv_idx"
+    emit(
+        separated(expr, NEAR_BOX, other), scalars, tensors, places, None,
+        lambda r, column, value: found.append(select(_condition(value), 1, 0, "int")),
+    )  # fmt: skip
+    return found
 
 
-def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> Any:
+def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line, level: int) -> Any:
     """Whether the captured divisors of masks are large enough for the masks to be words (``score_analysis.parts_if_wide``)."""
-    least, found = least_divisor(line.extent), None
+    least, found = least_divisor(line.extent, level), None
     for expr in parts:
         divisor = demanded(expr, line.along, line.extent, NEAR_BOX, least)
         if divisor is not None:
@@ -188,6 +208,8 @@ class _Writer:
         self.others: list[Any] = places[other]
         self.known: list[dict[int, Any]] = [{} for _ in self.others]  # values at the tile's first position
         self.alone: dict[int, Words] = {}  # words of nodes that do not depend on the other index
+        self.cuts: dict[tuple[Cut, int | None], _Cuts] = {}  # by the other index if it matters
+        self.deps = dependence(expr)
         self.positions = [{**self.leaves, line.along: line.origin, other: y} for y in self.others]
 
     def words(self, tree: Bits, y: int) -> Words:
@@ -232,22 +254,31 @@ class _Writer:
 
     def _in_pieces(self, tree: Pieces, y: int) -> Words:
         """The words piece by piece, each with the quotient and remainder that the tile's first position would have in that piece."""
-        dividend, divisor = (self._value(node, y) for node in tree.cut)
-        divisor, dividend = divisor if isinstance(divisor, int) else Int32(divisor), Int32(dividend)
-        quotient = divided("floordiv", dividend, divisor, "int")
-        rest, outside, total = dividend - quotient * divisor, self.known[y], None
-        for n in range(tree.most):
+        (divisor, quotient, rest, pieces), outside, total = self._cut(tree, y), self.known[y], None
+        for n, piece in enumerate(pieces):
             shifted = {"floordiv": quotient + n, "mod": rest - divisor * n}
             self.known[y] = {i: shifted[node.op] for i, node in enumerate(self.expr.nodes) if node.op in shifted and node.args == tree.cut}
-            words = self.words(tree.part, y)
-            if n > 0:
-                words = both(words, at_least(divisor * n - rest, self.line))
-            if n < tree.most - 1:
-                words = both(words, below(divisor * (n + 1) - rest, self.line))
+            words = both(self.words(tree.part, y), piece)
             total = words if total is None else tuple(a | b for a, b in zip(total, words, strict=True))
         self.known[y] = outside
         assert total is not None, "a tile of no pieces"
         return total
+
+    def _cut(self, tree: Pieces, y: int) -> _Cuts:
+        depends = self.deps[tree.cut.dividend].q if self.line.along == "kv_idx" else self.deps[tree.cut.dividend].kv
+        key = (tree.cut, y if depends else None)
+        if key not in self.cuts:
+            dividend, divisor = (self._value(node, y) for node in tree.cut)
+            dividend, divisor = Int32(dividend), divisor if isinstance(divisor, int) else Int32(cutlass.min(divisor, MOST_DIVISOR))
+            quotient = divided("floordiv", dividend, divisor, "int", True)
+            rest = dividend - quotient * divisor
+            begins, at = [alike(True, self.line)], divisor - rest
+            for n in range(1, tree.most):
+                begins.append(at_least(at, self.line))
+                at = _least(at, _FAR) + divisor if n + 1 < tree.most else at
+            ends = [*(tuple(~word for word in words) for words in begins[1:]), alike(True, self.line)]
+            self.cuts[key] = _Cuts(divisor, quotient, rest, [both(*limits) for limits in zip(begins, ends, strict=True)])
+        return self.cuts[key]
 
     def _limited(self, tree: Limit, y: int) -> Any:
         apart = self._term(tree.left, y) - self._term(tree.right, y)  # difference at the tile's first position
@@ -286,6 +317,15 @@ class _Writer:
         for stage in ("once", "row", "col", "tile"):
             run_stage(self.expr, *self.given, stage, values, leaves, needed)
         return values
+
+
+class _Cuts(NamedTuple):
+    """The pieces of a tile: the divisor, quotient and remainder at the tile's first position, and the positions of each piece."""
+
+    divisor: Any
+    quotient: Any
+    rest: Any
+    pieces: list[Words]
 
 
 class _Alike(NamedTuple):

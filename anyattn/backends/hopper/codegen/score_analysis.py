@@ -12,16 +12,43 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.piecewise import Piece, pieces
 from anyattn.mods.analysis.row_ranges import mask_of
 from anyattn.mods.analysis.sharp import sharp
-from anyattn.mods.analysis.tile_lines import asks_each, bits, least_divisor, split
+from anyattn.mods.analysis.tile_lines import LEVELS, asks_each, bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.ir.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
-    "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
-    "is_modular", "is_near", "is_special", "is_tanh", "is_wide", "is_words", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart",
-    "reads_straight", "shared", "stages", "straight", "work_by_pair", "wraps",
+    "MOST_NUMBER",
+    "MOST_POSITIONS",
+    "NEAR_BOX",
+    "Factored",
+    "bias",
+    "bound",
+    "caps",
+    "cases",
+    "divides_many",
+    "factored",
+    "is_even",
+    "is_foreseen",
+    "is_modular",
+    "is_near",
+    "is_special",
+    "is_tanh",
+    "is_wide",
+    "is_words",
+    "lines",
+    "pair_part",
+    "parts_if_wide",
+    "parts_of",
+    "reads",
+    "reads_apart",
+    "reads_straight",
+    "shared",
+    "stages",
+    "straight",
+    "work_by_pair",
+    "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # exclusive bound of sequence lengths, batch sizes and heads
@@ -80,6 +107,21 @@ def _reads_lower(node: Node) -> bool:
 def is_near(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it is an integer of no more than 30 bits."""
     return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, NEAR_BOX))
+
+
+@lru_cache(maxsize=256)
+def divides_many(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it divides integers of 31 bits, one for each row, key or pair, by a number that is the same for all. The
+    divisor has 31 bits too, or the node is a quotient: that by a greater number is that by 2^30 + 1."""
+    due, sizes = stages(expr), extents(expr, NEAR_BOX)
+    return tuple(
+        node.op in ("floordiv", "mod")
+        and category(node.dtype) == "int"
+        and due[i] != "once" == due[node.args[1]]
+        and fits(sizes[node.args[0]], 31)
+        and (node.op == "floordiv" or fits(sizes[node.args[1]], 31))
+        for i, node in enumerate(expr.nodes)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -311,9 +353,15 @@ def is_words(expr: Expr, is_by_row: bool, along: str, extent: int) -> bool:
     return rest is None and not any(tree is None or asks_each(tree) for tree in trees)
 
 
-def parts_if_wide(expr: Expr, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
-    """``parts_of`` a mask if captured divisors are at least ``least_divisor`` of the extent."""
-    return split(expr, along, extent, NEAR_BOX, least_divisor(extent))
+def parts_if_wide(expr: Expr, along: str, extent: int, level: int) -> tuple[tuple[Expr, ...], Expr | None]:
+    """``parts_of`` a mask if captured divisors are at least ``least_divisor`` of the extent and level."""
+    return split(expr, along, extent, NEAR_BOX, least_divisor(extent, level))
+
+
+def pair_part(expr: Expr, along: str, extent: int) -> Expr | None:
+    """The part of a mask that is evaluated per pair unless captured divisors are tiny; None if all of it is words of bits."""
+    rest = parts_of(expr, False, along, extent)[1]
+    return None if rest is None else parts_if_wide(rest, along, extent, LEVELS[-1])[1]
 
 
 def _alone(expr: Expr, node: int) -> Expr:

@@ -14,6 +14,7 @@ from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.mods.analysis.separated import separated
+from anyattn.mods.analysis.tile_lines import LEVELS
 
 __all__ = ["Softmax"]
 
@@ -21,13 +22,9 @@ _SLACK = 8.0  # probabilities are at most 2^8, where 16 bits are as precise as a
 
 
 class Softmax:
-    """The part of ``HopperForward`` that processes the scores of one tile.
-
-    pairs_are_words: per-pair parts with small captured divisors become words of bits first.
-    """
+    """The part of ``HopperForward`` that processes the scores of one tile."""
 
     config: Any
-    pairs_are_words = True
 
     def captured(self, captured: Any, at: int) -> tuple[tuple, tuple]:
         """The captured numbers and tensors of ``config.exprs[at]``, out of those of all expressions."""
@@ -308,22 +305,37 @@ class Softmax:
         for at, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
             if rest is not None:
-                self._see_if_wide(seen, rest, at, line, places, captured)
+                self._see_if_wide(seen, rest, at, line, places, captured, 0)
 
-    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
+    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any, level: int = 0) -> None:
         for expr in known:
-            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
+            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line, level)):
                 self._narrow(seen, r, words, line)
 
     @cute.jit
-    def _see_if_wide(self, seen, expr, at, line, places, captured):
-        known, _ = parts_if_wide(expr, line.along, line.extent)
+    def _see_if_wide(self, seen, expr, at, line, places, captured, level: cutlass.Constexpr):
+        """Clears in ``seen`` what the largest part that is words hides, by the captured divisors: from ``level`` on."""
+        known, _ = parts_if_wide(expr, line.along, line.extent, level)
         if const_expr(len(known) > 0):
-            if are_wide(known, *self.captured(captured, at), places, line):
-                self._see_words(seen, known, at, line, places, captured)
-            elif const_expr(self.pairs_are_words):
-                for r, words in enumerate(emit_each(expr, *self.captured(captured, at), places, line)):
-                    self._narrow(seen, r, words, line)
+            if are_wide(known, *self.captured(captured, at), places, line, level):
+                self._see_words(seen, known, at, line, places, captured, level)
+            elif const_expr(level + 1 < len(LEVELS)):
+                self._see_if_wide(seen, expr, at, line, places, captured, level + 1)
+            else:
+                self._see_each(seen, expr, at, line, places, captured)
+
+    @cute.jit
+    def _see_each(self, seen, expr, at, line, places, captured):
+        """Clears in ``seen`` what a mask hides that is evaluated per pair. Few masks are: a loop takes fewer registers from all others."""
+        rows = cute.size(seen) // line.words
+        for i in cutlass.range_constexpr(line.words):
+            bits = cute.make_rmem_tensor(rows, Int32)
+            bits.fill(0)
+            for c in cutlass.range(min(32, line.positions - 32 * i), unroll=1):
+                for r, bit in enumerate(emit_each(expr, *self.captured(captured, at), places, line, 32 * i + c)):
+                    bits[r] = bits[r] | (bit << c)
+            for r in cutlass.range_constexpr(rows):
+                seen[r * line.words + i] = seen[r * line.words + i] & bits[r]
 
     def _ask(self, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
         """Hides the pairs that the per-pair parts of predicates hide."""
@@ -333,16 +345,13 @@ class Softmax:
 
     @cute.jit
     def _ask_rest(self, s, expr, at, line, places, captured):
-        """Evaluates per pair the part that is never words, or, with small captured divisors, the larger part."""
-        known, rest = parts_if_wide(expr, line.along, line.extent)
+        """Evaluates per pair the part that is never words; with small captured divisors all of it is words by now."""
+        known, rest = parts_if_wide(expr, line.along, line.extent, LEVELS[-1])
         if const_expr(len(known) == 0):
             self._ask_each(s, at, expr, places, captured)
-        elif const_expr(rest is not None or not self.pairs_are_words):
-            if are_wide(known, *self.captured(captured, at), places, line):
-                if const_expr(rest is not None):
-                    self._ask_each(s, at, rest, places, captured)
-            elif const_expr(not self.pairs_are_words):
-                self._ask_each(s, at, expr, places, captured)
+        elif const_expr(rest is not None):
+            if are_wide(known, *self.captured(captured, at), places, line, LEVELS[-1]):
+                self._ask_each(s, at, rest, places, captured)
 
     def _ask_each(self, s: Any, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:
         def store(r: int, c: int, seen: Any) -> None:

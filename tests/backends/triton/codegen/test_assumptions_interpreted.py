@@ -64,6 +64,25 @@ def test_exact_texts(name, first):  # type: ignore[no-untyped-def]
         assert torch.equal(by_triton(traced, style, score, first), theirs), (name, style)
 
 
+@pytest.mark.parametrize("by", [1, -1, 2, -3, 7, 32, 100, -4096, 2**20 + 1, 2**28 - 1, 1 - 2**28, 2**29 - 1])
+@pytest.mark.parametrize(("first", "step"), [(0, 1), (3000, 90_001), (2**22 - 99, 31)])
+def test_captured_divisors(by, first, step):  # type: ignore[no-untyped-def]
+    """Of numbers of either sign, up to those of 31 bits; and their products, which have more."""
+    score = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+    for mod in (
+        lambda s, b, h, q, k, n=by: s + ((q - 3005) * step // n),
+        lambda s, b, h, q, k, n=by: s + ((9 - q) * step % n),
+        lambda s, b, h, q, k, n=by: s + ((5 - k) * step // n % 5 - q // n),
+        lambda s, b, h, q, k, n=by, m=3 * by // 2: s + (q - k) * 60 // (n * m),
+        lambda s, b, h, q, k, n=by, m=-5: s + k // (n * m) + q // (m * m),
+    ):
+        traced = trace(mod, "score", score_dtype=torch.float64)
+        theirs = by_torch(traced, score, first)
+        for style in (PLAIN, PLAIN._replace(is_small=True), PLAIN._replace(is_small=True, is_near=True)):
+            if abs(by) < 2**28 or not style.is_small:
+                assert torch.equal(by_triton(traced, style, score, first), theirs), style
+
+
 FUNCTIONS = {
     "tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
     "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s * 3),
