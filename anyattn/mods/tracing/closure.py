@@ -1,9 +1,9 @@
 """Closure analysis: the numbers and tensors that a mod captures, and copies of it with the numbers replaced.
 
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
-arguments, bound methods, callable instances. ``walk`` also returns the mod's *structure*, by which a later function of the same code with
+arguments, bound methods, callable instances, and the items of tuples in them. ``walk`` also returns the mod's *structure*, by which a later function of the same code with
 other numbers and tensors is recognised without calling it. It returns None where a captured object could change the mod's meaning
-undetected (a user's module, class, container, object or function attribute), and where the body may read something other than its captures
+undetected (a user's module, class, list, dict, object or function attribute), and where the body may read something other than its captures
 (grad mode, the clock; ``pure_names.py``): such a mod is traced on every call.
 """
 
@@ -72,6 +72,8 @@ def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> Callable:
 def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
     if is_number(item):
         return lift(item)
+    if type(item) is tuple:
+        return _rebuild_items(item, lift, done)
     if id(item) in done:
         return done[id(item)]
     if (instead := refusing(item)) is not None:
@@ -133,11 +135,15 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
     return copy
 
 
+def _rebuild_items(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    parts = [_rebuild(i, lift, done) for i in item]
+    return type(item)(parts) if _are_new(item, parts) else item
+
+
 def _rebuild_contents(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
-    """The copy of a cell's contents; a tuple or list of functions (torch's ``and_masks``) is copied element by element."""
-    if type(item) in (tuple, list) and any(callable(i) for i in item):
-        parts = [_rebuild(i, lift, done) for i in item]
-        return type(item)(parts) if _are_new(item, parts) else item
+    """The copy of a cell's contents; a list of functions is copied element by element."""
+    if type(item) is list and any(callable(i) for i in item):
+        return _rebuild_items(item, lift, done)
     return _rebuild(item, lift, done)
 
 
@@ -181,6 +187,8 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
         return ("tensor", type(item))
     if type(item) in _CONSTANTS or type(item) is int:
         return ("constant", type(item), item)
+    if type(item) is tuple:
+        return _walk_items(item, numbers, tensors, seen)
     if id(item) in seen:
         return ("again", seen[id(item)])
     seen[id(item)] = len(seen)
@@ -204,9 +212,13 @@ def _has_state(item: Any) -> bool:
     return not isinstance(getattr(item, "__self__", None), (types.NoneType, types.ModuleType, type))
 
 
+def _walk_items(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    return ("sequence", type(item), tuple(_walk(i, numbers, tensors, seen) for i in item))
+
+
 def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
-    if type(item) in (tuple, list) and any(callable(i) for i in item):
-        return ("sequence", type(item), tuple(_walk(i, numbers, tensors, seen) for i in item))
+    if type(item) is list and any(callable(i) for i in item):
+        return _walk_items(item, numbers, tensors, seen)
     return _walk(item, numbers, tensors, seen)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from anyattn import masks, scores
+from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.tracing import closure, fingerprint
 from anyattn.mods.tracing.trace import trace
 
@@ -106,11 +107,43 @@ CHANGES = [
     lambda f: setattr(f.__closure__[1], "cell_contents", torch.ones(2)), lambda f: setattr(f.__closure__[1], "cell_contents", [1, 2]),
     lambda f: setattr(f.__closure__[1], "cell_contents", [f, f]), lambda f: f.__closure__[1].cell_contents.pop(),
     lambda f: f.__closure__[1].cell_contents.append(by_globals), lambda f: setattr(f.__closure__[1], "cell_contents", (f, by_globals)),
+    lambda f: setattr(f.__closure__[1], "cell_contents", (1, (2.5, f))), lambda f: setattr(f.__closure__[1], "cell_contents", (1, (2, f))),
     lambda f: setattr(f.__closure__[1], "cell_contents", types), lambda f: setattr(f.__closure__[1], "cell_contents", torch.float64),
     lambda f: f.__closure__[1].__delattr__("cell_contents"), lambda f: setattr(f.__closure__[1], "cell_contents", f),
     lambda f: setattr(f.__closure__[1], "cell_contents", torch.abs), lambda f: setattr(f.__closure__[1], "cell_contents", torch.sin),
     lambda f: setattr(f.__closure__[0], "cell_contents", by_globals), lambda f: setattr(f, "__code__", make(1).__code__),
 ]  # fmt: skip
+
+
+def neighbours(near, by=(1, (2.0, "text"))):
+    return lambda b, h, q, k, of=(near, by): ((q - k).abs() * of[1][0] <= near[0]) & (k < near[-1][0]) & (q < sum(pair) + len(near))
+
+
+pair = (3, 5)
+
+
+def test_tuples_of_numbers(monkeypatch):
+    """Their items are numbers of a call: others of the same kinds have the same pattern, and no other code."""
+    first = fingerprint.recognise(neighbours((4, True, (60,))))
+    again = fingerprint.recognise(neighbours((7, True, (50,))))
+    assert first is not None and again is not None and first.pattern is again.pattern
+    assert first.numbers == [4, 60, 3, 5, 4, 60, 1, 2.0] and again.numbers == [7, 50, 3, 5, 7, 50, 1, 2.0]
+    for other in ((7, False, (50,)), (7, True, (50.0,)), (7, True, (50, 1)), [7, True, (50,)], (7, True, [50])):
+        found = fingerprint.recognise(neighbours(other))
+        assert found is None or found.pattern is not first.pattern
+    rows, keys, seen = torch.arange(90)[:, None], torch.arange(70), []
+    for near, items in (
+        ((4, True, (60,)), (3, 5)),
+        ((7, True, (50,)), (3, 5)),
+        ((7, True, (50,)), (30, 51)),
+        ((7, False, (50,)), (3, 5.5)),
+    ):
+        monkeypatch.setitem(globals(), "pair", items)
+        mask = neighbours(near)
+        traced = trace(mask, "mask")
+        seen.append(traced.expr)
+        assert torch.equal(evaluate(traced, 0, 0, rows, keys), mask(0, 0, rows, keys))
+    assert seen[0] is seen[1]
 
 
 def test_a_function_that_is_changed_again_and_again():
