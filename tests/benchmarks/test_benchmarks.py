@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anyattn.testing.harness import peers, runner, timing
+from anyattn.testing.harness import judge, peers, runner, timing
 from anyattn.testing.harness.case import OURS, Case, Record, Shape, Timing
 from anyattn.testing.harness.inputs import Inputs
 from anyattn.testing.harness.peers import PEERS, Entry, Peer, Unavailable
@@ -60,6 +60,13 @@ def test_sequences_and_caches_are_judged_and_timed(case: Case) -> None:
     record = runner.run_case(replace(case, shape=SEQUENCES[case.kind]), LIMITS)
     assert record.refused is None and set(record.timings) == set(record.budget) == {OURS, *case.peers}
     assert all(share <= 1.0 for share in record.budget.values()), record.budget
+
+
+@pytest.mark.parametrize("variant", [name for name, each in VARIANTS["cpu"].items() if each.dense])
+def test_sdpa_computes_the_gradient_of_a_table_that_learns(variant: str) -> None:
+    inputs = Inputs(Case("t", "flex", variant, Shape.square(49, 2, 16, 3), is_backward=True, learns=True))
+    mine, theirs = (PEERS[name].entry(name, inputs)[0]()[3:] for name in (OURS, "sdpa-bias"))
+    assert len(mine) == 1 and theirs[0] is not None and judge.difference(mine, theirs) < 1e-4
 
 
 # of an output, by whether its heads come before its positions

@@ -82,10 +82,11 @@ class Case:
     @property
     def name(self) -> str:
         """The name matched by ``--filter``, ``--only`` and bars. CPU: group/variant/S/dtype. GPU: group/variant/D/S, for decoding its
-        sizes, with ``names_shape`` group/variant/ and all sizes."""
+        sizes, with ``names_shape`` group/variant/ and all sizes, on the CPU followed by the dtype."""
         shape = self.shape
         if self.names_shape:
-            return "/".join((self.group, self.variant, str(shape).lower().replace(" ", "-").replace("/", "-")))
+            sizes = str(shape).lower().replace(" ", "-").replace("/", "-")
+            return "/".join((self.group, self.variant, sizes, *([self.dtype] if self.device == "cpu" else [])))
         if self.device == "cpu":
             return "/".join(part for part in (self.group, self.variant, str(shape.seqlen_q), self.dtype) if part)
         if self.kind == "decode":

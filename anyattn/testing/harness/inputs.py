@@ -66,7 +66,8 @@ class Inputs:
     @cached_property
     def setting(self) -> Setting:
         shape = self.case.shape
-        return Setting(shape.seqlen_k, shape.heads_q, self.device, shape.batch, self.case.learns)
+        dtype = self.case.torch_dtype if self.case.dtype else torch.float32
+        return Setting(shape.seqlen_k, shape.heads_q, self.device, shape.batch, self.case.learns, dtype)
 
     @cached_property
     def mods(self) -> Mods:

@@ -289,12 +289,19 @@ def _sdpa_mask(inputs: Inputs) -> Entry:
 
 
 def _sdpa_bias(inputs: Inputs) -> Entry:
-    """torch's SDPA with a dense bias, made beforehand, that includes the mask."""
+    """torch's SDPA with a dense bias, made beforehand, that includes the mask. Tensors that learn get their gradients through it."""
     if not dense.is_additive(inputs.mods):
         raise Unavailable("the score mod is no bias that is added" if inputs.mods.score is not None else "there is no score mod")
     shape = inputs.case.shape
     where = _dense_places(inputs, (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k), matrices=4)
-    bias, qkv, gqa = dense.bias(inputs.mods, where, inputs.case.torch_dtype), inputs.bhsd, inputs.enable_gqa
+    qkv, gqa = inputs.bhsd, inputs.enable_gqa
+    if not inputs.case.learns:
+        bias = dense.bias(inputs.mods, where, inputs.case.torch_dtype)
+    elif inputs.variant.dense is None:
+        raise Unavailable("the variant has no dense bias from tensors that learn")
+    else:
+        with torch.enable_grad():
+            bias = inputs.variant.dense(inputs.setting, *inputs.captured)
     return lambda: F.scaled_dot_product_attention(*qkv, attn_mask=bias, enable_gqa=gqa), "bhsd"
 
 

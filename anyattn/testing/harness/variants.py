@@ -40,10 +40,12 @@ _CPU_DOCUMENTS = 9
 
 @dataclass(frozen=True)
 class Setting(gallery.Setting):
-    """The sizes that mods are made for. learns: the tensors that score mods read need gradients. captured: these tensors, once made."""
+    """The sizes that mods are made for. learns: the tensors that score mods read need gradients. dtype: q's, for tables that a model keeps
+    in it. captured: the tensors that score mods read, once made."""
 
     batch: int = 1
     learns: bool = False
+    dtype: torch.dtype = torch.float32
     captured: list[Tensor] = field(default_factory=list)
 
     def random(self, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,11 +61,13 @@ class Variant:
     """make: the variant's mods for a setting. native: FlashAttention's options with the same meaning, None if there are none.
 
     documents: the lengths of the documents that fill a sequence, if FlashAttention computes it by its function for packed sequences.
+    dense: the bias (1 or batch, heads, seqlen, seqlen) from the tensors that the score mod reads, as users of SDPA write it.
     """
 
     make: Callable[[Setting], Mods]
     native: dict[str, Any] | None = None
     documents: Callable[[int], list[int]] | None = None
+    dense: Callable[..., Tensor] | None = None
 
     def mods(self, setting: Setting) -> Mods:
         """Plain functions as users write them, the same for anyattn and its peers, without the wrapper for composition."""
@@ -152,26 +156,73 @@ def _distance_bias(setting: Setting) -> Mods:
 
 
 def _pair_bias(setting: Setting) -> Mods:
-    bias = setting.random(setting.batch, setting.heads, setting.seqlen, setting.seqlen, dtype=torch.bfloat16)
+    bias = setting.random(setting.batch, setting.heads, setting.seqlen, setting.seqlen, dtype=setting.dtype)
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx])
 
 
 def _shared_pair_bias(setting: Setting) -> Mods:
-    bias = setting.random(setting.heads, setting.seqlen, setting.seqlen, dtype=torch.bfloat16)
+    bias = setting.random(setting.heads, setting.seqlen, setting.seqlen, dtype=setting.dtype)
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx])
+
+
+def _distance(setting: Setting) -> Tensor:
+    """(seqlen, seqlen): a number for each distance of two pixels of a square window."""
+    side, place = math.isqrt(setting.seqlen), torch.arange(setting.seqlen, device=setting.device)
+    down, right = (x[:, None] - x[None] + side - 1 for x in (place // side, place % side))
+    return down * (2 * side - 1) + right
+
+
+def _dense_window_bias(setting: Setting, table: Tensor) -> Tensor:
+    return table[_distance(setting)].permute(2, 0, 1)[None].contiguous()
 
 
 def _window_bias(setting: Setting) -> Mods:
     """Windows of an image, as Swin transformers have them: a number for each head and each distance of two pixels, read through a table of
     all pairs."""
-    side = math.isqrt(setting.seqlen)
-    table = setting.random((2 * side - 1) ** 2, setting.heads, dtype=torch.bfloat16)
-    place = torch.arange(setting.seqlen, device=setting.device)
-    down, right = (x[:, None] - x[None] + side - 1 for x in (place // side, place % side))
-    distance = down * (2 * side - 1) + right
+    side, distance = math.isqrt(setting.seqlen), _distance(setting)
+    table = setting.random((2 * side - 1) ** 2, setting.heads, dtype=setting.dtype)
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + table[distance[q_idx, kv_idx], h])
 
 
+def _kinds(setting: Setting) -> Tensor:
+    random = torch.Generator().manual_seed(6)
+    return torch.randint(0, 4, (setting.batch, setting.seqlen), generator=random, device="cpu").to(setting.device)
+
+
+def _dense_two_numbers(setting: Setting, table: Tensor) -> Tensor:
+    kinds, (other, same) = _kinds(setting), table[:, :, None, None]
+    return torch.where((kinds[:, :, None] == kinds[:, None])[:, None], same, other)
+
+
+def _two_numbers(setting: Setting) -> Mods:
+    """Two numbers for each head: one is added to pairs of tokens of the same kind, the other to the rest."""
+    kinds, table = _kinds(setting), setting.random(2, setting.heads, dtype=setting.dtype)
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + table[(kinds[b, q_idx] == kinds[b, kv_idx]).to(torch.int32), h])
+
+
+def _sample_mask(setting: Setting) -> Mods:
+    """A batch of two kinds: causal text behind padding, with an image in its middle whose positions see one another; text with a prefix."""
+    batch, length = setting.batch, setting.seqlen
+    first, end, place = length // 4, 3 * length // 4, torch.arange(length, device=setting.device)
+    padding = torch.arange(batch, device=setting.device)[:, None] * length // (4 * batch)
+    is_padding, is_image = place < padding, (place >= first) & (place < end)
+    starts, ends = place.masked_fill(is_image, first), place.masked_fill(is_image, end)
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        text = ~is_padding[b, kv_idx] & (q_idx >= kv_idx) | (q_idx == kv_idx)
+        image = (kv_idx >= starts[q_idx]) & (kv_idx < ends[q_idx])
+        prefix = (q_idx >= kv_idx) | (kv_idx < length // 3)
+        return ((b < batch // 2) & (text | image)) | ((b >= batch // 2) & prefix)
+
+    return Mods(mask)
+
+
+_PAIRS = {
+    "pair_bias": Variant(_pair_bias, dense=lambda setting, bias: bias),
+    "shared_pair_bias": Variant(_shared_pair_bias, dense=lambda setting, bias: bias[None]),
+    "window_bias": Variant(_window_bias, dense=_dense_window_bias),
+    "two_numbers": Variant(_two_numbers, dense=_dense_two_numbers),
+}
 _GALLERY = {name: Variant(variant.mods) for name, variant in gallery.VARIANTS.items()}
 _BOTH = {"full": Variant(lambda setting: Mods(), {}), "causal": Variant(_GALLERY["causal"].make, {"causal": True})}
 
@@ -179,6 +230,8 @@ _CPU = {
     **_GALLERY,
     **_BOTH,
     "window-512": Variant(_window_512),
+    "sample_mask": Variant(_sample_mask),
+    **_PAIRS,
     "document-causal": Variant(lambda s: _causal_documents(_ids(s, document_lengths(s.seqlen, _CPU_DOCUMENTS)))),
     "documents": Variant(lambda s: _causal_documents(_ids(s, spread_lengths(s.seqlen))), {"causal": True}, spread_lengths),
     "decode": Variant(lambda setting: Mods(), {"causal": True}),  # one query per sequence, at the last position: causal hides nothing
@@ -200,9 +253,7 @@ _CUDA = {
     "t5_bias": Variant(_distance_bias),
     "softcap": Variant(lambda s: Mods(masks.causal(), scores.softcap(_SOFTCAP)), {"causal": True, "softcap": _SOFTCAP}),
     "head_bias": _GALLERY["head_bias"],
-    "pair_bias": Variant(_pair_bias),
-    "shared_pair_bias": Variant(_shared_pair_bias),
-    "window_bias": Variant(_window_bias),
+    **_PAIRS,
     "neighbourhood_3d": Variant(_neighbourhood_3d),
     "bucket_bias": Variant(lambda s: Mods(None, scores.t5_bias(s.random(_BUCKETS, s.heads)))),
     "equal-documents-causal": Variant(lambda s: _causal_documents(torch.arange(s.seqlen, device=s.device) // _EQUAL_DOCUMENT)),
