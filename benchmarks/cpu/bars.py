@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from anyattn.testing.harness.case import OURS
-from benchmarks.bars import Bar, Found, geometric_mean, probe
-from benchmarks.cpu.cases import GALLERY
+from benchmarks.bars import Bar, Found, geometric_mean, one, probe, some
+from benchmarks.cpu.cases import GALLERY, SMALL, TABLES
 
 __all__ = ["BARS"]
 
@@ -114,17 +114,29 @@ def _sequence_bars() -> list[Bar]:
     return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
 
 
+def _table_bars() -> list[Bar]:
+    bars = []
+    for group in dict.fromkeys(case.group for case in TABLES):
+        names = [case.name for case in TABLES if case.group == group]
+        bars += some(f"{group.replace('-', ' ')} vs SDPA with a dense mask or bias", names, ("sdpa-mask", "sdpa-bias"), 0.8)
+        if group == "tables":
+            bars += some("tables vs compiled flex", names, ("flex",), 0.9)
+    return bars
+
+
 BARS: list[Bar] = [
     _versus("forward", "full", "float32", 0.9, 1.0),
     _versus("forward", "causal", "float32", 0.9, 1.0),
     _versus("forward", "full", "bfloat16", 1.8, 2.5),
     _versus("forward", "causal", "bfloat16", 1.5, 1.8),
-    *_gallery("float32", 0.9, 1.3),
+    *_gallery("float32", 1.0, 1.3),
     *_gallery("bfloat16", 1.2, 2.0),
     _versus("backward", "full", "float32", 0.9, None),
     _versus("backward", "causal", "float32", 0.9, None),
     _versus("backward", "full", "bfloat16", 1.3, None),
     _versus("backward", "causal", "bfloat16", 1.3, None),
+    *(one(f"{c.group} small causal {c.dtype} vs SDPA", c.name, ("sdpa",), 0.9) for c in SMALL),
+    *_table_bars(),
     _window("float32"),
     _window("bfloat16"),
     probe("peak extra memory, S=65,536 H1 window 512, forward + backward", "memory", "peak_extra_mib", 300 * 1e6 / 2**20, "MiB"),

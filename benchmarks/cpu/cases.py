@@ -7,7 +7,7 @@ from dataclasses import replace
 from anyattn import gallery
 from anyattn.testing.harness.case import Case, Shape
 
-__all__ = ["CASES", "GALLERY"]
+__all__ = ["CASES", "GALLERY", "TABLES"]
 
 # each against compiled flex_attention
 GALLERY = tuple(gallery.VARIANTS)
@@ -28,6 +28,11 @@ def _each_dtype(case: Case) -> list[Case]:
 
 FORWARD = [Case("forward", "flex", v, peers=_forward_peers(v), dtype=d) for d in _DTYPES for v in ("full", *GALLERY)]
 BACKWARD = [Case("backward", "flex", v, peers=("sdpa",), is_backward=True, dtype=d) for d in _DTYPES for v in ("full", "causal")]
+_SMALL = Shape.square(192, 4, 16, 2)
+SMALL = [
+    *_each_dtype(Case("forward", "flex", "causal", _SMALL, ("sdpa", "flex"))),
+    *_each_dtype(Case("backward", "flex", "causal", _SMALL, ("sdpa",), is_backward=True)),
+]
 WINDOW = _each_dtype(Case("window", "flex", "window-512", Shape.square(16_384), ("anyattn-full", "flex"), rounds=3))
 MASKS = [
     *(Case("masks", "mask", v, Shape.square(32_768), ("flex-mask",), dtype="") for v in _MADE),
@@ -38,4 +43,23 @@ SEQUENCES = [
     *_each_dtype(Case("sequences", "decode", "decode", Shape(16, 32, 8, 1, 8192, 128), ("sdpa-gqa", "paged-128", "paged-16"))),
 ]
 
-CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS, *SEQUENCES]
+
+def _tables() -> list[Case]:
+    """Small batches of training code whose masks read a table for each sample, and whose biases are read by pair: both passes, and both
+    with the bias' gradient."""
+    sizes = {
+        "sample_mask": [(4, 2, 384, 32), (2, 8, 200, 64), (2, 8, 1024, 64)],
+        "pair_bias": [(2, 4, 192, 16), (4, 8, 250, 32), (1, 8, 512, 64)],
+        "shared_pair_bias": [(16, 4, 256, 32)],
+        "two_numbers": [(2, 4, 192, 16), (4, 8, 320, 64)],
+    }
+    shapes = [(v, Shape.square(s, h, d, b)) for v, each in sizes.items() for b, h, s, d in each]
+    peers = {v: ("flex", "sdpa-mask" if v == "sample_mask" else "sdpa-bias") for v in sizes}
+    forward = [c for v, s in shapes for c in _each_dtype(Case("tables", "flex", v, s, peers[v], names_shape=True))]
+    backward = [replace(c, group="tables-backward", is_backward=True, peers=c.peers[1:]) for c in forward]
+    return forward + backward + [replace(c, group="tables-learned-backward", learns=True) for c in backward if c.variant != "sample_mask"]
+
+
+TABLES = _tables()
+
+CASES: list[Case] = [*FORWARD, *BACKWARD, *SMALL, *WINDOW, *MASKS, *SEQUENCES, *TABLES]

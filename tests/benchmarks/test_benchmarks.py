@@ -23,7 +23,7 @@ from benchmarks import __main__ as command
 from benchmarks import report
 from benchmarks.bars import Found, bar_rows
 from benchmarks.cpu.bars import BARS
-from benchmarks.cpu.cases import CASES, GALLERY
+from benchmarks.cpu.cases import CASES, GALLERY, TABLES
 
 LIMITS = Limits(rounds=3, seconds=0.0, least=3, sample=0.02)
 QUICKLY = ("--rounds", "3", "--seconds", "0", "--patience", "0")
@@ -60,6 +60,14 @@ def test_sequences_and_caches_are_judged_and_timed(case: Case) -> None:
     record = runner.run_case(replace(case, shape=SEQUENCES[case.kind]), LIMITS)
     assert record.refused is None and set(record.timings) == set(record.budget) == {OURS, *case.peers}
     assert all(share <= 1.0 for share in record.budget.values()), record.budget
+
+
+@pytest.mark.parametrize("case", {(c.group, c.variant): c for c in TABLES}.values(), ids=lambda case: case.name)
+def test_tables_are_judged_and_timed(case: Case) -> None:
+    case = replace(case, shape=Shape.square(70, 3, 16, 4), peers=tuple(name for name in case.peers if name != "flex"))
+    record = runner.run_case(case, LIMITS)
+    assert record.refused is None and set(record.timings) == set(record.budget) == {OURS, *case.peers}, record.unavailable
+    assert all(share <= 1.0 for share in record.budget.values()) and not any(map(record.differs, case.peers)), record
 
 
 @pytest.mark.parametrize("variant", [name for name, each in VARIANTS["cpu"].items() if each.dense])
