@@ -25,6 +25,7 @@ _PROBE_GROUPS = {
     "memory": ("memory",),
     "masks": ("long-masks",),
     "host": ("first-call", "closure", "import"),
+    "busy": ("busy",),
     "sequences": ("decode-host", "decode-step", "decode-pages", "ragged-lists"),
 }
 _LEAST_ROUNDS = 3

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from benchmarks.process import probed
 __all__ = ["PROBES", "measure"]
 
 _MIB = 2**20
+_BUSY_COUNTS, _BUSY_ROUNDS, _BUSY_SAMPLE = (0, 1, 2), 7, 0.25  # processes, rounds, least idle seconds of a sample
 
 
 class Peak:
@@ -277,6 +281,58 @@ def _decode_pages() -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    """Context in which ``count`` other processes of one thread each compute without a pause. They end with it, or with this process."""
+    work = f"import os\nwhile os.getppid() == {os.getpid()}:\n for _ in range(10**6): pass"
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            started.append(subprocess.Popen([sys.executable, "-S", "-c", work]))
+        time.sleep(0.3 if count else 0.0)  # until they compute
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _busy() -> dict[str, Any]:
+    """Calls beside busy processes and without, in turns: each contestant's time over its own idle one, and anyattn's such factor over
+    SDPA's. Raises ``RuntimeError`` if a result is wrong, or if others were busy during most of the idle ones."""
+    from anyattn.testing.harness.case import OURS
+    from anyattn.testing.harness.runner import prepared
+    from anyattn.testing.harness.timing import CpuClock, Limits, Others
+    from benchmarks.cpu.cases import BUSY
+
+    found: dict[str, Any] = {}
+    clock, others = CpuClock(), Others()
+    for case in BUSY:
+        run = prepared(case, case.contestants, case.device, {}, is_judged=True)
+        wrong = [name for name in case.contestants if not run.record.budget.get(name, float("inf")) <= 1.0]
+        if wrong:
+            raise RuntimeError(f"{case.name}: no result within its budget by {', '.join(wrong)} {run.record.unavailable or ''}")
+        plans = {name: clock.times(call, Limits(sample=_BUSY_SAMPLE)) for name, call in run.calls.items()}
+        seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        are_quiet = []
+        for _ in range(_BUSY_ROUNDS):
+            for count in _BUSY_COUNTS:
+                with _busy_processes(count):
+                    others.cores()
+                    for name, call in run.calls.items():
+                        seconds[name, count].append(clock.sample(call, *plans[name]))
+                    are_quiet += [others.are_quiet()] if not count else []
+        if sum(are_quiet) * 2 < len(are_quiet):
+            raise RuntimeError(f"{case.name}: other processes were busy")
+        for count in _BUSY_COUNTS[1:]:
+            factors = {
+                name: statistics.median(b / idle for b, idle in zip(seconds[name, count], seconds[name, 0], strict=True))
+                for name in run.calls
+            }
+            found[f"{case.name}, {count} busy"] = {**factors, "over_sdpa": factors[OURS] / factors[case.peers[0]]}
+    return found
+
+
 def _ragged_lists() -> dict[str, Any]:
     """Block lists of 1,000 sequences of 1 to 4,096 tokens, forward and transposed, by mask: seconds of the third run."""
     import torch
@@ -307,6 +363,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "decode-step": _decode_step,
     "decode-pages": _decode_pages,
     "ragged-lists": _ragged_lists,
+    "busy": _busy,
 }
 
 

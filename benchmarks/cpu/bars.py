@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, geometric_mean, one, probe, some
-from benchmarks.cpu.cases import GALLERY, SMALL, TABLES
+from benchmarks.cpu.cases import BUSY, GALLERY, SMALL, TABLES
 
 __all__ = ["BARS"]
 
@@ -124,6 +124,19 @@ def _table_bars() -> list[Bar]:
     return bars
 
 
+def _busy_bar(count: int) -> Bar:
+    def factors(found: Found) -> dict[str, float]:
+        return {case.name: found.probes["busy"][f"{case.name}, {count} busy"]["over_sdpa"] for case in BUSY}
+
+    return Bar(
+        f"beside {count} busy, time over idle relative to SDPA's, worst",
+        1.3,
+        lambda found: max(factors(found).values()),
+        at_least=False,
+        note=lambda found: max(factors(found).items(), key=lambda item: item[1])[0],
+    )
+
+
 BARS: list[Bar] = [
     _versus("forward", "full", "float32", 0.9, 1.0),
     _versus("forward", "causal", "float32", 0.9, 1.0),
@@ -137,6 +150,7 @@ BARS: list[Bar] = [
     _versus("backward", "causal", "bfloat16", 1.3, None),
     *(one(f"{c.group} small causal {c.dtype} vs SDPA", c.name, ("sdpa",), 0.9) for c in SMALL),
     *_table_bars(),
+    *(_busy_bar(count) for count in (1, 2)),
     _window("float32"),
     _window("bfloat16"),
     probe("peak extra memory, S=65,536 H1 window 512, forward + backward", "memory", "peak_extra_mib", 300 * 1e6 / 2**20, "MiB"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from anyattn import gallery
 from anyattn.testing.harness.case import Case, Shape
 
-__all__ = ["CASES", "GALLERY", "TABLES"]
+__all__ = ["BUSY", "CASES", "GALLERY", "TABLES"]
 
 # each against compiled flex_attention
 GALLERY = tuple(gallery.VARIANTS)
@@ -61,5 +61,9 @@ def _tables() -> list[Case]:
 
 
 TABLES = _tables()
+# timed beside busy processes, by a probe
+BUSY = [
+    Case("busy", "flex", v, Shape.square(s), (peer,)) for v, peer in (("causal", "sdpa"), ("window-512", "sdpa-mask")) for s in (1024, 2048)
+]
 
 CASES: list[Case] = [*FORWARD, *BACKWARD, *SMALL, *WINDOW, *MASKS, *SEQUENCES, *TABLES]

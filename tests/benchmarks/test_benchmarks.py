@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +22,9 @@ from anyattn.testing.harness.peers import PEERS, Entry, Peer, Unavailable
 from anyattn.testing.harness.timing import CpuClock, Limits
 from anyattn.testing.harness.variants import VARIANTS
 from benchmarks import __main__ as command
-from benchmarks import report
+from benchmarks import probes, report
 from benchmarks.bars import Found, bar_rows
+from benchmarks.cpu import cases
 from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES, GALLERY, TABLES
 
@@ -75,6 +78,50 @@ def test_sdpa_computes_the_gradient_of_a_table_that_learns(variant: str) -> None
     inputs = Inputs(Case("t", "flex", variant, Shape.square(49, 2, 16, 3), is_backward=True, learns=True))
     mine, theirs = (PEERS[name].entry(name, inputs)[0]()[3:] for name in (OURS, "sdpa-bias"))
     assert len(mine) == 1 and theirs[0] is not None and judge.difference(mine, theirs) < 1e-4
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The busy processes that the probe starts for one small case, in one round without looking at other processes."""
+    started: list[Any] = []
+
+    class Process(subprocess.Popen):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(probes.subprocess, "Popen", Process)
+    monkeypatch.setattr(cases, "BUSY", [FORWARD])
+    monkeypatch.setattr(probes, "_BUSY_ROUNDS", 1)
+    monkeypatch.setattr(probes, "_BUSY_SAMPLE", 1e-3)
+    monkeypatch.setattr(timing.Others, "cores", lambda self: 0.0)
+    return started
+
+
+def test_calls_are_timed_beside_busy_processes_which_end(busy: list[Any]) -> None:
+    figures = probes.PROBES["busy"]()
+    assert list(figures) == [f"{FORWARD.name}, {count} busy" for count in (1, 2)]
+    for each in figures.values():
+        assert each["over_sdpa"] == each[OURS] / each["sdpa"] > 0.0
+    assert [process.returncode for process in busy] == [-signal.SIGKILL] * 3
+
+
+def test_busy_processes_end_with_a_call_that_raises(busy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([1.0] * 2)  # of the calls beside none
+    monkeypatch.setattr(CpuClock, "times", lambda self, call, limits: (1, 0.0))
+    monkeypatch.setattr(CpuClock, "sample", lambda self, *args: next(ends))
+    with pytest.raises(StopIteration):
+        probes.PROBES["busy"]()
+    assert [process.returncode for process in busy] == [-signal.SIGKILL]
+
+
+def test_wrong_results_and_other_processes_end_the_probe(busy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.Others, "cores", lambda self: 0.9)
+    with pytest.raises(RuntimeError, match="other processes were busy"):
+        probes.PROBES["busy"]()
+    monkeypatch.setitem(PEERS, "sdpa", Peer(lambda inputs: (lambda: inputs.bhsd[2] * 1.01, "bhsd")))
+    with pytest.raises(RuntimeError, match="no result within its budget by sdpa"):
+        probes.PROBES["busy"]()
 
 
 # of an output, by whether its heads come before its positions
@@ -187,7 +234,7 @@ def _everything(ours: float) -> Found:
     figures += tuple(f"batch {batch}, {stored}" for stored in ("contiguous", "paged") for batch in (1, 16))
     count = 0 if ours < 1e-4 else 10_000
     lists = dict.fromkeys(("seconds", "peak_extra_mib", "lists_s"), count)
-    each: dict[str, Any] = defaultdict(lambda: {"us": count})
+    each: dict[str, Any] = defaultdict(lambda: {"us": count, "over_sdpa": count})
     each |= {**dict.fromkeys(figures, count), "causal": lists, "document-causal": lists}
     return Found(records, defaultdict(lambda: each))
 
