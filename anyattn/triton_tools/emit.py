@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
+from anyattn.mods.analysis.separated import separated
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import HALVES, DType, Expr, Node, category, is_weak
-from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
+from anyattn.mods.ir.extents import MOST_INDEX_BITS, Box, Extent, bits_of, extents, fits
+from anyattn.triton_tools.margins import with_margins
 
 __all__ = [
     "LEAVES",
@@ -178,10 +180,12 @@ class _Writer:
     """Writes the nodes of one expression, arguments first."""
 
     def __init__(self, expr: Expr, leaves: Mapping[Any, str], prefix: str, style: Style) -> None:
-        self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
-        self.stages = [_stage(dep) for dep in dependence(expr)]
         most = NEAR if style.is_near else SMALL
         small = Box.of_sizes(most, most)._replace(by_zero=False)  # a quotient by 0 may be any number
+        if style.is_small:
+            expr = with_margins(separated(expr, small), small)
+        self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
+        self.stages = [_stage(dep) for dep in dependence(expr)]
         self.extents = extents(expr, small if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
         self.sharp = sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
@@ -256,14 +260,17 @@ class _Writer:
         return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in HALVES and node.op != "where" else text
 
     def _divided(self, at: int) -> str | None:
-        """A quotient or remainder of many 31-bit integers by one run-time number; None for others. Quotients by a greater number are those
-        by 2^30 + 1."""
+        """A quotient or remainder of many 31-bit integers by one number; None for others. Quotients by a greater run-time number than those
+        are those by 2^30 + 1."""
         node = self.nodes[at]
         if node.op not in ("floordiv", "mod") or category(node.dtype) != "int" or self._dtype(at) != "tl.int32":
             return None
         dividend, by = node.args
-        is_shared = self.stages[at] != "once" == self.stages[by] and self.nodes[by].op != "const"
-        if not is_shared or self._dtype(dividend) != "tl.int32" or not fits(self.extents[dividend], MOST_INDEX_BITS + 1):
+        if self.stages[at] == "once" or self.stages[by] != "once" or self._dtype(dividend) != "tl.int32":
+            return None
+        if self.nodes[by].op == "const":
+            return self._by_literal(node, f"{self.prefix}{dividend}", self.extents[dividend], self.nodes[by].attr)
+        if not fits(self.extents[dividend], MOST_INDEX_BITS + 1):
             return None
         divisor, is_near = f"{self.prefix}{by}", fits(self.extents[by], MOST_INDEX_BITS + 1)
         if not is_near and node.op == "mod":
@@ -272,6 +279,14 @@ class _Writer:
             divisor = self._aside(by, "near", f"tl.minimum(tl.maximum({divisor}, {-_FAR}), {_FAR}).to(tl.int32)")
         inverse = self._aside(by, "inverse", f"device_math.reciprocal({divisor})")
         return f"device_math.floor_{'div' if node.op == 'floordiv' else 'mod'}_by({self.prefix}{dividend}, {divisor}, {inverse})"
+
+    def _by_literal(self, node: Node, text: str, size: Extent | None, by: Any) -> str | None:
+        """A quotient or remainder by a power of 2, or of a number that is not negative."""
+        if by > 0 and by & (by - 1) == 0 and by < 2**MOST_INDEX_BITS:
+            return f"{text} >> {by.bit_length() - 1}" if node.op == "floordiv" else f"{text} & {by - 1}"
+        return (
+            f"{text} {'//' if node.op == 'floordiv' else '%'} {by}" if by > 0 and size is not None and size.lo >= 0 and fits(size) else None
+        )
 
     def _factor(self, at: int, text: str) -> str:
         """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""

@@ -1,10 +1,10 @@
 """Closure analysis: the numbers and tensors that a mod captures, and copies of it with the numbers replaced.
 
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
-arguments, bound methods, callable instances, and the items of tuples in them. ``walk`` also returns the mod's *structure*, by which a later function of the same code with
-other numbers and tensors is recognised without calling it. It returns None where a captured object could change the mod's meaning
-undetected (a user's module, class, list, dict, object or function attribute), and where the body may read something other than its captures
-(grad mode, the clock; ``pure_names.py``): such a mod is traced on every call.
+arguments, bound methods, callable instances, and the items of tuples in them. ``walk`` also returns the mod's *structure*, by which a later
+function of the same code with other numbers and tensors is recognised without calling it. It returns None where a captured object could
+change the mod's meaning undetected (a user's module, class, list, dict, object or function attribute), and where the body may read
+something other than its captures (grad mode, the clock; ``pure_names.py``): such a mod is traced on every call.
 """
 
 from __future__ import annotations
