@@ -328,7 +328,7 @@ def test_gradients_of_captured_tensors(name: str, seed: int) -> None:
 
 _EACH, _WIDE = (
     "self._see_each(seen, expr, at, line, places, captured)",
-    "are_wide(known, *self.captured(captured, at), places, line, level)",
+    "are_wide(known, *self.captured(captured, at), places, line, LEVELS[-1])",
 )
 
 

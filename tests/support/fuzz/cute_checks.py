@@ -85,12 +85,11 @@ def check_words(made: Program, mod: TracedMod, at: tuple[int, int] | None = None
         line = names["Line"](index, np.int32(origin), np.int32(first), len(along), EXTENT)
         known, rest = parts_of(mod.expr, False, index, EXTENT)
         with np.errstate(all="ignore"):
-            made_of, level = [names["emit_words"](part, *captured, places, line) for part in known], 0
-            wide = parts_if_wide(rest, index, EXTENT, level) if rest is not None else ((), None)
-            while wide[0] and not names["are_wide"](wide[0], *captured, places, line, level) and level in LEVELS[:-1]:
-                level += 1
-            if wide[0] and names["are_wide"](wide[0], *captured, places, line, level):
-                made_of += [names["emit_words"](part, *captured, places, line, level) for part in wide[0]]
+            made_of = [names["emit_words"](part, *captured, places, line) for part in known]
+            wide = parts_if_wide(rest, index, EXTENT, LEVELS[-1]) if rest is not None else ((), None)
+            if wide[0] and names["are_wide"](wide[0], *captured, places, line, LEVELS[-1]):
+                levels = [next(n for n in LEVELS if names["are_wide"]((part,), *captured, places, line, n)) for part in wide[0]]
+                made_of += [names["emit_words"](part, *captured, places, line, n) for part, n in zip(wide[0], levels, strict=True)]
                 rest = wide[1]
         ends = torch.tensor(along)[:, None], torch.tensor(across)[None]
         leaves = (torch.tensor([[B]]), torch.tensor([[H]]), *(ends if own == 0 else ends[::-1]))

@@ -305,7 +305,7 @@ class Softmax:
         for at, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
             if rest is not None:
-                self._see_if_wide(seen, rest, at, line, places, captured, 0)
+                self._see_if_wide(seen, rest, at, line, places, captured)
 
     def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any, level: int = 0) -> None:
         for expr in known:
@@ -313,16 +313,26 @@ class Softmax:
                 self._narrow(seen, r, words, line)
 
     @cute.jit
-    def _see_if_wide(self, seen, expr, at, line, places, captured, level: cutlass.Constexpr):
-        """Clears in ``seen`` what the largest part that is words hides, by the captured divisors: from ``level`` on."""
-        known, _ = parts_if_wide(expr, line.along, line.extent, level)
+    def _see_if_wide(self, seen, expr, at, line, places, captured):
+        """Clears in ``seen`` what the parts of a mask hide that are words if captured divisors are not tiny; else what all of it hides."""
+        known, _ = parts_if_wide(expr, line.along, line.extent, LEVELS[-1])
         if const_expr(len(known) > 0):
-            if are_wide(known, *self.captured(captured, at), places, line, level):
-                self._see_words(seen, known, at, line, places, captured, level)
-            elif const_expr(level + 1 < len(LEVELS)):
-                self._see_if_wide(seen, expr, at, line, places, captured, level + 1)
+            if are_wide(known, *self.captured(captured, at), places, line, LEVELS[-1]):
+                for part in known:
+                    self._see_part(seen, part, at, line, places, captured, LEVELS[0])
             else:
                 self._see_each(seen, expr, at, line, places, captured)
+
+    @cute.jit
+    def _see_part(self, seen, part, at, line, places, captured, level: cutlass.Constexpr):
+        """``_see_words`` in the fewest pieces that the captured divisor allows, from ``level`` on."""
+        if const_expr(level < LEVELS[-1]):
+            if are_wide((part,), *self.captured(captured, at), places, line, level):
+                self._see_words(seen, (part,), at, line, places, captured, level)
+            else:
+                self._see_part(seen, part, at, line, places, captured, level + 1)
+        else:
+            self._see_words(seen, (part,), at, line, places, captured, level)
 
     @cute.jit
     def _see_each(self, seen, expr, at, line, places, captured):

@@ -29,8 +29,8 @@ class Scores:
     asked: Any
     read_slots: Any
 
-    _narrow, _see_words, _see_if_wide, _see_each = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._see_each
-    _ask_rest = Softmax._ask_rest
+    _narrow, _see_words, _see_if_wide, _see_part = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._see_part
+    _see_each, _ask_rest = Softmax._see_each, Softmax._ask_rest
 
     def of_rows(self, statistic: Any, positions: Any, part: int = 0, parts: int = 1) -> Any:
         """The statistic of a thread's query rows, or of one of ``parts`` runs of them, read in pairs: a thread's columns are pairs of
@@ -188,7 +188,7 @@ class Scores:
         for at, ask, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
             if rest is not None and not ask.by_row:
-                self._see_if_wide(seen, rest, at, line, places, captured, 0)
+                self._see_if_wide(seen, rest, at, line, places, captured)
 
     def _ask(self, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
         """Hides the pairs that the per-pair parts of predicates hide."""
