@@ -129,11 +129,12 @@ class Style(NamedTuple):
 PLAIN = Style()
 
 
-def emit(expr: Expr, leaves: Mapping[Any, str] = LEAVES, prefix: str = "v", style: Style = PLAIN) -> Lines:
+def emit(expr: Expr, leaves: Mapping[Any, str] = LEAVES, prefix: str = "v", style: Style = PLAIN, is_by_entry: bool = False) -> Lines:
     """The lines that compute ``expr.outputs`` from the variables that ``leaves`` names and from ``scalars`` and ``tensors``.
 
     leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score, and of bounds by attribute.
     prefix: of all new names.
+    is_by_entry: for a loop over batch entries; "once" has all that depends neither on b nor on the score, "tile" the rest.
     An int64 output is a 32-bit variable if its values fit.
 
     >>> from anyattn.mods.tracing.trace import trace
@@ -142,7 +143,7 @@ def emit(expr: Expr, leaves: Mapping[Any, str] = LEAVES, prefix: str = "v", styl
     v1 = tl.cast(kv_idx, tl.int32)
     v2 = v0 >= v1
     """
-    return _Writer(expr, leaves, prefix, style).lines()
+    return _Writer(expr, leaves, prefix, style, is_by_entry).lines()
 
 
 def function(name: str, expr: Expr) -> str:
@@ -165,6 +166,10 @@ def _stage(dep: Dep) -> str:
     return "row" if dep.q else "column" if dep.kv else "once"
 
 
+def _entry_stage(dep: Dep) -> str:
+    return "tile" if dep.b or dep.score else "once"
+
+
 def _is_long(dtype: DType) -> bool:
     return dtype is int or dtype is torch.int64
 
@@ -179,13 +184,14 @@ def triton_dtype(dtype: DType) -> str:
 class _Writer:
     """Writes the nodes of one expression, arguments first."""
 
-    def __init__(self, expr: Expr, leaves: Mapping[Any, str], prefix: str, style: Style) -> None:
+    def __init__(self, expr: Expr, leaves: Mapping[Any, str], prefix: str, style: Style, is_by_entry: bool) -> None:
         most = NEAR if style.is_near else SMALL
         small = Box.of_sizes(most, most)._replace(by_zero=False)  # a quotient by 0 may be any number
         if style.is_small:
             expr = with_margins(separated(expr, small), small)
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
-        self.stages = [_stage(dep) for dep in dependence(expr)]
+        stage = _entry_stage if is_by_entry else _stage
+        self.stages = [stage(dep) for dep in dependence(expr)]
         self.extents = extents(expr, small if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
         self.sharp = sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}

@@ -1,4 +1,7 @@
-"""The Triton backward pass in three launches: row statistics; dq with the captured tensors' gradients; dk and dv."""
+"""The Triton backward pass in three launches: row statistics; dq with the captured tensors' gradients; dk and dv.
+
+For small problems, and for captured tensors that a batch shares, see ``pair_tiles``.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,7 @@ from anyattn.backends.triton.kernels.arguments import (
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
+from anyattn.backends.triton.pair_tiles import PairTiles, launch_pairs, pair_tiles_of, pairs_for
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
@@ -87,15 +91,17 @@ def backward(
 
 class Passes(NamedTuple):
     """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the
-    prepared launches of each kernel."""
+    prepared launches of each kernel. pairs: None if ``kernels.pair_tile`` cannot compute the calls."""
 
     tiles: dict[str, Tiles]
     range_count: int
     launches: dict[str, LaunchCache]
+    pairs: PairTiles | None
 
     @classmethod
-    def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> Passes:
-        return cls(tiles, program_of(problem).program.range_count, {name: LaunchCache() for name in ("prepare", "dq", "dkdv")})
+    def of(cls, problem: Problem, tiles: dict[str, Tiles], pairs: PairTiles | None) -> Passes:
+        launches = {name: LaunchCache() for name in ("prepare", "dq", "dkdv", "pairs")}
+        return cls(tiles, program_of(problem).program.range_count, launches, pairs)
 
 
 FormPasses = tuple[Form, Passes]
@@ -104,7 +110,8 @@ FormPasses = tuple[Form, Passes]
 def passes_of(problem: Problem, plan: TritonPlan, *results: Any) -> Passes:
     """The passes of a problem's calls. results: out, lse, dout and dlse of one, by which tiles are measured if the plan asks for that."""
     tiles = _tiles(problem, plan)
-    return Passes.of(problem, _tuned(problem, tiles, results) if plan.is_tuned else tiles)
+    pairs = pair_tiles_of(problem, tiles["dq"] if plan.has_asked_tiles else None)
+    return Passes.of(problem, _tuned(problem, tiles, pairs, results) if plan.is_tuned else tiles, pairs)
 
 
 def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
@@ -118,26 +125,26 @@ def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, .
     return dq, *of_pools, *others
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], results: tuple[Any, ...]) -> dict[str, Tiles]:
+def _tuned(problem: Problem, tiles: dict[str, Tiles], pairs: PairTiles | None, results: tuple[Any, ...]) -> dict[str, Tiles]:
     """The fastest tiles of each kernel, measured one kernel after the other."""
-    program, device = program_of(problem).program, problem.q.device
+    program, device, used = program_of(problem).program, problem.q.device, pairs_for(problem, pairs)
 
     def measure(name: str, other: Tiles) -> float:
-        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}))]
+        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}, pairs))]
         return autotune.seconds(lambda: backward(problem, passes, *results), device)
 
-    for name in _kernels_of(problem):  # for a kernel that is not launched all tiles would take the same time
-        question = autotune.backward_question(name, problem, program, _words_of(name, problem))
+    for name in _kernels_of(problem, used):  # for a kernel that is not launched all tiles would take the same time
+        question = autotune.backward_question(name, problem, program, _words_of(name, problem, used))
         tiles = {**tiles, name: autotune.best(question, device, partial(measure, name))}
     return tiles
 
 
-def _words_of(name: str, problem: Problem) -> list[str]:
-    """Properties besides mask and mods that select a kernel."""
+def _words_of(name: str, problem: Problem, pairs: PairTiles | None = None) -> list[str]:
+    """Properties besides mask and mods that select a kernel. pairs: ``pairs_for``."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
-    wanted = problem.wanted_slots
+    wanted = problem.wanted_slots if pairs is None else ()
     captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return (
         captured
@@ -182,21 +189,32 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
             if gradient is not None:
                 gradient.zero_()
     shared = _Shared(*operands, results.dout, *gradients)
-    delta = delta_of_rows(problem)
+    of_sink = delta_of_rows(problem)
     for form, passes in forms:
-        statistics = _row_statistics(form, passes, results, delta)
-        for name in _kernels_of(problem):
-            _launch(name, form, passes, shared, statistics, totals if name == "dq" else ())
+        pairs, delta = pairs_for(form.problem, passes.pairs) if form.guard is None else None, of_sink
+        if pairs is not None and not pairs.is_whole and delta is None:
+            delta = torch.empty_like(results.lse)
+        if pairs is None or not pairs.is_whole:
+            statistics = _row_statistics(form, passes, results, delta)
+            for name in _kernels_of(problem, pairs):
+                _launch(name, form, passes, shared, statistics, totals if name == "dq" and pairs is None else ())
+        if pairs is not None:
+            of_pairs = gradients if pairs.is_whole else (None, None, None)
+            tensors = *operands, results.dout, results.lse, results.dlse, delta, *of_pairs  # ``PairTensors``
+            launch_pairs(passes.launches["pairs"], form.problem, pairs, tensors, shared.filled, totals)
     captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _gradient_of_captured(total, own)
-    return *gradients, sink_gradient(problem, results.lse, delta), *captured
+    return *gradients, sink_gradient(problem, results.lse, of_sink), *captured
 
 
-def _kernels_of(problem: Problem) -> tuple[str, ...]:
-    """The kernels of the needed gradients, in launch order. dq's kernel also adds to captured tensors' gradients."""
-    has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
+def _kernels_of(problem: Problem, pairs: PairTiles | None) -> tuple[str, ...]:
+    """The kernels of the needed gradients, in launch order, besides that of ``pair_tiles``. dq's kernel also adds to captured tensors'
+    gradients. pairs: ``pairs_for``."""
+    if pairs is not None and pairs.is_whole:
+        return ()
+    has_dq = problem.q.requires_grad or (bool(problem.wanted_slots) and pairs is None)
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
@@ -273,7 +291,7 @@ def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...]
         "RANGES": 0 if call_program.program.sees_all else count, "TILE_M": tile_m,
         "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
-        "HAS_SINK": named.natural_delta is not None,
+        "HAS_DELTA": named.natural_delta is not None,
     }  # fmt: skip
     numbers = (*strides, *of_dlse, *tables.strides, *sizes_of(problem, tables), slots_per_head, 1)
     grid = grid_of(tables.row_tiles, problem.heads_q, programs_along_batch(problem, tables))
@@ -314,7 +332,7 @@ def _launch(
         tables = tables._replace(guard=form.guard)
     # ``BackwardTensors``
     tensors = (q, k, v, dout, statistics.lse, dq, dk, dv, tables.entries, tables.order, statistics.spans, tables.guard, statistics.delta)
-    gradients = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
+    gradients = (dk is None, dv is None) if by_key else (dq is None, *(problem.wanted_slots if totals else ()))
     key = (*launch_key(problem, tables, *shared.filled[3:]), tiles, statistics.tile_m, *[t.dtype for t in totals], gradients)
     spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals
     launch_cached(launches, key, problem, tensors, tables.lists, _gradient_spec, spec_arguments, totals)
@@ -329,7 +347,7 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     aligned, strides = strides_of(*shared.filled)
     program, captured = call_program.program, list(captured_of(call_program))
     if problem.score is not None:
-        wanted = () if by_key else problem.wanted_slots
+        wanted = problem.wanted_slots if totals else ()
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
         part = gradient_part(problem, wanted, are_exact)
         program = replace(program, score=part)

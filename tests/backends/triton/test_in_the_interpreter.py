@@ -47,7 +47,10 @@ PARTS = {
         tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("every_variant", "documents", "sequences", "unasked_gradients"))
     ),
     "edges and sums": Part(
-        tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("edge_cases", "even_tables", "deterministic_sum", "privatized_sum"))
+        tuple(
+            f"{KERNELS}/test_{name}_interpreted.py"
+            for name in ("edge_cases", "even_tables", "deterministic_sum", "privatized_sum", "pair_tile")
+        )
     ),
     "strides and operators": Part(
         ("tensors/test_strides.py", "custom_ops/test_strided_operators.py", "custom_ops/test_block_sparse_operands.py"),

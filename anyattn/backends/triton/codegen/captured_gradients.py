@@ -12,7 +12,7 @@ from anyattn.backends.triton.codegen.row_families import Family
 from anyattn.mods.ir.expr import Expr
 from anyattn.triton_tools.emit import LEAVES, Style, emit
 
-__all__ = ["Load", "scatter_source"]
+__all__ = ["Load", "scatter_source", "terms_source"]
 
 
 class Load(NamedTuple):
@@ -22,7 +22,8 @@ class Load(NamedTuple):
     only by their difference, so that a tile's diagonals are summed first; else None, and in float32, whose products are slow.
     is_exact: the total is a ``deterministic_sum``. has_copies: it is a ``privatized_sum``.
     may_be_one: all pairs of a tile may share an entry, although the indices do not show it. family: a loop over the elements of a row
-    replaces the outputs for derivative and indices; factor is then the output that is the score, if the family reads it."""
+    replaces the outputs for derivative and indices; factor is then the output that is the score, if the family reads it.
+    term: the place, among the sums of ``terms_source`` over batch entries, of the sum that is added; None if one tile is added."""
 
     total: int
     factor: int
@@ -35,13 +36,24 @@ class Load(NamedTuple):
     has_copies: bool = False
     may_be_one: bool = False
     family: Family | None = None
+    term: int | None = None
+
+
+def terms_source(name: str, loads: Sequence[Load]) -> str:
+    """Source of ``NAME_terms(ds, seen, found)``: the modified score's derivative times the derivative by each ``Load.term``, 0 where
+    hidden. seen: None if no pair is hidden."""
+    factors = {load.term: load.factor for load in reversed(loads)}
+    lines = [f"term{i} = ds * found[{factors[i]}].to(tl.float32)" for i in range(len(factors))]
+    lines += ["if seen is not None:", *(f"    term{i} = tl.where(seen, term{i}, 0.0)" for i in range(len(factors)))]
+    lines.append(f"return ({''.join(f'term{i}, ' for i in range(len(factors)))})")
+    return f"@triton.jit\ndef {name}_terms(ds, seen, found):\n" + "\n".join(f"    {x}" for x in lines) + "\n"
 
 
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
     """Source of ``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``, which multiplies the
     modified score's derivative by each load's derivative and adds it to the load's total, which is contiguous. IS_FULL: all pairs are
     visible except those of rows beyond the end, which add 0 to the last row's entries, so that no addition needs a mask. at:
-    ``TileOfScores``. DTYPE: of products."""
+    ``TileOfScores``. DTYPE: of products. ds: with ``Load.term`` the sums instead, of which zeros are not added."""
     lines, before = [], []
     if any(load.family is not None for load in loads):
         lines.append("q_idx = at.q_first + tl.minimum(tl.arange(0, ds.shape[0]), at.rows - 1)[:, None]")
@@ -52,14 +64,15 @@ def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
             before.append(_family_source(f"{name}_family{i}", load.family, style))
             lines += _family_lines(f"{name}_family{i}", load, slot, i, style)
             continue
-        lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
+        own = f"tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)" if load.term is None else f"ds[{load.term}]"
+        lines.append(f"part{i} = {own}")
         lines.append(f"at{i} = {_place([f'found[{at}]' for at in load.indices], slot, load, style)}")
         if load.is_alone:
             lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
             continue
         if load.diagonal is not None:
             before.append(_places_source(f"{name}_places{i}", load, style))
-            lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
+            lines.append(f"if part{i}.shape[0] * part{i}.shape[1] >= 1024:  # a product sums 16 terms or more")
             flags = f"{load.is_exact}, {load.has_copies}, {load.may_be_one}"
             lines.append(f"    device_math.send_diagonals(part{i}, at, scalars, tensors, {slot}, {name}_places{i}, DTYPE, {flags})")
             lines.append("else:")
@@ -79,7 +92,8 @@ def _place(places: list[str], slot: str, load: Load, style: Style) -> str:
 
 def _additions(load: Load, slot: str, i: int) -> list[str]:
     """The lines that sum the pairs that share an entry, by row, by key or in the whole tile, and add the sums to the total."""
-    mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
+    pairs = "seen" if load.term is None else f"seen & (part{i} != 0.0)"
+    mask = {(False, False): pairs, (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
     sums = [f"part{i} = tl.sum(part{i}, {axis}, keep_dims=True)" for axis, is_summed in ((1, load.by_row), (0, load.by_key)) if is_summed]
     if mask is None:  # a scalar: one lane adds it
         one = f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), device_math.only(at{i})"

@@ -126,12 +126,13 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     return "\n\n".join([program.source, head])
 
 
-def _functions(part: Part | None) -> tuple[str, str, str, str, str]:
+def _functions(part: Part | None) -> tuple[str, str, str, str, str, str]:
     """The first fields of a ``Mod``."""
     if part is None:
-        return "False", "None", "None", "None", "False"
+        return "False", "None", "None", "None", "None", "False"
+    terms = f"{part.name}_terms" if part.loads and part.is_by_entry else "None"
     scatter = f"{part.name}_scatter" if part.loads else "None"
-    return "True", f"{part.name}_rows", f"{part.name}_value", scatter, str(loads_even_tiles(part.expr, part.style.even))
+    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, str(loads_even_tiles(part.expr, part.style.even))
 
 
 @lru_cache(maxsize=4096)

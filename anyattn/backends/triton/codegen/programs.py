@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.codegen.assumptions import has_pairs, style_of
-from anyattn.backends.triton.codegen.captured_gradients import Load, scatter_source
+from anyattn.backends.triton.codegen.captured_gradients import Load, scatter_source, terms_source
 from anyattn.backends.triton.codegen.row_families import Family, families
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.analysis import captured_loads
@@ -37,8 +37,10 @@ from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 __all__ = [
     "CallProgram",
     "CapturedValues",
+    "EntrySums",
     "Part",
     "Program",
+    "by_entry",
     "captured_of",
     "gradient_part",
     "masks_of",
@@ -46,6 +48,7 @@ __all__ = [
     "slots_alone",
     "slots_copied",
     "staged",
+    "summed_over_entries",
 ]
 
 # A kernel keeps the limits of two ranges per row. For a KV cache's few rows with more ranges, evaluating the
@@ -59,7 +62,7 @@ class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that replace a mask), "words" (of dropout) or "gradient" (a score
     mod's value, its derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of
     dimensions of each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its
-    text."""
+    text. is_by_entry: for a loop over batch entries; see ``by_entry``."""
 
     name: str
     kind: str
@@ -69,6 +72,7 @@ class Part(NamedTuple):
     loads: tuple[Load, ...] = ()
     totals: tuple[int, ...] = ()
     style: Style = PLAIN
+    is_by_entry: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,46 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
     return part._replace(style=style_of(score, part.expr, problem))
 
 
+def by_entry(part: Part) -> Part:
+    """``part`` for a kernel that loops over batch entries: ``NAME_rows(h, q_idx, kv_idx, scalars, tensors)`` has the subexpressions,
+    those of pairs too, that depend neither on b nor on the score. Of a "gradient" part, ``NAME_terms`` (``terms_source``) gives the terms
+    that the loop sums, one for all loads with the same derivative."""
+    factors = [part.expr.outputs[load.factor] for load in part.loads]
+    numbers = {factor: i for i, factor in enumerate(dict.fromkeys(factors))}
+    loads = tuple([load._replace(term=numbers[factor]) for load, factor in zip(part.loads, factors, strict=True)])
+    return part._replace(is_by_entry=True, loads=loads)
+
+
+class EntrySums(NamedTuple):
+    """The sums over batch entries from which captured tensors' gradients follow. tiles: their number, each of a tile. has_pairs: some load
+    has an entry for each pair of a tile."""
+
+    tiles: int
+    has_pairs: bool
+
+
+def summed_over_entries(score: TracedMod, wanted: tuple[int, ...], dtype: torch.dtype) -> EntrySums | None:
+    """None if the gradients of the ``wanted`` slots do not follow from such sums: the indices of a load depend on the batch entry or on the
+    score, or a loop computes them (``Load.family``)."""
+    return _summed_over_entries(score.expr, len(score.scalars), wanted, dtype.itemsize == 2)
+
+
+@lru_cache(maxsize=1024)
+def _summed_over_entries(expr: Expr, scalars: int, wanted: tuple[int, ...], is_short: bool) -> EntrySums | None:
+    gradients = score_gradients(expr, is_exact=not is_short)
+    loads = tuple([load for load in gradients.loads if load.slot in wanted])
+    if families(Gradients(gradients.expr, loads), scalars)[0]:
+        return None
+    deps, outputs, has_pairs = dependence(gradients.expr), gradients.expr.outputs, False
+    for load in loads:
+        places = [outputs[i] for i in load.indices]
+        if any(deps[p].b or deps[p].score for p in places):
+            return None
+        is_of_pairs = any(deps[p].q for p in places) and any(deps[p].kv for p in places)
+        has_pairs |= is_of_pairs and not (is_short and moves_along_diagonals(deps, places))
+    return EntrySums(len({outputs[load.output] for load in loads}), has_pairs)
+
+
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
     """The slots of captured tensors whose totals are a ``privatized_sum``, because many pairs of one tile may add to one entry.
     others: slots to leave out, whose totals are of another kind."""
@@ -301,7 +345,7 @@ def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
     """The two functions of a part. For a "ranges" part ``NAME_rows`` returns its limits, clipped to 32 bits."""
-    lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style)
+    lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style, is_by_entry=part.is_by_entry)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines, part.expr)
     free = [*lines.once, *lines.row]
@@ -314,10 +358,15 @@ def staged(part: Part) -> str:
     result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
     if part.kind == "words":
         result = f"device_math.{'kept_nvidia' if part.style.is_nvidia else 'kept'}(x, {result}, byte)"
-    head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
+    head = _function(
+        f"{part.name}_rows", "h, q_idx, kv_idx" if part.is_by_entry else "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"]
+    )
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
     functions = [head, _function(f"{part.name}_value", arguments, body)]
-    return "\n\n".join([*functions, scatter_source(part.name, part.loads, part.style)] if part.loads else functions)
+    if part.loads:
+        functions += [terms_source(part.name, part.loads)] if part.is_by_entry else []
+        functions.append(scatter_source(part.name, part.loads, part.style))
+    return "\n\n".join(functions)
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:

@@ -14,8 +14,9 @@ from anyattn.sparsity.kernels.arguments import Lists
 __all__ = [
     "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants",
     "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans",
-    "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PrepareConstants", "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary",
-    "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Sizes", "TileOfScores", "TileRange",
+    "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
+    "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales",
+    "Sequence", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
 
@@ -105,13 +106,15 @@ class Mod(NamedTuple):
     """One part of the program: its functions, and its captured values. exists: whether the kernel has the part; without it the functions
     are None.
 
-    rows, value: the functions of ``codegen.programs``. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
+    rows, value: the functions of ``codegen.programs``. terms: the terms of sums over batch entries (``codegen.programs.by_entry``), else
+    None. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
     int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...) per tensor. totals: the same per gradient sum. An
     empty one is replaced by a number: Triton has no empty tuple. is_padded: whether ``value`` may be called with keys beyond the end."""
 
     exists: Any
     rows: Any
     value: Any
+    terms: Any
     scatter: Any
     is_padded: Any
     scalars: Any
@@ -136,7 +139,8 @@ class Mods(NamedTuple):
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
-# hides a key from a row, so that no row tile is looked for.
+# hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. IS_WHOLE: one tile has all
+# pairs of an entry. TERMS: number of sums over entries, see ``codegen.programs.EntrySums``.
 _OF_TILES = (  # of the three kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -152,9 +156,10 @@ ForwardConstants = _constants(
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
+PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "IS_WHOLE", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
 DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
 PrepareConstants = namedtuple(
-    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
+    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_DELTA")
 )
 
 
@@ -241,12 +246,50 @@ class ListSpans(NamedTuple):
     lists: ListStrides
 
 
+class PairTensors(NamedTuple):
+    """Pointers of ``pair_tile``; for absent tensors any pointer.
+
+    q, k, v, dout, dq, dk, dv: as in ``BackwardTensors``. lse, dlse, delta: float32 (B, Hq, Sq): the log-sum-exp in nats and its gradient,
+    and delta, an output if one tile has all pairs of an entry, else an input. All but dlse are contiguous.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class PairSpans(NamedTuple):
+    """dlse: strides of the gradient of the log-sum-exp, whose last dimension is positions."""
+
+    dlse: RowStrides
+
+
+class PairSizes(NamedTuple):
+    """Sizes of a dense problem: int32. heads: query heads. ratio: query heads per K/V head. key_tiles: tiles of keys per row tile.
+    entries: batch entries of a program."""
+
+    batch: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    heads: Any
+    ratio: Any
+    key_tiles: Any
+    entries: Any
+
+
 class PrepareTensors(NamedTuple):
     """Pointers of ``prepare_tile``.
 
     Inputs: out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: float32 (B, Hq, Sq), in nats, and its gradient. entries, order, guard: as in
     ``BackwardTensors``. Outputs: lse (in base 2), delta: float32, by row tiles, and spans: int32, for ``BackwardTensors``. natural_delta:
-    float32 (B, Hq, Sq), a second copy of delta if the sink needs it.
+    float32 (B, Hq, Sq), a second copy of delta if the sink or ``pair_tile`` needs it.
     """
 
     out: Any

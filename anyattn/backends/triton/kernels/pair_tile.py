@@ -1,0 +1,162 @@
+"""Backward kernel of one tile of (query, key) pairs (device code), which a program visits in a chunk of the batch entries of one head.
+
+What depends neither on the entry nor on the score, such as a bias by pair, is loaded once. The gradients of captured tensors that all
+entries share are summed over the chunk before they are added to memory: one atomic addition per pair and chunk, not per pair and entry.
+
+If one tile has all pairs of an entry (IS_WHOLE), the program also computes the entry's dq, dk and dv, with five products instead of the
+seven of ``backward.dq_tile`` and ``dkdv_tile``, and delta from the tile's own weights. Arguments are the groups of ``kernels.arguments``.
+"""
+
+import triton
+import triton.language as tl
+
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.triton.kernels.addressing import row_at, row_offsets
+from anyattn.backends.triton.kernels.arguments import TileOfScores
+from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
+from anyattn.backends.triton.kernels.forward import kv_for, load_rows
+
+__all__ = ["pair_tile"]
+
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def _head(base, strides, head, first, IS_NEAR: tl.constexpr):
+    """A pointer to row ``first`` of a head of the first entry."""
+    return base + head.to(tl.int64) * strides.head + row_at(first, strides, IS_NEAR)
+
+
+@triton.jit
+def _store(base, entry, strides, lane, x, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+    """Stores rows of an entry. base: ``_head``."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = base + entry * strides.rows + row_at(lane[:, None], strides, IS_NEAR) + d
+    tl.store(at, x.to(base.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+
+
+@triton.jit
+def _once(h, q_idx, lanes, end, mod, c):
+    """The values of a part that all entries share; any tuple for a part that does not exist."""
+    if mod.exists:
+        return mod.rows(h, q_idx, kv_for(lanes, end, mod, not c.IS_CUT), mod.scalars, mod.tensors)
+    else:
+        return (q_idx, q_idx)
+
+
+@triton.jit
+def _seen(is_pair, b, h, q_idx, lanes, end, of_mask, of_always, mods, c):
+    """The visible pairs of an entry. of_mask, of_always: ``_once`` of these parts; ranges have row values instead."""
+    seen = is_pair
+    if mods.mask.exists:
+        if c.RANGES > 0:
+            limits = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
+            seen = seen & mods.mask.value(b, h, lanes, limits, mods.mask.scalars, mods.mask.tensors)
+        else:
+            kv = kv_for(lanes, end, mods.mask, not c.IS_CUT)
+            seen = seen & mods.mask.value(b, h, kv, of_mask, mods.mask.scalars, mods.mask.tensors)
+    if mods.always.exists:
+        kv = kv_for(lanes, end, mods.always, not c.IS_CUT)
+        seen = seen & mods.always.value(b, h, kv, of_always, mods.always.scalars, mods.always.tensors)
+    return seen
+
+
+@triton.jit
+def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
+    """One tile of pairs of one head, in ``sizes.entries`` batch entries: the sums of captured tensors' gradients if there are TERMS, and
+    with IS_WHOLE dq, dk and dv (HAS_DQ, HAS_DK, HAS_DV: those needed)."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    q_first, n_first = tile // sizes.key_tiles * c.TILE_M, tile % sizes.key_tiles * c.TILE_N
+    begin = tl.program_id(2) * sizes.entries
+    m_lane, n_lane = tl.arange(0, c.TILE_M), tl.arange(0, c.TILE_N)
+    is_row, is_key = q_first + m_lane < sizes.seqlen_q, n_first + n_lane < sizes.seqlen_k
+    q_idx, lanes = tl.minimum(q_first + m_lane, sizes.seqlen_q - 1)[:, None], (n_first + n_lane)[None, :]
+    is_pair = is_row[:, None] & is_key[None, :]
+    kv_head = h // sizes.ratio
+    q_base, do_base = _head(tensors.q, strides.q, h, q_first, c.IS_NEAR), _head(tensors.dout, strides.dout, h, q_first, c.IS_NEAR)
+    k_base, v_base = _head(tensors.k, strides.k, kv_head, n_first, c.IS_NEAR), _head(tensors.v, strides.v, kv_head, n_first, c.IS_NEAR)
+    kv = kv_for(lanes, sizes.seqlen_k, mods.score, not c.IS_CUT)
+    of_pairs, of_always = _once(h, q_idx, lanes, sizes.seqlen_k, mods.score, c), _once(h, q_idx, lanes, sizes.seqlen_k, mods.always, c)
+    of_mask = of_always
+    if c.RANGES == 0:
+        of_mask = _once(h, q_idx, lanes, sizes.seqlen_k, mods.mask, c)
+    q_places = places(q_first, c.TILE_M, c.HAS_FOURS, False)
+    HIDES: tl.constexpr = c.IS_CUT or mods.mask.exists or mods.always.exists
+    zero = tl.zeros((c.TILE_M, c.TILE_N), tl.float32)
+    first_sum, second_sum = zero, zero
+    for i in range(0, tl.minimum(sizes.entries, sizes.batch - begin)):
+        b = begin + i
+        entry = b.to(tl.int64)
+        q_at, do_at = row_at(m_lane[:, None], strides.q, c.IS_NEAR), row_at(m_lane[:, None], strides.dout, c.IS_NEAR)
+        k_at, v_at = row_at(n_lane[:, None], strides.k, c.IS_NEAR), row_at(n_lane[:, None], strides.v, c.IS_NEAR)
+        q = load_rows(q_base + entry * strides.q.rows, q_at, is_row[:, None], c.HEAD_DIM, c.BLOCK_D, not c.IS_CUT)
+        k = load_rows(k_base + entry * strides.k.rows, k_at, is_key[:, None], c.HEAD_DIM, c.BLOCK_D, not c.IS_CUT)
+        v = load_rows(v_base + entry * strides.v.rows, v_at, is_key[:, None], c.HEAD_DIM_V, c.BLOCK_DV, not c.IS_CUT)
+        dout = load_rows(do_base + entry * strides.dout.rows, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, not c.IS_CUT)
+        place = (entry * sizes.heads + h) * sizes.seqlen_q + q_first + m_lane
+        lse = tl.load(tensors.lse + place, mask=is_row, other=float("-inf"))
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+        s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        of_score = (s, s)
+        if mods.score.exists:
+            of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, of_pairs, mods.score.scalars, mods.score.tensors)
+            p = tl.exp2(of_score[0] - lse[:, None])
+        else:
+            p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=c.PRECISION)
+        dropout_rows = (q_idx, q_idx)
+        if mods.dropout.exists:
+            dropout_rows = mods.dropout.rows(b, h, q_places, mods.dropout.scalars, mods.dropout.tensors)
+            dp = kept_of(dp, b, h, n_first, dropout_rows, mods.dropout, False) * factor_of(mods)
+        seen = None
+        if HIDES:
+            seen = _seen(is_pair, b, h, q_idx, lanes, sizes.seqlen_k, of_mask, of_always, mods, c)
+            p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
+        if c.IS_WHOLE:
+            delta = tl.sum(p * dp, 1)
+            if c.HAS_DLSE:
+                delta -= tl.load(tensors.dlse + row_offsets(b, h, q_first + m_lane, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
+            if c.HAS_DELTA:
+                tl.store(tensors.delta + place, delta, mask=is_row)
+        else:
+            delta = tl.load(tensors.delta + place, mask=is_row, other=0.0)
+        ds = p * (dp - delta[:, None])
+        if c.TERMS > 0:
+            terms = mods.score.terms(ds, seen, of_score)
+            first_sum += terms[0]
+            if c.TERMS > 1:
+                second_sum += terms[1]
+        if c.IS_WHOLE:
+            if c.HAS_DV:
+                kept_p = p
+                if mods.dropout.exists:
+                    kept_p = kept_of(p.to(k.dtype), b, h, n_first, dropout_rows, mods.dropout, False)
+                dv = tl.dot(tl.trans(kept_p.to(k.dtype)), dout, input_precision=c.PRECISION)
+                if mods.dropout.exists:
+                    dv = dv * factor_of(mods)
+                dv_base = _head(tensors.dv, strides.dv, h, n_first, c.IS_NEAR)
+                _store(dv_base, entry, strides.dv, n_lane, dv, is_key, c.HEAD_DIM_V, c.BLOCK_DV, c.IS_NEAR)
+            if mods.score.exists:
+                ds = ds * of_score[1].to(tl.float32)
+                if HIDES and of_score[1].type.is_block():
+                    ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
+            rounded = ds.to(k.dtype)
+            if c.HAS_DQ:
+                dq_base = _head(tensors.dq, strides.dq, h, q_first, c.IS_NEAR)
+                dq = tl.dot(rounded, k, input_precision=c.PRECISION) * scale
+                _store(dq_base, entry, strides.dq, m_lane, dq, is_row, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
+            if c.HAS_DK:
+                dk_base = _head(tensors.dk, strides.dk, h, n_first, c.IS_NEAR)
+                dk = tl.dot(tl.trans(rounded), q, input_precision=c.PRECISION) * scale
+                _store(dk_base, entry, strides.dk, n_lane, dk, is_key, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
+    if c.TERMS > 0:
+        # places are evaluated again instead of being kept in registers
+        again = _once(h, q_idx, lanes, sizes.seqlen_k, mods.score, c)
+        found = mods.score.value(zero, zero, begin, h, kv, again, mods.score.scalars, mods.score.tensors)
+        at = TileOfScores(
+            b=begin, h=h, q_first=q_first, k_first=n_first, rows=sizes.seqlen_q - q_first, keys=sizes.seqlen_k - n_first,
+        )  # fmt: skip
+        mods.score.scatter(
+            (first_sum, second_sum), is_pair, is_row[:, None], is_key[None, :], found, at, mods.score.scalars, mods.score.tensors,
+            mods.score.totals, False, tensors.q.dtype.element_ty,
+        )  # fmt: skip
