@@ -215,6 +215,34 @@ def documents() -> None:
             judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
 
 
+def two_entries_at_a_time(call: Callable[[], Any]) -> Callable[[], None]:
+    """Programs of ``pair_tile`` compute two batch entries each."""
+
+    def check() -> None:
+        from unittest import mock
+
+        from anyattn.backends.triton import pair_tiles
+
+        with mock.patch.object(pair_tiles, "_entries_each", lambda *about: 2):
+            call()
+
+    return check
+
+
+def windows() -> None:
+    """All pairs of an entry in one tile: two captured tensors with derivatives of their own, and none."""
+    a, b = torch.linspace(-1, 1, 35, dtype=torch.float64), torch.linspace(1, -2, 2 * 20 * 13, dtype=torch.float64).sin().reshape(2, 20, 13)
+    x, options = [t.half() for t in qkv(3, 2, 2, 20, 13, 16, 24)], {"kernel_options": {"tile_m": 32, "tile_n": 16}}
+    judge(*x, score=lambda s, _, h, i, j: s * a[i + j] + b[h, i, j], captured=[a, b], mask=masks.causal(3), **options)
+    judge(*x, mask=lambda b, h, i, j: (i + 2 * j) % 3 < 2, **options)
+
+
+def shared_pairs() -> None:
+    """Several tiles, and an entry for each pair that all batch entries share."""
+    a = torch.linspace(-1, 1, 2 * 37 * 43, dtype=torch.float64).sin().reshape(2, 37, 43)
+    judge(*qkv(9, 2, 2, 37, 43, 16, 16), score=lambda s, _, h, i, j: s * 0.5 + a[h, i, j], captured=[a])
+
+
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -252,5 +280,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "pages": pages(8),
     "uneven_pages": pages(12),
     "exact": exact,
+    "windows": two_entries_at_a_time(windows),
+    "shared_pairs": two_entries_at_a_time(shared_pairs),
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }
