@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.triton import deterministic_sum, tile_config
+from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.entry import Group, Signature
 from anyattn.backends.triton.codegen.programs import (
     CallProgram,
@@ -31,11 +32,11 @@ from anyattn.backends.triton.kernels.arguments import BackwardStrides, Lists, Pa
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import MOST_BLOCKS
 from anyattn.backends.triton.tables import Tables
-from anyattn.backends.triton.tile_config import Tiles, padded
+from anyattn.backends.triton.tile_config import Shape, Tiles, padded
 from anyattn.problem import Problem
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["PairTiles", "launch_pairs", "pair_tiles_of", "pairs_for"]
+__all__ = ["PairTiles", "launch_pairs", "needed", "pair_tiles_of", "pairs_for"]
 
 _GROUPS = (
     Group("pointer", PairTensors), Group("stride", BackwardStrides), Group("long", PairSpans), Group("int", PairSizes),
@@ -44,7 +45,6 @@ _GROUPS = (
 _PAIRS = Signature("pair_tile.pair_tile", _GROUPS, PARTS, PairConstants)
 _NO_TABLES = Tables(1, None, None, None, (None, None, None, None), (0, 0), (0, 0, 0, 0))
 _MOST = 64  # positions of a tile
-_WIDEST_WHOLE = {2: 128, 4: 0}  # head dimension of a tile with all pairs, by bytes of an element: beyond it the loop spills registers
 _MOST_SUMS = 2  # that a program has registers for
 _FEWEST_ENTRIES = 8  # with fewer, additions for each entry cost less than computing the scores once more
 _MOST_FLOATS = 64  # terms of a float32 sum, whose total is more precise
@@ -62,26 +62,43 @@ def pair_tiles_of(problem: Problem, asked: Tiles | None) -> PairTiles | None:
     """The kernel's tiles for a plan's problem, None if it cannot compute it: with sequences or given lists. asked: of kernel_options."""
     if problem.sequences is not None or program_of(problem).lists == "given":
         return None
-    (rows, keys), (d, dv) = (problem.q.shape[2], problem.k.shape[2]), (padded(problem.q.shape[3]), padded(problem.v.shape[3]))
+    shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
     most_m, most_n = (_MOST, _MOST) if asked is None else (asked.tile_m, asked.tile_n)
-    whole_m, whole_n = padded(rows), padded(keys)
-    is_small = whole_m <= most_m and whole_n <= most_n and max(d, dv) <= _WIDEST_WHOLE[problem.q.element_size()]
+    tile_m, tile_n = padded(problem.q.shape[2]), padded(problem.k.shape[2])
+    is_small = tile_m <= most_m and tile_n <= most_n and max(shape.d, shape.dv) <= _widest_whole(shape, capability)
     is_whole = is_small and problem.qhead_per_kvhead == 1
-    tiles = _tiles(problem, *((whole_m, whole_n) if is_whole else (most_m, most_n)), d, dv)
+    tiles = _fitting(shape, capability, *((tile_m, tile_n) if is_whole else (most_m, most_n)))
     return None if tiles is None else PairTiles(tiles, is_whole)
 
 
-def _tiles(problem: Problem, tile_m: int, tile_n: int, d: int, dv: int) -> Tiles | None:
-    """Warps and stages for a tile: as many stages as leave room for three programs on a multiprocessor; None if one stage does not fit."""
-    size = problem.q.element_size()
-    step = size * (tile_m + tile_n) * (d + dv) + 8 * tile_m
-    # p and ds, which are read by rows and by columns, and results on their way to memory
-    rest = 2 * size * tile_m * tile_n + 4 * max(tile_m, tile_n) * max(d, dv) + 2048
-    room = tile_config.shared_memory(tile_config.capability_of(problem.q.device))
-    stages = next((n for n, programs in ((3, 3), (2, 2), (2, 1), (1, 1)) if n * step + rest <= room // programs), None)
-    if stages is None:
-        return None
-    return Tiles(tile_m, tile_n, min(8, max(2, tile_m * max(tile_n, d, dv) // 1024)), stages)
+def _widest_whole(shape: Shape, capability: tuple[int, int] | None) -> int:
+    """The widest head dimension of a tile with all pairs of an entry; beyond it the loop spills registers, as it always does in float32."""
+    if shape.dtype.itemsize != 2:
+        return 0
+    return 128 if tile_config.architecture(capability) in ("sm_90", "sm_100") else 32
+
+
+def _fitting(shape: Shape, capability: tuple[int, int] | None, tile_m: int, tile_n: int) -> Tiles | None:
+    """Warps, and as many stages as leave room for several programs on a multiprocessor; None if one stage does not fit."""
+    widest, room = max(shape.d, shape.dv), tile_config.shared_memory(capability)
+    each = 1024 if widest <= 32 or _has_warp_groups(shape, capability, tile_m) else 512  # elements of a warp
+    warps = min(8, max(2, tile_m * max(tile_n, widest) // each))
+    choices = [(Tiles(tile_m, tile_n, warps, stages), room // programs) for stages, programs in ((3, 3), (2, 2), (2, 1), (1, 1))]
+    return next((tiles for tiles, most in choices if needed(tiles, shape, capability) <= most), None)
+
+
+def needed(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """Shared memory bytes that suffice: for the stages, p or ds by columns, a result on its way to memory, and small parts; later for the
+    places to which sums are added."""
+    m, n, size = tiles.tile_m, tiles.tile_n, shape.dtype.itemsize
+    stages = max(1, tiles.num_stages - (not _has_warp_groups(shape, capability, m)))
+    step = size * (m + n) * (shape.d + shape.dv) + 8 * m
+    return max(stages * step + size * (m * n + max(m, n) * max(shape.d, shape.dv)), 8 * m * n) + 2048
+
+
+def _has_warp_groups(shape: Shape, capability: tuple[int, int] | None, tile_m: int) -> bool:
+    """Whether warp groups multiply, whose products read stages in flight."""
+    return shape.dtype.itemsize == 2 and tile_m >= 64 and tile_config.architecture(capability) in ("sm_90", "sm_100")
 
 
 def pairs_for(problem: Problem, pairs: PairTiles | None) -> PairTiles | None:

@@ -48,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[pair_tiles.PairTiles]:
 
     monkeypatch.setattr(backward_pass, "launch_pairs", recorded)
     monkeypatch.setattr(pair_tiles, "_entries_each", lambda *about: 2)
-    monkeypatch.setitem(pair_tiles._WIDEST_WHOLE, 4, 128)  # float32, in which errors are seen best
+    monkeypatch.setattr(pair_tiles, "_widest_whole", lambda *about: 128)  # in float32 too, in which errors are seen best
     return made
 
 
