@@ -232,7 +232,7 @@ def two_entries_at_a_time(call: Callable[[], Any]) -> Callable[[], None]:
 def windows() -> None:
     """All pairs of an entry in one tile: two captured tensors with derivatives of their own, and none."""
     a, b = torch.linspace(-1, 1, 35, dtype=torch.float64), torch.linspace(1, -2, 2 * 20 * 13, dtype=torch.float64).sin().reshape(2, 20, 13)
-    x, options = [t.half() for t in qkv(3, 2, 2, 20, 13, 16, 24)], {"kernel_options": {"tile_m": 32, "tile_n": 16}}
+    x, options = [t.half() for t in qkv(3, 2, 2, 20, 13, 16, 24)], {"kernel_options": {"tile_m": 32, "tile_n": 32}}
     judge(*x, score=lambda s, _, h, i, j: s * a[i + j] + b[h, i, j], captured=[a, b], mask=masks.causal(3), **options)
     judge(*x, mask=lambda b, h, i, j: (i + 2 * j) % 3 < 2, **options)
 
@@ -240,7 +240,7 @@ def windows() -> None:
 def shared_pairs() -> None:
     """Several tiles, and an entry for each pair that all batch entries share."""
     a = torch.linspace(-1, 1, 2 * 37 * 43, dtype=torch.float64).sin().reshape(2, 37, 43)
-    judge(*qkv(9, 2, 2, 37, 43, 16, 16), score=lambda s, _, h, i, j: s * 0.5 + a[h, i, j], captured=[a])
+    judge(*qkv(9, 2, 2, 37, 43, 16, 16), score=lambda s, _, h, i, j: s * 0.5 + a[h, i, j], captured=[a], mask=masks.causal(3))
 
 
 def ranges(sink: int, window: int) -> Callable[[], None]:

@@ -237,6 +237,7 @@ MUTANTS = by_name(
         "seen & mods.mask.value(b, h, kv, of_mask, mods.mask.scalars, mods.mask.tensors)", "seen", "windows",
     ),
     Mutant("key_tiles_alike", f"{_PAIR_TILE}:pair_tile", "tile % sizes.key_tiles", "tile * 0", "shared_pairs"),
+    Mutant("cut_tiles_left_out", f"{_PAIR_TILE}:pair_tile", "tl.max(some.to(tl.int32), 1)", "tl.min(some.to(tl.int32), 1)", "shared_pairs"),
     Mutant("first_derivative_for_all", f"{_PROGRAMS}:by_entry", "numbers[factor]", "0", "windows"),
     Mutant("sums_of_one_entry", f"{_PAIR_TILE}:pair_tile", "first_sum += terms[0]", "first_sum = terms[0]", "shared_pairs"),
     Mutant("copies_but_the_first_lost", f"{_PRIVATIZED_SUM}:read", "total.sum(-1)", "total[..., 0]", "few_entries"),

@@ -32,7 +32,8 @@ from anyattn.backends.triton.kernels.arguments import BackwardStrides, Lists, Pa
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import MOST_BLOCKS
 from anyattn.backends.triton.tables import Tables
-from anyattn.backends.triton.tile_config import Shape, Tiles, padded
+from anyattn.backends.triton.tile_config import Shape, Tiles
+from anyattn.mods.ir.dependence import dependence
 from anyattn.problem import Problem
 from anyattn.triton_tools.launch import strides_of
 
@@ -45,8 +46,10 @@ _GROUPS = (
 _PAIRS = Signature("pair_tile.pair_tile", _GROUPS, PARTS, PairConstants)
 _NO_TABLES = Tables(1, None, None, None, (None, None, None, None), (0, 0), (0, 0, 0, 0))
 _MOST = 64  # positions of a tile
+_SIDES = (32, _MOST)  # of tiles with all pairs of an entry: few, so that problems of many sizes share their kernels
 _MOST_SUMS = 2  # that a program has registers for
 _FEWEST_ENTRIES = 8  # with fewer, additions for each entry cost less than computing the scores once more
+_FEWEST_EACH = 4
 _MOST_FLOATS = 64  # terms of a float32 sum, whose total is more precise
 _PROGRAMS = 4  # per multiprocessor
 
@@ -59,15 +62,18 @@ class PairTiles(NamedTuple):
 
 
 def pair_tiles_of(problem: Problem, asked: Tiles | None) -> PairTiles | None:
-    """The kernel's tiles for a plan's problem, None if it cannot compute it: with sequences or given lists. asked: of kernel_options."""
-    if problem.sequences is not None or program_of(problem).lists == "given":
+    """The kernel's tiles for a plan's problem, None if it is left to the other kernels: with sequences, with given lists, and with several
+    tiles where a mask hides most of them, which a program looks at one by one. asked: of kernel_options."""
+    call_program = program_of(problem)
+    if problem.sequences is not None or call_program.lists == "given":
         return None
     shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
     most_m, most_n = (_MOST, _MOST) if asked is None else (asked.tile_m, asked.tile_n)
-    tile_m, tile_n = padded(problem.q.shape[2]), padded(problem.k.shape[2])
-    is_small = tile_m <= most_m and tile_n <= most_n and max(shape.d, shape.dv) <= _widest_whole(shape, capability)
-    is_whole = is_small and problem.qhead_per_kvhead == 1
-    tiles = _fitting(shape, capability, *((tile_m, tile_n) if is_whole else (most_m, most_n)))
+    side = next((n for n in _SIDES if max(problem.q.shape[2], problem.k.shape[2]) <= n <= min(most_m, most_n)), None)
+    is_whole = side is not None and max(shape.d, shape.dv) <= _widest_whole(shape, capability) and problem.qhead_per_kvhead == 1
+    if not is_whole and (call_program.program.ranges is None or call_program.program.has_band):
+        return None
+    tiles = _fitting(shape, capability, *((side, side) if side is not None and is_whole else (most_m, most_n)))
     return None if tiles is None else PairTiles(tiles, is_whole)
 
 
@@ -118,11 +124,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _entries_each(problem: Problem, tiles: int, has_sums: bool) -> int:
+def _entries_each(problem: Problem, tiles: int, is_whole: bool, has_sums: bool) -> int:
     """The batch entries of a program: so many that a multiprocessor has about ``_PROGRAMS`` programs. tiles: of an entry's heads."""
     chunks = max(1, _PROGRAMS * _processors(problem.q.device) // tiles)
-    entries = max(ceil_div(problem.batch, min(chunks, problem.batch)), ceil_div(problem.batch, MOST_BLOCKS))
-    return min(entries, _MOST_FLOATS) if has_sums and problem.q.dtype is torch.float32 else entries
+    entries = ceil_div(problem.batch, min(chunks, problem.batch))
+    if not is_whole:  # with fewer, a sum saves too few additions
+        entries = min(problem.batch, max(entries, _FEWEST_EACH))
+    if has_sums and problem.q.dtype is torch.float32:
+        entries = min(entries, _MOST_FLOATS)
+    return max(entries, ceil_div(problem.batch, MOST_BLOCKS))
 
 
 def launch_pairs(
@@ -148,13 +158,15 @@ def _spec(problem: Problem, pairs: PairTiles, named: PairTensors, filled: tuple[
     aligned, strides = strides_of(*filled)
     rows, keys = problem.q.shape[2], problem.k.shape[2]
     row_tiles, key_tiles = ceil_div(rows, tiles.tile_m), ceil_div(keys, tiles.tile_n)
-    entries = _entries_each(problem, row_tiles * key_tiles * problem.heads_q, bool(totals))
+    entries = _entries_each(problem, row_tiles * key_tiles * problem.heads_q, pairs.is_whole, bool(totals))
     dlse = (0, 0, 0) if named.dlse is None else named.dlse.stride()
+    ranges = program.ranges
+    skips = not pairs.is_whole and ranges is not None and not any(dependence(ranges.expr)[at].b for at in ranges.expr.outputs)
     sums = 0 if program.score is None else len({load.term for load in program.score.loads})
     options = constants_of(problem, call_program, _NO_TABLES) | {
         "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
         "IS_NEAR": all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in filled),
-        "IS_CUT": bool(rows % tiles.tile_m or keys % tiles.tile_n), "IS_WHOLE": pairs.is_whole, "TERMS": sums,
+        "IS_CUT": bool(rows % tiles.tile_m or keys % tiles.tile_n), "IS_WHOLE": pairs.is_whole, "TERMS": sums, "SKIPS": skips,
         "HAS_DQ": named.dq is not None, "HAS_DK": named.dk is not None, "HAS_DV": named.dv is not None,
         "HAS_DLSE": named.dlse is not None, "HAS_DELTA": named.delta is not None,
     }  # fmt: skip

@@ -56,14 +56,15 @@ def test_dq_adds_nothing_to_captured_tensors() -> None:
     assert "atomic" not in ahead.compiled(dq, (9, 0), "llir").asm["ttgir"]
 
 
-@pytest.mark.parametrize(("batch", "heads", "entries"), [(1024, 4, 8), (256, 8, 4), (3, 8, 1), (4096, 600, 4096)])
+@pytest.mark.parametrize(("batch", "heads", "entries"), [(1024, 4, 8), (256, 8, 4), (3, 8, 1), (4096, 600, 4096), (70000, 1, 133)])
 def test_programs(batch: int, heads: int, entries: int) -> None:
     """About four for each of 132 multiprocessors, and no fewer entries than one."""
     from anyattn.backends.triton.pair_tiles import _entries_each
 
     q = torch.zeros(1, 1, 16, 16).expand(batch, heads, 16, 16)
     problem = flex.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
-    assert _entries_each(problem, heads, False) == entries
+    assert _entries_each(problem, heads, True, False) == entries
+    assert _entries_each(problem, heads, False, False) == max(entries, min(batch, 4))
 
 
 CALLS = {

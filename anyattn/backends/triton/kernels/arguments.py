@@ -140,7 +140,8 @@ class Mods(NamedTuple):
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
 # hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. IS_WHOLE: one tile has all
-# pairs of an entry. TERMS: number of sums over entries, see ``codegen.programs.EntrySums``.
+# pairs of an entry. TERMS: number of sums over entries, see ``codegen.programs.EntrySums``. SKIPS: ranges are the same for all entries, so
+# that a tile without a visible pair is left out.
 _OF_TILES = (  # of the three kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -156,7 +157,9 @@ ForwardConstants = _constants(
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
-PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "IS_WHOLE", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
+PairConstants = _constants(
+    "PairConstants", "IS_NEAR", "IS_CUT", "IS_WHOLE", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS", "SKIPS"
+)
 DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
 PrepareConstants = namedtuple(
     "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_DELTA")

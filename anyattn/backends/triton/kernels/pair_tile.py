@@ -72,6 +72,11 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     is_row, is_key = q_first + m_lane < sizes.seqlen_q, n_first + n_lane < sizes.seqlen_k
     q_idx, lanes = tl.minimum(q_first + m_lane, sizes.seqlen_q - 1)[:, None], (n_first + n_lane)[None, :]
     is_pair = is_row[:, None] & is_key[None, :]
+    if c.SKIPS:
+        limits = mods.mask.rows(begin, h, q_idx, mods.mask.scalars, mods.mask.tensors)
+        some = is_pair & mods.mask.value(begin, h, lanes, limits, mods.mask.scalars, mods.mask.tensors)
+        if tl.max(tl.max(some.to(tl.int32), 1), 0) == 0:
+            return
     kv_head = h // sizes.ratio
     q_base, do_base = _head(tensors.q, strides.q, h, q_first, c.IS_NEAR), _head(tensors.dout, strides.dout, h, q_first, c.IS_NEAR)
     k_base, v_base = _head(tensors.k, strides.k, kv_head, n_first, c.IS_NEAR), _head(tensors.v, strides.v, kv_head, n_first, c.IS_NEAR)

@@ -93,28 +93,40 @@ DIMS = [(32, 32), (40, 64), (64, 16)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def check(name: str, batch: int, size: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, **options: Any) -> None:
+def check(name: str, batch: int, size: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, mask: Any, **options: Any) -> None:
     learnt, (rows, keys) = LEARNT[name], size
     captured = [numbers(*shape) for shape in learnt.shapes(rows, keys)]
     score = learnt.score(*captured, places(rows, keys))
     x = qkv(batch, rows, keys, dims, dtype)
-    judge(*x, score=score, mask=learnt.mask, captured=captured, label=f"{name} {size} {dims} {dtype}", **options)
+    judge(*x, score=score, mask=mask, captured=captured, label=f"{name} {size} {dims} {dtype}", **options)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "size", "dims", "dtype"), [*itertools.product(LEARNT, SIZES, DIMS, DTYPES)], ids=str)
 def test_a_small_problem(name: str, size: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, launched: list) -> None:
     """The last program has one batch entry instead of two."""
-    check(name, 3, size, dims, dtype, kernel_options=SMALL)
+    check(name, 3, size, dims, dtype, LEARNT[name].mask, kernel_options=SMALL)
     assert launched and all(pairs.is_whole for pairs in launched)
+
+
+RANGES = {"pairs": masks.causal().fn, "two": masks.causal(-7).fn, "scale and table": lambda b, h, i, j: j < 5 + 4 * b}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "size", "dtype"), [*itertools.product(LEARNT, [(37, 40), (16, 64), (33, 7)], DTYPES)], ids=str)
 def test_gradients_that_a_batch_shares(name: str, size: tuple[int, int], dtype: torch.dtype, launched: list) -> None:
     """Of several tiles, where some captured tensor has an entry for each pair."""
-    check(name, 9, size, (16, 32), dtype, kernel_options=TILES)
+    check(name, 9, size, (16, 32), dtype, RANGES.get(name), kernel_options=TILES)
     assert {pairs.is_whole for pairs in launched} <= {False} and bool(launched) is (name != "distance" or dtype is torch.float32)
+
+
+@pytest.mark.parametrize("mask", [masks.sliding_window(9, 3).fn, lambda b, h, i, j: (i - j) % 3 != 1])
+def test_masks_that_hide_most_tiles(mask: Callable, launched: list) -> None:
+    """dq's kernel visits only the others."""
+    bias = numbers(2, 37, 40)
+    x = qkv(8, 37, 40, (16, 16), torch.float32)
+    judge(*x, score=lambda s, b, h, i, j: s + bias[h, i, j], mask=mask, captured=[bias], kernel_options=TILES)
+    assert not launched
 
 
 PLAIN = {
@@ -288,4 +300,4 @@ def test_many_entries_of_a_program_in_float32(monkeypatch: pytest.MonkeyPatch) -
     x, table = qkv(70, 3, 4, (16, 16), torch.float32, heads=1), numbers(3, 4)
     judge(*x, score=lambda s, b, h, i, j: s + table[i, j], captured=[table], kernel_options=TILES)
     problem = flex.flex_problem(*x, None, None, None, None, None, False, None, True, False, False)
-    assert [pair_tiles._entries_each(problem, 1, has_sums) for has_sums in (True, False)] == [64, 70]
+    assert [pair_tiles._entries_each(problem, 1, False, has_sums) for has_sums in (True, False)] == [64, 70]
