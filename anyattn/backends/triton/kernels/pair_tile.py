@@ -86,7 +86,8 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     if c.RANGES == 0:
         of_mask = _once(h, q_idx, lanes, sizes.seqlen_k, mods.mask, c)
     q_places = places(q_first, c.TILE_M, c.HAS_FOURS, False)
-    HIDES: tl.constexpr = c.IS_CUT or mods.mask.exists or mods.always.exists
+    HAS_MASK: tl.constexpr = mods.mask.exists or mods.always.exists
+    HIDES: tl.constexpr = c.IS_CUT or HAS_MASK
     zero = tl.zeros((c.TILE_M, c.TILE_N), tl.float32)
     first_sum, second_sum = zero, zero
     for i in range(0, tl.minimum(sizes.entries, sizes.batch - begin)):
@@ -113,10 +114,13 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         if mods.dropout.exists:
             dropout_rows = mods.dropout.rows(b, h, q_places, mods.dropout.scalars, mods.dropout.tensors)
             dp = kept_of(dp, b, h, n_first, dropout_rows, mods.dropout, False) * factor_of(mods)
-        seen = None
+        seen, shown = None, None
         if HIDES:
             seen = _seen(is_pair, b, h, q_idx, lanes, sizes.seqlen_k, of_mask, of_always, mods, c)
-            p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
+            p = tl.where(seen, p, 0.0)
+        if HAS_MASK:  # beyond the sequences' ends dp is 0, and the sums are not read
+            shown = seen
+            dp = tl.where(seen, dp, 0.0)
         if c.IS_WHOLE:
             delta = tl.sum(p * dp, 1)
             if c.HAS_DLSE:
@@ -127,7 +131,7 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
             delta = tl.load(tensors.delta + place, mask=is_row, other=0.0)
         ds = p * (dp - delta[:, None])
         if c.TERMS > 0:
-            terms = mods.score.terms(ds, seen, of_score)
+            terms = mods.score.terms(ds, shown, of_score)
             first_sum += terms[0]
             if c.TERMS > 1:
                 second_sum += terms[1]
