@@ -1,8 +1,8 @@
 """Launches of ``kernels.pair_tile``: gradients of small problems in one launch, and of captured tensors that all batch entries share.
 
-The three launches of ``backward_pass`` each wait longer than a window of 49 or 64 positions computes, and add a term to a captured tensor's
-gradient for every pair of every entry: with them alone, gradients of 2,048 windows of 64 positions with a table take 2.5 times as long on an
-H200 as SDPA's with a dense bias (14 and 35 TFLOPS).
+The three launches of ``backward_pass`` each wait longer than a window of 49 or 64 positions computes, and add a term to a captured
+tensor's gradient for every pair of every entry: with them alone, gradients of 2,048 windows of 64 positions with a table take 2.5 times as
+long on an H200 as SDPA's with a dense bias (14 and 35 TFLOPS).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def pair_tiles_of(problem: Problem, asked: Tiles | None) -> PairTiles | None:
 
 
 def _widest_whole(shape: Shape, capability: tuple[int, int] | None) -> int:
-    """The widest head dimension of a tile with all pairs of an entry; beyond it the loop spills registers, as it always does in float32."""
+    """The widest head dimension of a tile with all pairs of an entry; beyond it the loop spills registers. In float32 it always does, and
+    delta would not be exact enough."""
     if shape.dtype.itemsize != 2:
         return 0
     return 128 if tile_config.architecture(capability) in ("sm_90", "sm_100") else 32

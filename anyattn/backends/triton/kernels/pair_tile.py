@@ -4,7 +4,8 @@ What depends neither on the entry nor on the score, such as a bias by pair, is l
 entries share are summed over the chunk before they are added to memory: one atomic addition per pair and chunk, not per pair and entry.
 
 If one tile has all pairs of an entry (IS_WHOLE), the program also computes the entry's dq, dk and dv, with five products instead of the
-seven of ``backward.dq_tile`` and ``dkdv_tile``, and delta from the tile's own weights. Arguments are the groups of ``kernels.arguments``.
+seven of ``backward.dq_tile`` and ``dkdv_tile``, and delta from the tile's own weights. Such a delta has the rounding of the log-sum-exp,
+which 16 bits do not show and float32 does. Arguments are the groups of ``kernels.arguments``.
 """
 
 import triton
