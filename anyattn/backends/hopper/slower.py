@@ -3,18 +3,18 @@
 A Hopper thread block computes 128 rows of queries, forward, or 128 keys, backward, whatever the lengths, and pads head dimensions below 64;
 Triton's programs are smaller. Loads of a score mod for every pair stall a thread block's products, which several smaller programs on one
 multiprocessor hide; where they read even tiles of a table, Triton loads those ahead. Times of Triton over Hopper's, bfloat16, head
-dimensions 32 and 64 (docs/history/reach.md):
+dimensions 32 and 64 unless said (docs/history/reach.md):
 
 forward, at most 64 queries and keys                            0.40 to 0.74
 forward, a load for every pair at an index read from a table    0.50 to 1.00
 forward, even tiles                                             0.45 to 0.70
 forward, any load for every pair, few row tiles                 0.72 to 0.81
 forward, the same, head dimension 32, at most 512 queries       0.93 to 0.96
-backward, at most 64 queries and keys, no score mod             0.63 to 0.92
-backward, the same, any score mod, head dimension 32            0.71 to 0.77
+backward, at most 64 queries and keys, to head dimension 128    0.21 to 0.68
+backward, the same, gradients of tables that a batch shares     0.05 to 0.78
+backward, even tiles with gradients, at most 64 keys            0.44 to 0.56
 backward, even tiles, head dimension 32                         0.71 to 0.89
 backward, even tiles, head dimension 64, 384 keys or more       0.82 to 0.97
-backward, even tiles with gradients, at most 64 keys            0.44 to 0.56
 backward, a load at an index read from a table, few key tiles   0.48 to 0.57
 """
 
@@ -27,6 +27,7 @@ from anyattn.backends.hopper.codegen.score_analysis import reads, stages
 from anyattn.backends.hopper.config import TILE_M
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.captured_loads import even_slots, loads_even_tiles
+from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 
@@ -35,6 +36,7 @@ __all__ = ["slower_backward", "slower_forward"]
 _EVEN = "it takes longer where the score mod reads even tiles of a table by pair"
 _SHORT = 64  # queries and keys
 _WIDEST = 64  # head dimension up to which the classes were measured
+_WIDEST_SHORT = 128  # of short calls, backward
 _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _LONG = 384  # keys
 _FEW = 2  # the multiprocessors are so many times the tiles
@@ -59,19 +61,24 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
 
 def slower_backward(problem: Problem, hardware: Hardware) -> str | None:
     """``slower_forward`` for the backward pass."""
-    if not _is_measured(problem) or problem.deterministic:
+    if not _is_measured(problem, _WIDEST_SHORT if _is_short(problem) else _WIDEST) or problem.deterministic:
         return None
     is_narrow, learns = max(problem.q.shape[3], problem.v.shape[3]) <= _NARROW, bool(problem.wanted_slots)
+    if _is_short(problem) and (not learns or _are_shared(problem.score.expr, problem.wanted_slots)):  # type: ignore[union-attr]
+        return f"it takes longer for at most {_SHORT} queries and keys"
     if problem.score is not None and _reads_even_tiles(problem):
         if is_narrow or problem.k.shape[2] >= _LONG or (learns and _is_short(problem)):
             return _EVEN
-    if learns:
-        return None
-    if _is_short(problem):
-        return f"it takes longer for at most {_SHORT} queries and keys" if problem.score is None or is_narrow else None
-    if problem.score is None or not _looks_up(problem.score.expr):
+    if learns or problem.score is None or not _looks_up(problem.score.expr):
         return None
     return _reason_of_few(problem, problem.k.shape[2], hardware, "keys")
+
+
+@lru_cache(maxsize=256)
+def _are_shared(expr: Expr, slots: tuple[int, ...]) -> bool:
+    """Whether no batch entry reads entries of its own of these captured tensors: Triton sums their gradients before it adds them up."""
+    deps = dependence(expr)
+    return not any(n.op == "load" and n.attr in slots and any(deps[a].b or deps[a].score for a in n.args) for n in expr.nodes)
 
 
 def _reads_even_tiles(problem: Problem) -> bool:
@@ -82,10 +89,10 @@ def _reads_even_tiles(problem: Problem) -> bool:
     return loads_even_tiles(score.expr, even_slots(score.expr, score.tensors))
 
 
-def _is_measured(problem: Problem) -> bool:
+def _is_measured(problem: Problem, widest: int = _WIDEST) -> bool:
     """Whether a call is of a kind whose times are known: dense, without block lists and dropout, each head with its own keys."""
     is_dense = problem.sequences is None and problem.blocks is None and problem.dropout is None
-    return is_dense and problem.qhead_per_kvhead == 1 and max(problem.q.shape[3], problem.v.shape[3]) <= _WIDEST
+    return is_dense and problem.qhead_per_kvhead == 1 and max(problem.q.shape[3], problem.v.shape[3]) <= widest
 
 
 def _is_short(problem: Problem) -> bool:

@@ -46,8 +46,8 @@ def planned(batch: int, seqlen: int, score: str = "none", d: int = 64, kv_heads:
     ("batch", "seqlen", "score", "chosen"),
     [
         (512, 64, "none", ("triton", "triton")),
-        (512, 49, "pairs", ("triton", "hopper")),
-        (1, 64, "buckets", ("triton", "hopper")),
+        (512, 49, "pairs", ("triton", "triton")),
+        (1, 64, "buckets", ("triton", "triton")),
         (512, 65, "none", ("hopper", "hopper")),
         (64, 256, "buckets", ("triton", "hopper")),
         (1, 512, "buckets", ("triton", "triton")),
@@ -72,11 +72,17 @@ def test_the_faster_backend_is_chosen_for_each_pass(batch: int, seqlen: int, sco
 def test_narrow_heads_with_a_load_for_every_pair() -> None:
     assert planned(64, 256, "odd pairs", d=32).backend == "triton" and planned(64, 513, "odd pairs", d=32).backend == "hopper"
     assert planned(64, 256, "pairs", d=32).backward == "triton" and planned(64, 513, "pairs", d=32).backend == "triton"
-    assert planned(512, 64, "buckets", d=32).backward == "triton" and planned(512, 64, "buckets").backward == "hopper"
+    assert planned(512, 65, "buckets", d=32).backward == planned(512, 65, "buckets").backward == "hopper"
     assert planned(64, 256, "slopes", d=32).backend == planned(64, 256, d=32).backend == "hopper"
 
 
-@pytest.mark.parametrize("options", [{"d": 128}, {"kv_heads": 2}, {"dropout_p": 0.1}], ids=str)
+def test_short_calls_with_wide_heads() -> None:
+    for score in ("none", "pairs", "buckets"):
+        plan, wider = planned(512, 64, score, d=128), planned(512, 64, score, d=136)
+        assert (plan.backend, plan.backward) == ("hopper", "triton") and (wider.backend, wider.backward) == ("hopper", "hopper")
+
+
+@pytest.mark.parametrize("options", [{"d": 136}, {"kv_heads": 2}, {"dropout_p": 0.1}], ids=str)
 def test_calls_of_kinds_that_were_not_measured_stay(options: dict[str, Any]) -> None:
     assert planned(512, 64, **options).backend == "hopper"
 
@@ -85,7 +91,10 @@ def test_learned_tables_and_deterministic_sums(monkeypatch: pytest.MonkeyPatch) 
     assert planned(1, 64, deterministic=True).backward == "hopper"
     learned = TABLE.clone().requires_grad_()
     monkeypatch.setitem(SCORES, "learned", lambda s, b, h, i, j: s + learned[BUCKETS[i, j], h])
-    assert planned(1, 512, "learned").backward == "hopper"
+    assert planned(1, 512, "learned").backward == "hopper" and planned(1, 64, "learned").backward == "triton"
+    own = torch.zeros(64, 99, 8).requires_grad_()
+    monkeypatch.setitem(SCORES, "own table", lambda s, b, h, i, j: s + own[b, BUCKETS[i, j], h])
+    assert planned(64, 64, "own table").backward == "hopper"
     pairs = torch.zeros(8, 512, 512).requires_grad_()
     monkeypatch.setitem(SCORES, "learned pairs", lambda s, b, h, i, j: s + pairs[h, i, j])
     chosen = {(64, 512): "triton", (64, 256): "hopper", (512, 64): "triton"}
