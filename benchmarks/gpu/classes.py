@@ -65,7 +65,7 @@ def _video() -> list[Case]:
 
 def _cross() -> list[Case]:
     shapes = [Shape(b, h, h, s, keys, d) for b, h, s, keys, d in ((4, 16, 4096, 77, 64), (2, 16, 4096, 128, 128), (8, 16, 1024, 64, 64))]
-    return [_case("cross", "flash", "full", shape, _FLASH) for shape in shapes]
+    return [_case("cross", "flash", "full", shape, (_OTHER, *_FLASH)) for shape in shapes]
 
 
 CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross()]

@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_APART = 2**31 - 2**12  # bound on the sides of a comparison: limits relative to a position of the tile fit 32 bits
-_MOST_PIECES = 2, 5, 8  # by level: with captured divisors, each number of pieces is code of its own
+_MOST_PIECES = 2, 3, 5, 8  # by level: with captured divisors, each number of pieces is code of its own
 LEVELS = range(len(_MOST_PIECES))
 MOST_DIVISOR = 2**29  # small multiples of it fit 32 bits
 
@@ -249,7 +249,7 @@ def least_divisor(extent: int, level: int) -> int:
     """The least divisor that cuts a tile into at most as many pieces as this one of ``LEVELS`` allows.
 
     >>> [least_divisor(128, level) for level in LEVELS]
-    [127, 32, 19]
+    [127, 64, 32, 19]
     """
     return (extent - 2) // (_MOST_PIECES[level] - 1) + 1
 
