@@ -65,9 +65,10 @@ TORCH = {
 }
 
 
-def check(name, mask=None, dtype=torch.float32, sink=None, **options):
+def check(name, mask=None, dtype=torch.float32, sink=None, of=torch.float64, **options):
+    """of: the captured tensors' dtype."""
     shapes, mod = (CAPTURED | TORCH)[name]
-    tensors = [random(*shape, seed=50 + n, dtype=torch.float64) for n, shape in enumerate(shapes)]
+    tensors = [random(*shape, seed=50 + n, dtype=of) for n, shape in enumerate(shapes)]
     return judge(*qkv(dtype), score=mod(*tensors), mask=mask, captured=tensors, sink=sink, label=name, **options)
 
 
@@ -91,6 +92,14 @@ def test_what_is_not_compiled_is_torchs(passes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype, passes):
     check("two numbers a head", CAUSAL, dtype)
+    assert all(passes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["two numbers a head", "pairs, times a number"])
+def test_captured_tensors_of_16_bits(name, dtype, passes):
+    check(name, SAME, dtype, of=dtype)
+    assert passes
     assert all(passes)
 
 

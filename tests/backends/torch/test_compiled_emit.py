@@ -9,14 +9,16 @@ from array import array
 import pytest
 import torch
 
-from anyattn.backends.torch.compiled import build, emit
+from anyattn.backends.torch.compiled import arguments, build, emit
 from anyattn.backends.torch.compiled.kernel import FIELDS
+from anyattn.backends.torch.mod_runner import Bound
 from anyattn.mods.tracing.trace import trace
 
 pytestmark = pytest.mark.skipif(build.reason_against() is not None, reason="no C++ compiler")
 N = 512
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def numbers(dtype, seed):
@@ -48,7 +50,15 @@ BOTH = {
     "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y,
     "ge": lambda x, y: x >= y, "where": lambda x, y: torch.where(x > y, x, y), "to int64": lambda x, y: (x > y).to(torch.int64) - 3,
     "to float": lambda x, y: x.to(torch.float32) * 0.1, "to double": lambda x, y: x.to(torch.float64) + 0.1,
-    "to bool": lambda x, y: x.to(torch.bool),
+    "to bool": lambda x, y: x.to(torch.bool), "to bfloat16": lambda x, y: x.to(torch.bfloat16),
+    "to float16": lambda x, y: x.to(torch.float16),
+}  # fmt: skip
+# torch computes products with a number, and quotients by one, before it rounds; any other number is rounded to the values' dtype
+WITH_NUMBERS = {
+    "plus": lambda x, y: x + 257.3, "minus": lambda x, y: x - 0.1001, "minus x": lambda x, y: 257.3 - x, "times": lambda x, y: 257.3 * x,
+    "over": lambda x, y: x / 257.3, "over x": lambda x, y: 0.1001 / x, "least": lambda x, y: torch.clamp(x, max=0.1001),
+    "less": lambda x, y: x < 257.3, "is": lambda x, y: x.round() == 1.0001, "or": lambda x, y: torch.where(x > y, x, 0.1001),
+    "more": lambda x, y: x * 3 + y,
 }  # fmt: skip
 WHOLE = {
     "floordiv": lambda x, y: x // 7, "mod": lambda x, y: x % 7, "floordiv by 1": lambda x, y: (x + y) // 4, "and": lambda x, y: x & y,
@@ -67,6 +77,8 @@ ABOUT = {
 def cases():
     for dtype in FLOATS:
         yield from ((f"{name} {dtype}", dtype, f, 0) for name, f in (UNARY | BOTH).items())
+    for dtype in HALVES:
+        yield from ((f"{name} {dtype}", dtype, f, 0) for name, f in (UNARY | BOTH | WITH_NUMBERS).items() if name != "cube")
     for dtype in INTEGERS:
         yield from ((f"{name} {dtype}", dtype, f, 0) for name, f in (WHOLE | BOTH).items())
     yield from ((f"{name} bool", torch.bool, f, 0) for name, f in LOGIC.items())
@@ -95,8 +107,8 @@ def library_of(text):
         return ctypes.CDLL(file.name)
 
 
-def agreeing(text, tables, predicates):
-    """For each predicate the keys at which it is true, (N,)."""
+def agreeing(text, tables, predicates, leaves=()):
+    """For each predicate the keys at which it is true, (N,). leaves: the numbers of ``Args.leaves``."""
     extra = (
         'extern "C" void each(Args *a, float *s, i64 predicate) {'
         f"  const Place p = {{0, 0, 0, 0, 0, 0}}; modify(a, &p, s, nullptr, 0, {N}, (i64)1 << predicate); }}"
@@ -104,6 +116,8 @@ def agreeing(text, tables, predicates):
     places = array("q", [n for t in tables for n in (t.data_ptr(), *(n for pair in zip(t.stride(), t.shape, strict=True) for n in pair))])
     fields = array("q", [0] * len(FIELDS))
     fields[FIELDS.index("tables")] = places.buffer_info()[0]
+    values = array("q", leaves)
+    fields[FIELDS.index("leaves")] = values.buffer_info()[0]
     each = library_of(text + extra).each
     each.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     scores = torch.zeros(predicates, N)
@@ -112,7 +126,7 @@ def agreeing(text, tables, predicates):
     return scores == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *INTEGERS, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES, *INTEGERS, torch.bool], ids=str)
 def test_operations_are_torchs(dtype):
     found = [case for case in cases() if case[1] is dtype]
     assert len(found) < 63
@@ -131,6 +145,37 @@ def test_operations_are_torchs(dtype):
         assert bool(agrees.all()), (
             f"{name}: differs at {(~agrees).nonzero().flatten().tolist()[:9]}, wanted {expected[place][0][~agrees][:9]}"
         )
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_captured_numbers_are_rounded_where_torch_rounds_them(dtype):
+    x, y = (numbers(dtype, seed)[None] for seed in (1, 2))
+    number = 257.3
+    functions = [
+        lambda x: x * number, lambda x: x / number, lambda x: x + number, lambda x: number - x, lambda x: x < number,
+        lambda x: torch.where(x > y[0, 0], x, number), lambda x: torch.clamp(x, min=number), lambda x: (x > 0) * number + x,
+    ]  # fmt: skip
+    expected = [f(x).contiguous() for f in functions]
+    mods = [trace(agreement(x, y, e, lambda x, _, f=f: f(x), 0), "mask") for f, e in zip(functions, expected, strict=True)]
+    sources = [
+        emit.Source(at, m.expr.without_detach, tuple(emit.Table(t.dtype, t.ndim, True) for t in m.tensors)) for at, m in enumerate(mods)
+    ]
+    loops = emit.loops_of(tuple(sources), False)
+    assert loops.leaves
+    bounds = [Bound(m.expr, m.scalars, m.tensors, 1, 1, 1, N, torch.device("cpu")) for m in mods]
+    found = [arguments._leaf(bounds[mod], node) for mod, node in loops.leaves]
+    tables = [mods[mod].tensors[slot] for mod, slot in loops.slots]
+    visible = agreeing(loops.text, tables, len(mods), [n for leaf in found for n in arguments._leaf_numbers(leaf)])
+    assert visible.all(1).tolist() == [True] * len(mods)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("f", [lambda x: x**3, torch.exp, torch.tanh], ids=["cube", "exp", "tanh"])
+def test_operations_of_16_bits_whose_rounding_is_unknown_are_not_compiled(f, dtype):
+    x = numbers(dtype, 1)[None]
+    mod = trace(lambda b, h, i, j: f(x[i, j]) > 0, "mask")
+    with pytest.raises(emit.NotCompiledError, match=f"of {dtype}"):
+        emit.loops_of((emit.Source(0, mod.expr, (emit.Table(dtype, 2, True),)),), False)
 
 
 def test_conversions_of_16_bits_are_torchs():

@@ -118,6 +118,13 @@ def test_16_bits(dtype, score):
     judged(*qkv(dtype), SCORES[score], MASKS["causal"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_16_bits(dtype):
+    own, pairs = two.to(dtype), bias.to(dtype)
+    judged(*qkv(dtype), lambda s, b, h, i, j: s + own[(kinds[b, i] == kinds[b, j]).to(torch.int32), h])
+    judged(*qkv(dtype), lambda s, b, h, i, j: s + torch.clamp(0.3 * pairs[b, h, i, j] - own[0, h], min=-0.1), MASKS["causal"])
+
+
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 64), (1, 3), (130, 96), (32, 256)])
 def test_head_dims(d, dv):
     judged(*qkv(d=d, dv=dv), mask=MASKS["causal"])

@@ -14,7 +14,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch import workspace
 from anyattn.backends.torch.compiled import build
 from anyattn.backends.torch.compiled.decision import KINDS
-from anyattn.backends.torch.compiled.emit import Loops, strong
+from anyattn.backends.torch.compiled.emit import Loops, stored_dtype
 from anyattn.backends.torch.compiled.kernel import FIELDS
 from anyattn.backends.torch.compiled.work import Work
 from anyattn.backends.torch.mod_runner import Bound
@@ -34,7 +34,7 @@ class _Leaf(NamedTuple):
 
 
 def _leaf(bound: Bound, node: int) -> _Leaf:
-    value, stage, dtype = bound.value(node), bound.staging.stage[node], strong(bound.expr.nodes[node].dtype)
+    value, stage, dtype = bound.value(node), bound.staging.stage[node], stored_dtype(bound.expr, node)
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=dtype, device="cpu")
     value = value.detach().to(dtype)

@@ -33,7 +33,7 @@ __all__ = [
     "Table",
     "backward_loops_of",
     "loops_of",
-    "strong",
+    "stored_dtype",
 ]
 
 MOST_POSITIONS = 2**28  # sums of a few positions fit 32 bits
@@ -43,6 +43,8 @@ _TYPES = {
 }  # fmt: skip
 _STORED = {**_TYPES, torch.bool: "u8", torch.bfloat16: "u16", torch.float16: "u16"}
 _WIDENED = {torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"}
+_ROUNDED = {torch.bfloat16: "rounded_bfloat16", torch.float16: "rounded_float16"}
+_UNROUNDED = frozenset(("where", "min", "max", "neg", "abs", "sign", "floor", "ceil", "trunc", "round"))  # of 16 bits: a result fits them
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 _FLOAT = {
@@ -101,6 +103,8 @@ INLINE f32 tanh_(f32 x) {
   const f32 near = fma_(p * z, x, x);
   return size < 0.625f ? near : (x < 0.0f ? -far : far);
 }
+INLINE f32 rounded_bfloat16(f32 x) { return from_bfloat16(to_bfloat16(x)); }
+INLINE f32 rounded_float16(f32 x) { return from_float16(to_float16(x)); }
 INLINE i32 inside(i64 x, i64 size, i32 *bad) {
   x = x < 0 ? x + size : x;
   const i32 is_out = (u64)x >= (u64)size;
@@ -325,13 +329,13 @@ class _Writer:
             return _literal(node)
         number = len(self.shared.leaves)
         self.shared.leaves.append((self.mod, at))
-        stored = _STORED.get(strong(node.dtype))
+        stored = _STORED.get(stored_dtype(self.expr, at))
         if stored is None:
             raise NotCompiledError(f"values of dtype {node.dtype}")
         place = f"(const {stored} *)leaf[{number}].address + p->b * leaf[{number}].b + p->h * leaf[{number}].h"
         if stage in ("per_head", "row"):
             row = f" + p->row * leaf[{number}].s" if stage == "row" else ""
-            return self._line(name, self._type(at), _read(node.dtype, f"*({place}{row})"))
+            return self._line(name, self._type(at), _read(stored_dtype(self.expr, at), f"*({place}{row})"))
         shift = {"col": "", "entry_col": " + p->key_base", "diagonal": " - p->q_idx"}[stage]
         self._line(name, f"{stored} *__restrict__", place + shift)
         value = _read(node.dtype, f"{name}[j]")
@@ -341,17 +345,22 @@ class _Writer:
         node = self.nodes[at]
         if node.op == "load":
             return self._load(node)
-        args = [self.names[a] for a in node.args]
+        args = [self._operand(node, place) for place in range(len(node.args))]
         operand = self.nodes[node.args[-1]].dtype
-        is_widened = node.op == "cast" and operand in _WIDENED and node.dtype is torch.float32
-        if not is_widened and (is_weak(node.dtype) or is_weak(operand) or not {node.dtype, operand} <= _TYPES.keys()):
+        if is_weak(node.dtype) or is_weak(operand) or not {node.dtype, operand} <= _TYPES.keys() | _WIDENED.keys():
             raise NotCompiledError(f"{node.op} of {operand}")
         if node.op == "cast":
             return self._cast(at, args[0])
         if category(operand) == "int" and not all(self._is_narrow(a) or self.nodes[a].dtype is not torch.int64 for a in (at, *node.args)):
             args = [f"(i64){a}" if self.nodes[p].dtype is torch.int64 else a for a, p in zip(args, node.args, strict=True)]
         text = self._operation(node, args, category(operand))
-        return f"({self._type(at)})({text})"
+        return f"({self._type(at)})({text})" if node.op in _UNROUNDED else _rounded(node.dtype, f"({self._type(at)})({text})")
+
+    def _operand(self, node: Node, place: int) -> str:
+        """An argument. torch rounds a number that meets values of 16 bits to these, except a factor and a divisor."""
+        at = node.args[place]
+        is_exact = not _is_wide_number(self.expr, at) or node.op == "mul" or (node.op == "div" and place == 1)
+        return self.names[at] if is_exact else _rounded(self.nodes[at].dtype, self.names[at])
 
     def _operation(self, node: Node, args: list[str], kind: str) -> str:
         if node.op in _COMPARE:
@@ -363,7 +372,8 @@ class _Writer:
         if kind == "float":
             text = _FLOAT.get(node.op) or (_SINGLE.get(node.op) if node.dtype is torch.float32 else None)
             if text is None and node.op == "pow":
-                text = {2: "{0} * {0}", 3: "{0} * {0} * {0}"}.get(self._constant(node.args[1]))  # type: ignore[call-overload]
+                cube = None if node.dtype in _WIDENED else "{0} * {0} * {0}"  # torch rounds some squares on the way, by dtype and CPU
+                text = {2: "{0} * {0}", 3: cube}.get(self._constant(node.args[1]))  # type: ignore[call-overload]
         elif node.op == "not":
             text = "!{0}" if kind == "bool" else "~{0}"
         elif node.op in ("shl", "shr"):
@@ -391,7 +401,7 @@ class _Writer:
             return f"{text} != 0"
         if category(source) == "float" and category(node.dtype) == "int":
             raise NotCompiledError("a float as a whole number")
-        return f"({self._type(at)})({text})"
+        return _rounded(node.dtype, f"({self._type(at)})({text})")
 
     def place(self, arg: int, size: str) -> str:
         """An index that is made to be inside of a dimension; negative ones count from its end."""
@@ -435,6 +445,22 @@ class _Writer:
 def strong(dtype: DType) -> torch.dtype:
     """The dtype in which a value is stored: weak numbers have 64 bits."""
     return dtype if not is_weak(dtype) else torch.int64 if dtype is int else torch.float64  # type: ignore[return-value]
+
+
+def stored_dtype(expr: Expr, at: int) -> torch.dtype:
+    """The dtype in which torch hands a value of the expression to the loops."""
+    return torch.float32 if _is_wide_number(expr, at) else strong(expr.nodes[at].dtype)
+
+
+def _is_wide_number(expr: Expr, at: int) -> bool:
+    """Whether a value of 16 bits is a literal or a captured number, which torch has not rounded to them."""
+    node = expr.nodes[at]
+    is_number = node.op == "const" or (node.op == "cast" and node.attr is None and expr.nodes[node.args[0]].dtype is float)
+    return node.dtype in _WIDENED and is_number
+
+
+def _rounded(dtype: DType, text: str) -> str:
+    return f"{_ROUNDED[dtype]}({text})" if dtype in _ROUNDED else text  # type: ignore[index]
 
 
 def _type(dtype: DType) -> str:
