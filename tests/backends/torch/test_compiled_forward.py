@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import oracle
+from anyattn import oracle, problem
 from anyattn.backends.torch.compiled import build, decision, emit
 from anyattn.call_cache import attention
 from anyattn.testing import budget
@@ -163,6 +163,13 @@ def test_sequences():
         parts = [t[None].transpose(1, 2) for t in (q[rows], k[keys], v[keys])]
         mask = lambda b, h, i, j, n=n, m=m: j <= i + n - m
         compare(out[rows][None].transpose(1, 2), lse[:, rows][None], *parts, mask=mask)
+
+
+def test_a_warm_call_computes_no_row_limits(monkeypatch):
+    call = lambda: flex(*qkv(), mask_mod=MASKS["window"], enable_gqa=True)
+    first = call()
+    monkeypatch.setattr(problem, "limits", lambda *_: pytest.fail("the limits of the rows are computed again"))
+    assert torch.equal(call(), first)
 
 
 def test_values_that_are_not_finite_reach_the_rows_that_see_them():

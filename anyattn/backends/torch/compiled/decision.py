@@ -60,7 +60,7 @@ def _scores(problem: Problem) -> int:
 
 def masks(problem: Problem) -> dict[int, TracedMod]:
     """The predicates without row ranges, by place."""
-    return {at: p for at, (p, limit) in enumerate(zip(problem.predicates, problem.row_limits, strict=True)) if limit is None}
+    return {at: p for at, (p, ranges) in enumerate(zip(problem.predicates, problem.row_ranges, strict=True)) if ranges is None}
 
 
 def mods(problem: Problem) -> dict[int, TracedMod]:
