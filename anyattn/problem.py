@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.analysis.row_ranges import NO_KEYS, RowRanges, limits, limits_of_rows, row_ranges
 from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import negative_zeros
+from anyattn.tensors.by_contents import kept
 
 if TYPE_CHECKING:
     from anyattn.sequences.batch import Sequences
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = ["Problem"]
+
+_MOST_BYTES = 2**16  # of the tables of a mask whose row ranges are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +105,7 @@ class Problem(OfFields):
         """The row ranges of each predicate, None if it has none; reads captured tensors, as ``row_ranges.row_ranges`` does."""
         if not self.has_pairs:  # no mod may be evaluated here: a captured table may be empty
             return (NO_KEYS,) * len(self.predicates)
-        return tuple([row_ranges(p) for p in self.predicates])
+        return tuple([_ranges_of(p) for p in self.predicates])
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
@@ -160,3 +165,18 @@ class Problem(OfFields):
             if t is not None and t.requires_grad:
                 return True
         return False
+
+
+def _ranges_of(mask: TracedMod) -> RowRanges | None:
+    """``row_ranges``, which are derived once for equal contents of small tables on the CPU, from copies of them."""
+    if not mask.tensors or sum(t.nbytes for t in mask.tensors) > _MOST_BYTES:
+        return row_ranges(mask)
+    if any(type(t) not in (Tensor, Parameter) or t.device.type != "cpu" or t.layout is not torch.strided for t in mask.tensors):
+        return row_ranges(mask)
+    copies = tuple([t.detach().clone() for t in mask.tensors])
+
+    def derived() -> RowRanges | None:
+        ranges = row_ranges(replace(mask, tensors=copies))
+        return None if ranges is None else replace(ranges, is_constant=True)
+
+    return kept(copies, ("row ranges", mask.expr, mask.scalars, negative_zeros(mask.scalars)), derived)

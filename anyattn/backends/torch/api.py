@@ -26,7 +26,8 @@ __all__ = ["Repeater"]
 
 
 class Repeater(plan.Repeater):
-    """Computes the calls of one plan by torch operations; they share the plan and, if only sizes decide it, the coverage."""
+    """Computes the calls of one plan by torch operations; they share the plan and, if only sizes decide it, the coverage. A plan that is
+    not reusable has one call, whose passes share the coverage."""
 
     def __init__(self, problem: Problem, plan: TorchPlan) -> None:
         self.plan = plan
@@ -41,6 +42,9 @@ class Repeater(plan.Repeater):
         plan = self.plan
         if plan.num_splits > 1:
             return _forward_by_splits(problem, plan)
+        if not plan.is_reusable and plan.has_loops:
+            self.coverage = _cover(problem, plan)
+            self._work = work_of(problem, self.coverage)
         if plan.has_loops:
             result = _results(problem)
             if compiled.forward(problem, self._work or work_of(problem, _cover(problem, plan)), result):

@@ -44,6 +44,7 @@ __all__ = [
 
 LONGEST = 2**30  # most positions of a sequence: limits and tile lists are int32, and so is the sum of a limit and a tile size
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
+_MOST_ROWS = 2**15  # of all batch entries and heads, whose limits are kept
 _OF_INTEGERS = frozenset(("add", "sub", "mul", "neg", "min", "max", "cast"))
 MOST_POSITIONS = 2**MOST_INDEX_BITS  # limits are proved right for sequences up to this length
 
@@ -62,11 +63,13 @@ class RowRanges:
     ``lo_i <= kv_idx < hi_i`` for some i. Limits are not clipped (hi may be ``NO_LIMIT``, lo may be negative), a range with lo >= hi is
     empty, and ranges may overlap; ``limits`` returns them clipped, sorted and disjoint.
     scalars, tensors: run-time values for the slots of ``expr``; the mod's own, then tensors derived from their values.
+    is_constant: the tensors are copies to which nothing is written.
     """
 
     expr: Expr
     scalars: tuple[int | float, ...]
     tensors: tuple[Tensor, ...]
+    is_constant: bool = False
 
     @property
     def count(self) -> int:
@@ -208,6 +211,11 @@ def limits(
     if ranges is None or max(seqlen_q, seqlen_k) > MOST_POSITIONS:
         return None
     device = device if device is not None else (ranges.tensors[0].device if ranges.tensors else "cpu")
+    of = _constant_limits if ranges.is_constant and B * H * seqlen_q <= _MOST_ROWS else _computed_limits
+    return of(ranges, seqlen_q, seqlen_k, B, H, device)
+
+
+def _computed_limits(ranges: RowRanges, seqlen_q: int, seqlen_k: int, B: int, H: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     leaves = {
         "b": torch.arange(B, device=device)[:, None, None],
         "h": torch.arange(H, device=device)[:, None],
@@ -215,6 +223,9 @@ def limits(
     }
     sees = _sees(ranges)
     return _limits(ranges, leaves, (B if sees.b else 1, H if sees.h else 1, seqlen_q), seqlen_k, seqlen_k, device)
+
+
+_constant_limits = lru_cache(maxsize=32)(_computed_limits)
 
 
 def has_range_on_host(ranges: RowRanges) -> bool:

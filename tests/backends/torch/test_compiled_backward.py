@@ -9,6 +9,7 @@ import torch
 
 import anyattn
 from anyattn import oracle
+from anyattn.backends.torch import api
 from anyattn.backends.torch.compiled import backward as compiled
 from anyattn.backends.torch.compiled import build
 from anyattn.call_cache import attention
@@ -181,6 +182,16 @@ def test_values_at_hidden_keys_do_not_matter(passes):
     got = judge(q, *dirty, mask=seen, meant=(q, *(torch.where(t.isnan(), 0.0, t) for t in dirty)))
     assert all(passes)
     assert not got["dk"][:, :, 90:].any()
+
+
+def test_both_passes_of_a_mask_of_tables_share_the_coverage(monkeypatch, passes):
+    covered, cover = [], api._cover
+    monkeypatch.setattr(api, "_cover", lambda *args: covered.append(args) or cover(*args))
+    first = torch.tensor([3, 70])
+    q, k, v = (t.requires_grad_() for t in qkv())
+    flex(q, k, v, mask_mod=lambda b, h, i, j: (j >= first[b]) & (i >= j), enable_gqa=True).sum().backward()
+    assert all(passes)
+    assert len(covered) == 1
 
 
 def test_scores_far_from_0_are_torchs(passes):

@@ -15,6 +15,7 @@ import anyattn
 from anyattn import oracle, problem
 from anyattn.backends.torch.compiled import build, decision, emit
 from anyattn.call_cache import attention
+from anyattn.mods.analysis import row_ranges
 from anyattn.testing import budget
 from anyattn.testing.rounding import later
 from tests.support import poison
@@ -170,6 +171,23 @@ def test_a_warm_call_computes_no_row_limits(monkeypatch):
     first = call()
     monkeypatch.setattr(problem, "limits", lambda *_: pytest.fail("the limits of the rows are computed again"))
     assert torch.equal(call(), first)
+
+
+def test_a_mask_of_tables_is_solved_once_for_their_contents(monkeypatch):
+    first, end = whole(K // 2, B, seed=12), K - whole(K // 3, B, seed=13)
+    mask = lambda b, h, i, j: (j >= first[b]) & (i >= j) | (j >= end[b])
+    judged(*qkv(), mask=mask)
+    derive = row_ranges._derive
+    with monkeypatch.context() as patch:
+        patch.setattr(row_ranges, "_derive", lambda *_: pytest.fail("the ranges are derived again"))
+        judged(*qkv(), mask=mask)
+        first, end = first.clone(), end.clone()
+        judged(*qkv(), mask=mask)
+    derived = []
+    monkeypatch.setattr(row_ranges, "_derive", lambda *args: derived.append(args) or derive(*args))
+    first.numpy()[:] += 3  # a write that torch does not count
+    judged(*qkv(), mask=mask)
+    assert derived
 
 
 def test_values_that_are_not_finite_reach_the_rows_that_see_them():
