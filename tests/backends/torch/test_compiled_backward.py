@@ -55,6 +55,8 @@ CAPTURED = {
     "pairs": (((B, H, S, K),), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
     "pairs, times a number": (((B + 1, H, S + 3, K + 2),), lambda t: lambda s, b, h, i, j: s - 0.5 * t[b, h, i, j]),
     "pairs of all heads": (((S, K),), lambda t: lambda s, b, h, i, j: s + t[i, j]),
+    "pairs of each head": (((H + 1, S, K + 2),), lambda t: lambda s, b, h, i, j: s + t[h, i, j]),
+    "keys of each head": (((S, K, H), (K,)), lambda t, u: lambda s, b, h, i, j: s + t[i, j, h] * u[j]),
     "two numbers a head": (((2, H),), lambda t: lambda s, b, h, i, j: s + t[(kinds[b, i] == kinds[b, j]).to(torch.int32), h]),
     "rows and columns": (((H, S), (B, K)), lambda t, u: lambda s, b, h, i, j: s + t[h, i] * u[b, j]),
     "distances": (((H, S + K),), lambda t: lambda s, b, h, i, j: s + t[h, i - j + K]),
@@ -74,7 +76,14 @@ def check(name, mask=None, dtype=torch.float32, sink=None, of=torch.float64, **o
 
 
 MASKS = {"all": None, "causal": CAUSAL, "same": SAME}
-QUICK = {("nothing", "causal"), ("capped", "same"), ("pairs", "causal"), ("two numbers a head", "all"), ("gathers", "causal")}
+QUICK = {
+    ("nothing", "causal"),
+    ("capped", "same"),
+    ("pairs", "causal"),
+    ("pairs of each head", "same"),
+    ("two numbers a head", "all"),
+    ("gathers", "causal"),
+}
 EVERY = [(name, mask) for name in CAPTURED for mask in MASKS]
 
 
@@ -120,6 +129,22 @@ def test_few_heads_divide_their_keys(passes):
     judge(*(random(1, 1, n, 16, seed=n) for n in (130, 1100, 1100)), score=lambda s, b, h, i, j: s + table[i, j], captured=(table,))
     assert all(passes)
     assert compiled._splits(Problem(*(torch.zeros(1, 1, n, 8) for n in (16, 1100, 1100)), 1.0))[0] > 1
+
+
+@pytest.mark.parametrize("name", ["pairs of each head", "pairs of all heads", "keys of each head"])
+def test_parts_of_the_keys_share_the_sums_for_captured_tensors(name, passes, monkeypatch):
+    monkeypatch.setattr(compiled, "_LEAST_KEYS", 64)
+    check(name, SAME)
+    assert all(passes)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("pairs of each head", B), ("pairs of all heads", B * HK)])
+def test_heads_with_values_of_their_own_share_a_copy_of_the_sums(name, copies, passes, monkeypatch):
+    most = copies * math.prod(CAPTURED[name][0][0])
+    for number in (most, most - 1):
+        monkeypatch.setattr(compiled, "_MOST_SUMS", number)
+        check(name)
+    assert passes == [True, True, False, False]  # each check runs twice
 
 
 def test_gradients_of_the_log_sum_exp(passes):

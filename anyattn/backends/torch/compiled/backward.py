@@ -55,8 +55,7 @@ def backward(
     if program is None or (function := build.function_of(program.loops.text)) is None:
         return None
     splits, split_keys = _splits(problem)
-    items = problem.batch * problem.heads_kv * splits
-    sums = _sums(problem, program.loads, items)
+    sums = _sums(problem, program.loads, splits)
     if sums is None:
         return None
     bounds = {s.mod: _bound(problem, s) for s in program.sources}
@@ -69,7 +68,7 @@ def backward(
     arguments.tensor("grad_k", dk)
     arguments.tensor("grad_v", dv)
     arguments.values(program.loops, bounds)
-    arguments.array("sums", [n for total, is_alone in sums for n in _sum_numbers(total, is_alone)])
+    arguments.array("sums", [n for total in sums for n in _sum_numbers(total)])
     is_outside = function(arguments.address())
     del arguments  # and with them the copies
     if is_outside:
@@ -132,21 +131,19 @@ def _differentiated(expr: Expr, slots: tuple[int, ...], shared: tuple[bool, ...]
     for g in wanted:
         indices = [gradients.expr.outputs[i] for i in g.indices]
         nodes = [gradients.expr.nodes[i] for i in indices]
-        is_only = sum(other.slot == g.slot for other in wanted) == 1
-        loads.append(
-            Load(
-                g.slot, len(outputs), tuple(range(len(outputs) + 1, len(outputs) + 1 + len(indices))), is_only and _is_alone(nodes, shared)
-            )
-        )
+        places = tuple(range(len(outputs) + 1, len(outputs) + 1 + len(indices)))
+        by_key = bool(nodes) and nodes[-1].op == "index" and nodes[-1].attr == "kv_idx"
+        by_head = any(n.op == "index" and n.attr == "h" for n in nodes)
+        loads.append(Load(g.slot, len(outputs), places, by_key, by_head, by_key and _is_alone(nodes, shared)))
         outputs += [builder.copy(gradients.expr, gradients.expr.outputs[g.output]), *(builder.copy(gradients.expr, i) for i in indices)]
     return own, builder.build(*outputs), tuple(loads)
 
 
 def _is_alone(nodes: list, shared: tuple[bool, ...]) -> bool:
-    """Whether every pair of the call has an index of its own, which ends with its key's position."""
+    """Whether every pair of the call has an index of its own."""
     names = [n.attr for n in nodes if n.op == "index"]
     has_all = {"q_idx", "kv_idx"} <= set(names) and ("b" in names or shared[0]) and ("h" in names or shared[1])
-    return has_all and all(n.op in ("index", "const") for n in nodes) and nodes[-1].attr == "kv_idx" and nodes[-1].op == "index"
+    return has_all and all(n.op in ("index", "const") for n in nodes)
 
 
 def _bound(problem: Problem, source: Source) -> Bound:
@@ -155,28 +152,31 @@ def _bound(problem: Problem, source: Source) -> Bound:
     return bind(source.expr, mod.scalars, mod.tensors, problem)
 
 
-def _sums(problem: Problem, loads: tuple[Load, ...], items: int) -> list[tuple[Tensor, bool]] | None:
-    """Memory of each load's sums: (items, ...) or, where every pair has an index of its own, that of the tensor's gradient; None if it is
-    too much."""
-    found: list[tuple[Tensor, bool]] = []
+def _sums(problem: Problem, loads: tuple[Load, ...], splits: int) -> list[Tensor] | None:
+    """Memory of each load's sums, (B or 1, Hkv or 1, splits or 1, ...): for each item that may add to the same value as others a copy of
+    its own. None if it is too much."""
+    found: list[Tensor] = []
     for load in loads:
         assert problem.score is not None
         shape = tuple(problem.score.tensors[load.slot].shape)
-        if not load.is_alone and items * math.prod(shape) > _MOST_SUMS:
+        copies = (problem.batch, 1 if load.by_head else problem.heads_kv, 1 if load.by_key else splits)
+        copies = (1, 1, 1) if load.is_alone else copies
+        if not load.is_alone and math.prod((*copies, *shape)) > _MOST_SUMS:
             return None
-        found.append((workspace.zeros(shape if load.is_alone else (items, *shape), torch.float32, problem.q.device), load.is_alone))
+        found.append(workspace.zeros((*copies, *shape), torch.float32, problem.q.device))
     return found
 
 
-def _sum_numbers(total: Tensor, is_alone: bool) -> tuple[int, ...]:
-    own = total if is_alone else total[0]
-    return (total.data_ptr(), 0 if is_alone else total.stride(0), *(n for pair in zip(own.stride(), own.shape, strict=True) for n in pair))
+def _sum_numbers(total: Tensor) -> tuple[int, ...]:
+    copies = (0 if size == 1 else step for size, step in zip(total.shape[:3], total.stride()[:3], strict=True))
+    return total.data_ptr(), *copies, *(n for pair in zip(total.stride()[3:], total.shape[3:], strict=True) for n in pair)
 
 
-def _captured(problem: Problem, loads: tuple[Load, ...], sums: list[tuple[Tensor, bool]]) -> dict[int, Tensor]:
+def _captured(problem: Problem, loads: tuple[Load, ...], sums: list[Tensor]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
-    for load, (total, is_alone) in zip(loads, sums, strict=True):
-        part = total if is_alone else total.sum(0)
+    for load, total in zip(loads, sums, strict=True):
+        parts = total.flatten(0, 2)
+        part = parts[0] if len(parts) == 1 else parts.sum(0)
         found[load.slot] = found[load.slot] + part if load.slot in found else part
     return found
 

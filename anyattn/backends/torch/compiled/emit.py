@@ -145,12 +145,14 @@ class Source(NamedTuple):
 
 
 class Load(NamedTuple):
-    """One load that gets a gradient: the outputs of the derivative and of the indices. is_alone: each of its values is read at one pair of
-    the call only, and its last index is the key's position."""
+    """One load that gets a gradient: the outputs of the derivative and of the indices. by_key: its last index is the key's position.
+    by_head: an index is the head. is_alone: each of its values is read at one pair of the call only, and ``by_key``."""
 
     slot: int
     output: int
     indices: tuple[int, ...]
+    by_key: bool
+    by_head: bool
     is_alone: bool
 
 
@@ -232,23 +234,24 @@ def _captured(source: Source, loads: tuple[Load, ...], is_ragged: bool, shared: 
         raise NotCompiledError("derivative by a captured tensor that depends on the score")
     rows, bodies, first = [*lines.row, "const i64 *sums = (const i64 *)a->sums;"], [], 0
     for n, load in enumerate(loads):
-        base, terms = [f"(f32 *)sums[{first}]", f"item * sums[{first + 1}]"], []
+        copy = (f"{n} * sums[{first + at}]" for at, n in enumerate(("p->b", "(p->h / a->ratio)", "(item % a->splits)"), 1))
+        base, terms = [f"(f32 *)sums[{first}]", *copy], []
         for dim, index in enumerate(load.indices):
-            stride, at = f"sums[{first + 2 + 2 * dim}]", source.expr.outputs[index]
-            text = f"(i64){writer.place(at, f'sums[{first + 3 + 2 * dim}]')}"
-            if load.is_alone and dim == len(load.indices) - 1:  # contiguous, and the position of a key is its last index
+            stride, at = f"sums[{first + 4 + 2 * dim}]", source.expr.outputs[index]
+            text = f"(i64){writer.place(at, f'sums[{first + 5 + 2 * dim}]')}"
+            if load.by_key and dim == len(load.indices) - 1:  # contiguous
                 terms.append(names[index])
             elif writer.stages[at] in ("per_head", "row"):
                 base.append(f"{text} * {stride}")
             else:
                 terms.append(f"{text} * {stride}")
-        first += 2 + 2 * len(load.indices)
+        first += 4 + 2 * len(load.indices)
         factor = names[load.output]
         is_one = source.expr.nodes[source.expr.outputs[load.output]] == Node("const", (), torch.float32, 1.0)
         rows.append(f"f32 *to{n} = {' + '.join(base)};")
         part = "ds[j]" if is_one else f"(ds[j] == 0.0f ? 0.0f : ds[j] * {factor})"  # a derivative at a hidden pair is arbitrary
         if terms:
-            bodies.append(_loop([*lines.pair, f"to{n}[{' + '.join(terms)}] += {part};"], "", "#pragma GCC ivdep" if load.is_alone else ""))
+            bodies.append(_loop([*lines.pair, f"to{n}[{' + '.join(terms)}] += {part};"], "", "#pragma GCC ivdep" if load.by_key else ""))
         else:
             rows.append(f"f32 sum{n} = 0.0f;")
             bodies.append(
