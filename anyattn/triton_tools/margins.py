@@ -2,7 +2,7 @@
 
 A pair that must satisfy six comparisons takes six additions with a minimum, which are one instruction each on Hopper, and one predicate.
 As six predicates a pair the compiler computes them before the scores' product, has no room for them, and packs them bit by bit: the loop
-over partial tiles of a video's neighbourhood mask at head dimension 64 has 2,963 instructions so, and 1,511 with margins.
+over partial tiles of a video's neighbourhood mask at head dimension 64 has 2,963 instructions so, and 1,966 with margins.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def with_margins(expr: Expr, box: Box) -> Expr:
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: (q >= k) & (q - k < 9) & (q // 9 <= k), "mask").expr
-    >>> [node.op for node in with_margins(e, Box.of_sizes(2**20, 2**20)).nodes][-4:]
-    ['min', 'min', 'const', 'ge']
+    >>> [sum(node.op == op for node in with_margins(e, Box.of_sizes(2**20, 2**20)).nodes) for op in ("min", "ge", "and")]
+    [2, 1, 0]
     """
     return _Writer(expr, box).written()
 
