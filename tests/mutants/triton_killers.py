@@ -237,12 +237,6 @@ def windows() -> None:
     judge(*x, mask=lambda b, h, i, j: (i + 2 * j) % 3 < 2, **options)
 
 
-def shared_pairs() -> None:
-    """Several tiles, and an entry for each pair that all batch entries share."""
-    a = torch.linspace(-1, 1, 2 * 37 * 43, dtype=torch.float64).sin().reshape(2, 37, 43)
-    judge(*qkv(9, 2, 2, 37, 43, 16, 16), score=lambda s, _, h, i, j: s * 0.5 + a[h, i, j], captured=[a], mask=masks.causal(3))
-
-
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -281,6 +275,5 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "uneven_pages": pages(12),
     "exact": exact,
     "windows": two_entries_at_a_time(windows),
-    "shared_pairs": two_entries_at_a_time(shared_pairs),
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

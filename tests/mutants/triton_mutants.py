@@ -228,18 +228,15 @@ MUTANTS = by_name(
     # batch entries one after the other
     Mutant("entries_of_a_program_alike", f"{_PAIR_TILE}:pair_tile", "begin + i", "begin", "windows"),
     Mutant("delta_of_a_tile_dropped", f"{_PAIR_TILE}:pair_tile", "p * dp", "p * 0.0", "windows"),
-    Mutant("statistics_of_the_first_row_tile", f"{_PAIR_TILE}:pair_tile", "__ + q_first + m_lane", "__ + m_lane", "shared_pairs"),
-    Mutant("statistics_of_the_first_head", f"{_PAIR_TILE}:pair_tile", "entry * sizes.heads + h", "entry * sizes.heads", "shared_pairs"),
+    Mutant("statistics_of_the_first_head", f"{_PAIR_TILE}:pair_tile", "entry * sizes.heads + h", "entry * sizes.heads", "windows"),
     Mutant("dv_of_dp", f"{_PAIR_TILE}:pair_tile", "tl.trans(kept_p.to(k.dtype))", "tl.trans(dp.to(k.dtype))", "windows"),
     Mutant("ds_of_the_modified_score", f"{_PAIR_TILE}:pair_tile", "of_score[1].to(tl.float32)", "1.0", "windows"),
     Mutant(
         "mask_of_a_small_problem_forgotten", f"{_PAIR_TILE}:_seen",
         "seen & mods.mask.value(b, h, kv, of_mask, mods.mask.scalars, mods.mask.tensors)", "seen", "windows",
     ),
-    Mutant("key_tiles_alike", f"{_PAIR_TILE}:pair_tile", "tile % sizes.key_tiles", "tile * 0", "shared_pairs"),
-    Mutant("cut_tiles_left_out", f"{_PAIR_TILE}:pair_tile", "tl.max(some.to(tl.int32), 1)", "tl.min(some.to(tl.int32), 1)", "shared_pairs"),
     Mutant("first_derivative_for_all", f"{_PROGRAMS}:by_entry", "numbers[factor]", "0", "windows"),
-    Mutant("sums_of_one_entry", f"{_PAIR_TILE}:pair_tile", "first_sum += terms[0]", "first_sum = terms[0]", "shared_pairs"),
+    Mutant("sums_of_one_entry", f"{_PAIR_TILE}:pair_tile", "first_sum += terms[0]", "first_sum = terms[0]", "windows"),
     Mutant("copies_but_the_first_lost", f"{_PRIVATIZED_SUM}:read", "total.sum(-1)", "total[..., 0]", "few_entries"),
     Mutant(
         "entries_begin_at_copies", f"{_CAPTURED_GRADIENTS}:_place",

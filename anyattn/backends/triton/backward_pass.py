@@ -1,6 +1,6 @@
 """The Triton backward pass in three launches: row statistics; dq with the captured tensors' gradients; dk and dv.
 
-For small problems, and for captured tensors that a batch shares, see ``pair_tiles``.
+Small problems have one, see ``pair_tiles``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from anyattn.backends.triton.kernels.arguments import (
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
-from anyattn.backends.triton.pair_tiles import PairTiles, launch_pairs, pair_tiles_of, pairs_for
+from anyattn.backends.triton.pair_tiles import launch_pairs, pair_tiles_of, pairs_for
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
@@ -91,15 +91,15 @@ def backward(
 
 class Passes(NamedTuple):
     """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the
-    prepared launches of each kernel. pairs: None if ``kernels.pair_tile`` cannot compute the calls."""
+    prepared launches of each kernel. pairs: ``pair_tiles_of``."""
 
     tiles: dict[str, Tiles]
     range_count: int
     launches: dict[str, LaunchCache]
-    pairs: PairTiles | None
+    pairs: Tiles | None
 
     @classmethod
-    def of(cls, problem: Problem, tiles: dict[str, Tiles], pairs: PairTiles | None) -> Passes:
+    def of(cls, problem: Problem, tiles: dict[str, Tiles], pairs: Tiles | None) -> Passes:
         launches = {name: LaunchCache() for name in ("prepare", "dq", "dkdv", "pairs")}
         return cls(tiles, program_of(problem).program.range_count, launches, pairs)
 
@@ -111,7 +111,8 @@ def passes_of(problem: Problem, plan: TritonPlan, *results: Any) -> Passes:
     """The passes of a problem's calls. results: out, lse, dout and dlse of one, by which tiles are measured if the plan asks for that."""
     tiles = _tiles(problem, plan)
     pairs = pair_tiles_of(problem, tiles["dq"] if plan.has_asked_tiles else None)
-    return Passes.of(problem, _tuned(problem, tiles, pairs, results) if plan.is_tuned else tiles, pairs)
+    is_tuned = plan.is_tuned and pairs_for(problem, pairs) is None
+    return Passes.of(problem, _tuned(problem, tiles, results) if is_tuned else tiles, pairs)
 
 
 def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
@@ -125,26 +126,26 @@ def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, .
     return dq, *of_pools, *others
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], pairs: PairTiles | None, results: tuple[Any, ...]) -> dict[str, Tiles]:
+def _tuned(problem: Problem, tiles: dict[str, Tiles], results: tuple[Any, ...]) -> dict[str, Tiles]:
     """The fastest tiles of each kernel, measured one kernel after the other."""
-    program, device, used = program_of(problem).program, problem.q.device, pairs_for(problem, pairs)
+    program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}, pairs))]
+        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}, None))]
         return autotune.seconds(lambda: backward(problem, passes, *results), device)
 
-    for name in _kernels_of(problem, used):  # for a kernel that is not launched all tiles would take the same time
-        question = autotune.backward_question(name, problem, program, _words_of(name, problem, used))
+    for name in _kernels_of(problem):  # for a kernel that is not launched all tiles would take the same time
+        question = autotune.backward_question(name, problem, program, _words_of(name, problem))
         tiles = {**tiles, name: autotune.best(question, device, partial(measure, name))}
     return tiles
 
 
-def _words_of(name: str, problem: Problem, pairs: PairTiles | None = None) -> list[str]:
-    """Properties besides mask and mods that select a kernel. pairs: ``pairs_for``."""
+def _words_of(name: str, problem: Problem) -> list[str]:
+    """Properties besides mask and mods that select a kernel."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
-    wanted = problem.wanted_slots if pairs is None else ()
+    wanted = problem.wanted_slots
     captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return (
         captured
@@ -189,32 +190,26 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
             if gradient is not None:
                 gradient.zero_()
     shared = _Shared(*operands, results.dout, *gradients)
-    of_sink = delta_of_rows(problem)
+    delta = delta_of_rows(problem)
     for form, passes in forms:
-        pairs, delta = pairs_for(form.problem, passes.pairs) if form.guard is None else None, of_sink
-        if pairs is not None and not pairs.is_whole and delta is None:
-            delta = torch.empty_like(results.lse)
-        if pairs is None or not pairs.is_whole:
-            statistics = _row_statistics(form, passes, results, delta)
-            for name in _kernels_of(problem, pairs):
-                _launch(name, form, passes, shared, statistics, totals if name == "dq" and pairs is None else ())
+        pairs = pairs_for(form.problem, passes.pairs) if form.guard is None else None
         if pairs is not None:
-            of_pairs = gradients if pairs.is_whole else (None, None, None)
-            tensors = *operands, results.dout, results.lse, results.dlse, delta, *of_pairs  # ``PairTensors``
+            tensors = *operands, results.dout, results.lse, results.dlse, delta, *gradients  # ``PairTensors``
             launch_pairs(passes.launches["pairs"], form.problem, pairs, tensors, shared.filled, totals)
+            continue
+        statistics = _row_statistics(form, passes, results, delta)
+        for name in _kernels_of(problem):
+            _launch(name, form, passes, shared, statistics, totals if name == "dq" else ())
     captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _gradient_of_captured(total, own)
-    return *gradients, sink_gradient(problem, results.lse, of_sink), *captured
+    return *gradients, sink_gradient(problem, results.lse, delta), *captured
 
 
-def _kernels_of(problem: Problem, pairs: PairTiles | None) -> tuple[str, ...]:
-    """The kernels of the needed gradients, in launch order, besides that of ``pair_tiles``. dq's kernel also adds to captured tensors'
-    gradients. pairs: ``pairs_for``."""
-    if pairs is not None and pairs.is_whole:
-        return ()
-    has_dq = problem.q.requires_grad or (bool(problem.wanted_slots) and pairs is None)
+def _kernels_of(problem: Problem) -> tuple[str, ...]:
+    """The kernels of the needed gradients, in launch order. dq's kernel also adds to captured tensors' gradients."""
+    has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
@@ -291,7 +286,7 @@ def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...]
         "RANGES": 0 if call_program.program.sees_all else count, "TILE_M": tile_m,
         "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
-        "HAS_DELTA": named.natural_delta is not None,
+        "HAS_SINK": named.natural_delta is not None,
     }  # fmt: skip
     numbers = (*strides, *of_dlse, *tables.strides, *sizes_of(problem, tables), slots_per_head, 1)
     grid = grid_of(tables.row_tiles, problem.heads_q, programs_along_batch(problem, tables))
@@ -332,7 +327,7 @@ def _launch(
         tables = tables._replace(guard=form.guard)
     # ``BackwardTensors``
     tensors = (q, k, v, dout, statistics.lse, dq, dk, dv, tables.entries, tables.order, statistics.spans, tables.guard, statistics.delta)
-    gradients = (dk is None, dv is None) if by_key else (dq is None, *(problem.wanted_slots if totals else ()))
+    gradients = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
     key = (*launch_key(problem, tables, *shared.filled[3:]), tiles, statistics.tile_m, *[t.dtype for t in totals], gradients)
     spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals
     launch_cached(launches, key, problem, tensors, tables.lists, _gradient_spec, spec_arguments, totals)
@@ -347,7 +342,7 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     aligned, strides = strides_of(*shared.filled)
     program, captured = call_program.program, list(captured_of(call_program))
     if problem.score is not None:
-        wanted = problem.wanted_slots if totals else ()
+        wanted = () if by_key else problem.wanted_slots
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
         part = gradient_part(problem, wanted, are_exact)
         program = replace(program, score=part)

@@ -37,7 +37,6 @@ from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 __all__ = [
     "CallProgram",
     "CapturedValues",
-    "EntrySums",
     "Part",
     "Program",
     "by_entry",
@@ -215,34 +214,22 @@ def by_entry(part: Part) -> Part:
     return part._replace(is_by_entry=True, loads=loads)
 
 
-class EntrySums(NamedTuple):
-    """The sums over batch entries from which captured tensors' gradients follow. tiles: their number, each of a tile. has_pairs: some load
-    has an entry for each pair of a tile."""
-
-    tiles: int
-    has_pairs: bool
-
-
-def summed_over_entries(score: TracedMod, wanted: tuple[int, ...], dtype: torch.dtype) -> EntrySums | None:
-    """None if the gradients of the ``wanted`` slots do not follow from such sums: the indices of a load depend on the batch entry or on the
-    score, or a loop computes them (``Load.family``)."""
+def summed_over_entries(score: TracedMod, wanted: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """The number of sums over batch entries, each of a tile, from which the gradients of the ``wanted`` slots follow. None if they do not:
+    the indices of a load depend on the batch entry or on the score, or a loop computes them (``Load.family``)."""
     return _summed_over_entries(score.expr, len(score.scalars), wanted, dtype.itemsize == 2)
 
 
 @lru_cache(maxsize=1024)
-def _summed_over_entries(expr: Expr, scalars: int, wanted: tuple[int, ...], is_short: bool) -> EntrySums | None:
+def _summed_over_entries(expr: Expr, scalars: int, wanted: tuple[int, ...], is_short: bool) -> int | None:
     gradients = score_gradients(expr, is_exact=not is_short)
     loads = tuple([load for load in gradients.loads if load.slot in wanted])
     if families(Gradients(gradients.expr, loads), scalars)[0]:
         return None
-    deps, outputs, has_pairs = dependence(gradients.expr), gradients.expr.outputs, False
-    for load in loads:
-        places = [outputs[i] for i in load.indices]
-        if any(deps[p].b or deps[p].score for p in places):
-            return None
-        is_of_pairs = any(deps[p].q for p in places) and any(deps[p].kv for p in places)
-        has_pairs |= is_of_pairs and not (is_short and moves_along_diagonals(deps, places))
-    return EntrySums(len({outputs[load.output] for load in loads}), has_pairs)
+    deps, outputs = dependence(gradients.expr), gradients.expr.outputs
+    if any(deps[outputs[i]].b or deps[outputs[i]].score for load in loads for i in load.indices):
+        return None
+    return len({outputs[load.output] for load in loads})
 
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:

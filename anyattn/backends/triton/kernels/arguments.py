@@ -139,10 +139,9 @@ class Mods(NamedTuple):
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
-# hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. IS_WHOLE: one tile has all
-# pairs of an entry. TERMS: number of sums over entries, see ``codegen.programs.EntrySums``. SKIPS: ranges are the same for all entries, so
-# that a tile without a visible pair is left out.
-_OF_TILES = (  # of the three kernels that visit tiles of scores
+# hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
+# over entries, see ``codegen.programs.summed_over_entries``.
+_OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
 )  # fmt: skip
@@ -157,12 +156,10 @@ ForwardConstants = _constants(
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
-PairConstants = _constants(
-    "PairConstants", "IS_NEAR", "IS_CUT", "IS_WHOLE", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS", "SKIPS"
-)
+PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
 DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
 PrepareConstants = namedtuple(
-    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_DELTA")
+    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
 )
 
 
@@ -252,8 +249,8 @@ class ListSpans(NamedTuple):
 class PairTensors(NamedTuple):
     """Pointers of ``pair_tile``; for absent tensors any pointer.
 
-    q, k, v, dout, dq, dk, dv: as in ``BackwardTensors``. lse, dlse, delta: float32 (B, Hq, Sq): the log-sum-exp in nats and its gradient,
-    and delta, an output if one tile has all pairs of an entry, else an input. All but dlse are contiguous.
+    q, k, v, dout, dq, dk, dv: as in ``BackwardTensors``. lse, dlse: float32 (B, Hq, Sq), the log-sum-exp in nats and its gradient. delta:
+    the same shape, an output if the sink needs it. lse and delta are contiguous.
     """
 
     q: Any
@@ -275,15 +272,12 @@ class PairSpans(NamedTuple):
 
 
 class PairSizes(NamedTuple):
-    """Sizes of a dense problem: int32. heads: query heads. ratio: query heads per K/V head. key_tiles: tiles of keys per row tile.
-    entries: batch entries of a program."""
+    """Sizes of a dense problem: int32. heads: each with keys of its own. entries: batch entries of a program."""
 
     batch: Any
     seqlen_q: Any
     seqlen_k: Any
     heads: Any
-    ratio: Any
-    key_tiles: Any
     entries: Any
 
 
@@ -292,7 +286,7 @@ class PrepareTensors(NamedTuple):
 
     Inputs: out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: float32 (B, Hq, Sq), in nats, and its gradient. entries, order, guard: as in
     ``BackwardTensors``. Outputs: lse (in base 2), delta: float32, by row tiles, and spans: int32, for ``BackwardTensors``. natural_delta:
-    float32 (B, Hq, Sq), a second copy of delta if the sink or ``pair_tile`` needs it.
+    float32 (B, Hq, Sq), a second copy of delta if the sink needs it.
     """
 
     out: Any

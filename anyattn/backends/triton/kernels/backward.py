@@ -67,7 +67,7 @@ def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     slot = _slot(sequence, m, b, h, sizes, c.TILE_M, c.TILE_M) + tl.arange(0, c.TILE_M)
     tl.store(tensors.lse + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
     tl.store(tensors.delta + slot, delta)
-    if c.HAS_DELTA:
+    if c.HAS_SINK:
         tl.store(tensors.natural_delta + place, delta, mask=is_row)
     if c.RANGES > 0:
         rows = mods.mask.rows(b, h, (position + sequence.q_first)[:, None], mods.mask.scalars, mods.mask.tensors)

@@ -1,11 +1,11 @@
-"""Backward kernel of one tile of (query, key) pairs (device code), which a program visits in a chunk of the batch entries of one head.
+"""Backward kernel of small problems (device code): one tile has all pairs of an entry, in a chunk of the batch entries of one head.
 
 What depends neither on the entry nor on the score, such as a bias by pair, is loaded once. The gradients of captured tensors that all
 entries share are summed over the chunk before they are added to memory: one atomic addition per pair and chunk, not per pair and entry.
 
-If one tile has all pairs of an entry (IS_WHOLE), the program also computes the entry's dq, dk and dv, with five products instead of the
-seven of ``backward.dq_tile`` and ``dkdv_tile``, and delta from the tile's own weights. Such a delta has the rounding of the log-sum-exp,
-which 16 bits do not show and float32 does. Arguments are the groups of ``kernels.arguments``.
+dq, dk and dv take five products instead of the seven of ``backward.dq_tile`` and ``dkdv_tile``, and delta comes from the tile's own
+weights. Such a delta has the rounding of the log-sum-exp, which 16 bits do not show and float32 does. Arguments are the groups of
+``kernels.arguments``.
 """
 
 import triton
@@ -23,14 +23,8 @@ _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def _head(base, strides, head, first, IS_NEAR: tl.constexpr):
-    """A pointer to row ``first`` of a head of the first entry."""
-    return base + head.to(tl.int64) * strides.head + row_at(first, strides, IS_NEAR)
-
-
-@triton.jit
 def _store(base, entry, strides, lane, x, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
-    """Stores rows of an entry. base: ``_head``."""
+    """Stores rows of an entry. base: of a head of the first entry."""
     d = tl.arange(0, BLOCK_D)[None, :]
     at = base + entry * strides.rows + row_at(lane[:, None], strides, IS_NEAR) + d
     tl.store(at, x.to(base.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
@@ -64,29 +58,22 @@ def _seen(is_pair, b, h, q_idx, lanes, end, of_mask, of_always, mods, c):
 
 @triton.jit
 def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
-    """One tile of pairs of one head, in ``sizes.entries`` batch entries: the sums of captured tensors' gradients if there are TERMS, and
-    with IS_WHOLE dq, dk and dv (HAS_DQ, HAS_DK, HAS_DV: those needed)."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    q_first, n_first = tile // sizes.key_tiles * c.TILE_M, tile % sizes.key_tiles * c.TILE_N
-    begin = tl.program_id(2) * sizes.entries
+    """The pairs of one head in ``sizes.entries`` batch entries: dq, dk and dv (HAS_DQ, HAS_DK, HAS_DV: those needed), and the sums of
+    captured tensors' gradients if there are TERMS."""
+    h, begin = tl.program_id(0), tl.program_id(1) * sizes.entries
+    head = h.to(tl.int64)
     m_lane, n_lane = tl.arange(0, c.TILE_M), tl.arange(0, c.TILE_N)
-    is_row, is_key = q_first + m_lane < sizes.seqlen_q, n_first + n_lane < sizes.seqlen_k
-    q_idx, lanes = tl.minimum(q_first + m_lane, sizes.seqlen_q - 1)[:, None], (n_first + n_lane)[None, :]
+    is_row, is_key = m_lane < sizes.seqlen_q, n_lane < sizes.seqlen_k
+    q_idx, lanes = tl.minimum(m_lane, sizes.seqlen_q - 1)[:, None], n_lane[None, :]
     is_pair = is_row[:, None] & is_key[None, :]
-    if c.SKIPS:
-        limits = mods.mask.rows(begin, h, q_idx, mods.mask.scalars, mods.mask.tensors)
-        some = is_pair & mods.mask.value(begin, h, lanes, limits, mods.mask.scalars, mods.mask.tensors)
-        if tl.max(tl.max(some.to(tl.int32), 1), 0) == 0:
-            return
-    kv_head = h // sizes.ratio
-    q_base, do_base = _head(tensors.q, strides.q, h, q_first, c.IS_NEAR), _head(tensors.dout, strides.dout, h, q_first, c.IS_NEAR)
-    k_base, v_base = _head(tensors.k, strides.k, kv_head, n_first, c.IS_NEAR), _head(tensors.v, strides.v, kv_head, n_first, c.IS_NEAR)
+    q_base, do_base = tensors.q + head * strides.q.head, tensors.dout + head * strides.dout.head
+    k_base, v_base = tensors.k + head * strides.k.head, tensors.v + head * strides.v.head
     kv = kv_for(lanes, sizes.seqlen_k, mods.score, not c.IS_CUT)
     of_pairs, of_always = _once(h, q_idx, lanes, sizes.seqlen_k, mods.score, c), _once(h, q_idx, lanes, sizes.seqlen_k, mods.always, c)
     of_mask = of_always
     if c.RANGES == 0:
         of_mask = _once(h, q_idx, lanes, sizes.seqlen_k, mods.mask, c)
-    q_places = places(q_first, c.TILE_M, c.HAS_FOURS, False)
+    q_places = places(0, c.TILE_M, c.HAS_FOURS, False)
     HAS_MASK: tl.constexpr = mods.mask.exists or mods.always.exists
     HIDES: tl.constexpr = c.IS_CUT or HAS_MASK
     zero = tl.zeros((c.TILE_M, c.TILE_N), tl.float32)
@@ -100,7 +87,7 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         k = load_rows(k_base + entry * strides.k.rows, k_at, is_key[:, None], c.HEAD_DIM, c.BLOCK_D, not c.IS_CUT)
         v = load_rows(v_base + entry * strides.v.rows, v_at, is_key[:, None], c.HEAD_DIM_V, c.BLOCK_DV, not c.IS_CUT)
         dout = load_rows(do_base + entry * strides.dout.rows, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, not c.IS_CUT)
-        place = (entry * sizes.heads + h) * sizes.seqlen_q + q_first + m_lane
+        place = (entry * sizes.heads + h) * sizes.seqlen_q + m_lane
         lse = tl.load(tensors.lse + place, mask=is_row, other=float("-inf"))
         lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
         s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
@@ -114,7 +101,7 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         dropout_rows = (q_idx, q_idx)
         if mods.dropout.exists:
             dropout_rows = mods.dropout.rows(b, h, q_places, mods.dropout.scalars, mods.dropout.tensors)
-            dp = kept_of(dp, b, h, n_first, dropout_rows, mods.dropout, False) * factor_of(mods)
+            dp = kept_of(dp, b, h, 0, dropout_rows, mods.dropout, False) * factor_of(mods)
         seen, shown = None, None
         if HIDES:
             seen = _seen(is_pair, b, h, q_idx, lanes, sizes.seqlen_k, of_mask, of_always, mods, c)
@@ -122,50 +109,41 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         if HAS_MASK:  # beyond the sequences' ends dp is 0, and the sums are not read
             shown = seen
             dp = tl.where(seen, dp, 0.0)
-        if c.IS_WHOLE:
-            delta = tl.sum(p * dp, 1)
-            if c.HAS_DLSE:
-                delta -= tl.load(tensors.dlse + row_offsets(b, h, q_first + m_lane, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
-            if c.HAS_DELTA:
-                tl.store(tensors.delta + place, delta, mask=is_row)
-        else:
-            delta = tl.load(tensors.delta + place, mask=is_row, other=0.0)
+        delta = tl.sum(p * dp, 1)
+        if c.HAS_DLSE:
+            delta -= tl.load(tensors.dlse + row_offsets(b, h, m_lane, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
+        if c.HAS_DELTA:
+            tl.store(tensors.delta + place, delta, mask=is_row)
         ds = p * (dp - delta[:, None])
         if c.TERMS > 0:
             terms = mods.score.terms(ds, shown, of_score)
             first_sum += terms[0]
             if c.TERMS > 1:
                 second_sum += terms[1]
-        if c.IS_WHOLE:
-            if c.HAS_DV:
-                kept_p = p
-                if mods.dropout.exists:
-                    kept_p = kept_of(p.to(k.dtype), b, h, n_first, dropout_rows, mods.dropout, False)
-                dv = tl.dot(tl.trans(kept_p.to(k.dtype)), dout, input_precision=c.PRECISION)
-                if mods.dropout.exists:
-                    dv = dv * factor_of(mods)
-                dv_base = _head(tensors.dv, strides.dv, h, n_first, c.IS_NEAR)
-                _store(dv_base, entry, strides.dv, n_lane, dv, is_key, c.HEAD_DIM_V, c.BLOCK_DV, c.IS_NEAR)
-            if mods.score.exists:
-                ds = ds * of_score[1].to(tl.float32)
-                if HIDES and of_score[1].type.is_block():
-                    ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
-            rounded = ds.to(k.dtype)
-            if c.HAS_DQ:
-                dq_base = _head(tensors.dq, strides.dq, h, q_first, c.IS_NEAR)
-                dq = tl.dot(rounded, k, input_precision=c.PRECISION) * scale
-                _store(dq_base, entry, strides.dq, m_lane, dq, is_row, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
-            if c.HAS_DK:
-                dk_base = _head(tensors.dk, strides.dk, h, n_first, c.IS_NEAR)
-                dk = tl.dot(tl.trans(rounded), q, input_precision=c.PRECISION) * scale
-                _store(dk_base, entry, strides.dk, n_lane, dk, is_key, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
+        if c.HAS_DV:
+            kept_p = p
+            if mods.dropout.exists:
+                kept_p = kept_of(p.to(k.dtype), b, h, 0, dropout_rows, mods.dropout, False)
+            dv = tl.dot(tl.trans(kept_p.to(k.dtype)), dout, input_precision=c.PRECISION)
+            if mods.dropout.exists:
+                dv = dv * factor_of(mods)
+            _store(tensors.dv + head * strides.dv.head, entry, strides.dv, n_lane, dv, is_key, c.HEAD_DIM_V, c.BLOCK_DV, c.IS_NEAR)
+        if mods.score.exists:
+            ds = ds * of_score[1].to(tl.float32)
+            if HIDES and of_score[1].type.is_block():
+                ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
+        rounded = ds.to(k.dtype)
+        if c.HAS_DQ:
+            dq = tl.dot(rounded, k, input_precision=c.PRECISION) * scale
+            _store(tensors.dq + head * strides.dq.head, entry, strides.dq, m_lane, dq, is_row, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
+        if c.HAS_DK:
+            dk = tl.dot(tl.trans(rounded), q, input_precision=c.PRECISION) * scale
+            _store(tensors.dk + head * strides.dk.head, entry, strides.dk, n_lane, dk, is_key, c.HEAD_DIM, c.BLOCK_D, c.IS_NEAR)
     if c.TERMS > 0:
         # places are evaluated again instead of being kept in registers
         again = _once(h, q_idx, lanes, sizes.seqlen_k, mods.score, c)
         found = mods.score.value(zero, zero, begin, h, kv, again, mods.score.scalars, mods.score.tensors)
-        at = TileOfScores(
-            b=begin, h=h, q_first=q_first, k_first=n_first, rows=sizes.seqlen_q - q_first, keys=sizes.seqlen_k - n_first,
-        )  # fmt: skip
+        at = TileOfScores(b=begin, h=h, q_first=0, k_first=0, rows=sizes.seqlen_q, keys=sizes.seqlen_k)
         mods.score.scatter(
             (first_sum, second_sum), is_pair, is_row[:, None], is_key[None, :], found, at, mods.score.scalars, mods.score.tensors,
             mods.score.totals, False, tensors.q.dtype.element_ty,

@@ -1,4 +1,4 @@
-"""Small problems, and captured tensors that a batch shares, in Triton's interpreter: one tile of pairs in several batch entries.
+"""Small problems in Triton's interpreter: one tile of pairs in several batch entries.
 
 Run by ``test_in_the_interpreter.py`` in a process of its own.
 """
@@ -16,30 +16,29 @@ from torch import Tensor
 import anyattn
 from anyattn import masks, oracle
 from anyattn.backends.triton import backward_pass, pair_tiles
+from anyattn.backends.triton.tile_config import Tiles
 from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.testing import budget
 from anyattn.testing.rounding import later
-from anyattn.validate import flex
 from tests.support import cases
 from tests.support.covering import few
 from tests.support.flex_calls import judge
 
 SMALL = {"tile_m": 64, "tile_n": 64}  # the default's, which tests on this backend replace
-TILES = {"tile_m": 16, "tile_n": 32}
 
 
 def numbers(*shape: int) -> Tensor:
     return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64).mul(7000).sin().view(shape)
 
 
-def qkv(batch: int, rows: int, keys: int, dims: tuple[int, int], dtype: torch.dtype, heads: int = 2) -> tuple[Tensor, ...]:
-    return cases.inputs("normal", cases.Shape(batch, heads, heads, rows, keys, *dims), dtype, 0)[:3]
+def qkv(batch: int, rows: int, keys: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return cases.inputs("normal", cases.Shape(batch, 2, 2, rows, keys, *dims), dtype, 0)[:3]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[pair_tiles.PairTiles]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Tiles]:
     """The launches of the kernel, two batch entries each."""
-    made: list[pair_tiles.PairTiles] = []
+    made: list[Tiles] = []
     launch = backward_pass.launch_pairs
 
     def recorded(launches: Any, problem: Any, pairs: Any, *others: Any) -> None:
@@ -93,46 +92,22 @@ DIMS = [(32, 32), (40, 64), (64, 16)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def check(name: str, batch: int, size: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, mask: Any, **options: Any) -> None:
-    learnt, (rows, keys) = LEARNT[name], size
-    captured = [numbers(*shape) for shape in learnt.shapes(rows, keys)]
-    score = learnt.score(*captured, places(rows, keys))
-    x = qkv(batch, rows, keys, dims, dtype)
-    judge(*x, score=score, mask=mask, captured=captured, label=f"{name} {size} {dims} {dtype}", **options)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "size", "dims", "dtype"), [*itertools.product(LEARNT, SIZES, DIMS, DTYPES)], ids=str)
 def test_a_small_problem(name: str, size: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, launched: list) -> None:
     """The last program has one batch entry instead of two."""
-    check(name, 3, size, dims, dtype, LEARNT[name].mask, kernel_options=SMALL)
-    assert launched and all(pairs.is_whole for pairs in launched)
-
-
-RANGES = {"pairs": masks.causal().fn, "two": masks.causal(-7).fn, "scale and table": lambda b, h, i, j: j < 5 + 4 * b}
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("name", "size", "dtype"), [*itertools.product(LEARNT, [(37, 40), (16, 64), (33, 7)], DTYPES)], ids=str)
-def test_gradients_that_a_batch_shares(name: str, size: tuple[int, int], dtype: torch.dtype, launched: list) -> None:
-    """Of several tiles, where some captured tensor has an entry for each pair."""
-    check(name, 9, size, (16, 32), dtype, RANGES.get(name), kernel_options=TILES)
-    assert {pairs.is_whole for pairs in launched} <= {False} and bool(launched) is (name != "distance" or dtype is torch.float32)
-
-
-@pytest.mark.parametrize("mask", [masks.sliding_window(9, 3).fn, lambda b, h, i, j: (i - j) % 3 != 1])
-def test_masks_that_hide_most_tiles(mask: Callable, launched: list) -> None:
-    """dq's kernel visits only the others."""
-    bias = numbers(2, 37, 40)
-    x = qkv(8, 37, 40, (16, 16), torch.float32)
-    judge(*x, score=lambda s, b, h, i, j: s + bias[h, i, j], mask=mask, captured=[bias], kernel_options=TILES)
-    assert not launched
+    learnt, (rows, keys) = LEARNT[name], size
+    captured = [numbers(*shape) for shape in learnt.shapes(rows, keys)]
+    mods = {"score": learnt.score(*captured, places(rows, keys)), "mask": learnt.mask, "captured": captured}
+    judge(*qkv(3, rows, keys, dims, dtype), label=f"{name} {size} {dims} {dtype}", kernel_options=SMALL, **mods)
+    assert launched
 
 
 PLAIN = {
     "full": {},
     "causal": {"mask": masks.causal().fn},
     "two ranges": {"mask": masks.sink_window(3, 5).fn},
+    "range by entry": {"mask": lambda b, h, i, j: j < 5 + 4 * b},
     "no ranges": {"mask": lambda b, h, i, j: (i - j) % 3 != 1},
     "table by entry": {"mask": lambda b, h, i, j: BY_ENTRY[b % 3, i, j]},
     "some rows see nothing": {"mask": lambda b, h, i, j: (j >= 5) & (j < i - 9)},
@@ -149,7 +124,7 @@ def test_nothing_is_learnt(name: str, size: tuple[int, int], launched: list) -> 
     if "sink" in options:
         options["sink"] = options["sink"].float()
     judge(*qkv(3, *size, (32, 40), torch.float32), label=name, kernel_options=SMALL, **options)
-    assert launched and all(pairs.is_whole for pairs in launched)
+    assert launched
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -170,7 +145,7 @@ def test_dropout(dtype: torch.dtype, learns: bool, launched: list) -> None:
         budget.check(name, got, getattr(true, name), getattr(by_hand, name), noise.of(name))
     if learns:
         budget.check("table", found[3], true.captured[0], by_hand.captured[0], noise.of_captured(0))
-    assert [pairs.is_whole for pairs in launched] == [True]
+    assert len(launched) == 1
 
 
 def test_the_gradient_of_the_log_sum_exp(launched: list) -> None:
@@ -187,7 +162,7 @@ def test_the_gradient_of_the_log_sum_exp(launched: list) -> None:
     for name, got in zip(("dq", "dk", "dv", "dsink"), found, strict=False):
         budget.check(name, got, getattr(true, name), getattr(by_hand, name), noise.of(name))
     budget.check("table", found[4], true.captured[0], by_hand.captured[0], noise.of_captured(0))
-    assert [pairs.is_whole for pairs in launched] == [True]
+    assert len(launched) == 1
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,28 +184,26 @@ def test_strides(name: str, launched: list) -> None:
 WANTED = [s for n in (1, 2, 3) for s in itertools.combinations(range(4), n)]
 
 
-@pytest.mark.parametrize("options", [SMALL, TILES], ids=str)
-def test_only_some_gradients(options: dict[str, int], launched: list) -> None:
+def test_only_some_gradients(launched: list) -> None:
     """They have the bits that they have beside all, and nothing else is written."""
     x = [*qkv(9, 33, 40, (16, 24), torch.bfloat16), numbers(2, 33, 40)]
     dout = numbers(9, 2, 33, 24).bfloat16()
 
     def gradients(wanted: tuple[int, ...]) -> dict[int, Tensor]:
         leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(x)]
-        out = anyattn.flex_attention(*leaves[:3], lambda s, b, h, i, j: s + leaves[3][h, i, j], kernel_options=options)
+        out = anyattn.flex_attention(*leaves[:3], lambda s, b, h, i, j: s + leaves[3][h, i, j], kernel_options=SMALL)
         found = torch.autograd.grad(out, [leaves[i] for i in wanted], dout)
         assert all(torch.equal(leaf, t) for leaf, t in zip(leaves, x, strict=True)), "an operand was written to"
         return dict(zip(wanted, found, strict=True))
 
     every = gradients((0, 1, 2, 3))
-    for wanted in WANTED if options is SMALL else WANTED[:4]:
+    for wanted in WANTED:
         launched.clear()
         assert all(torch.equal(g, every[i]) for i, g in gradients(wanted).items()), wanted
-        assert [pairs.is_whole for pairs in launched] == [options is SMALL] * (options is SMALL or 3 in wanted)
+        assert len(launched) == 1
 
 
-@pytest.mark.parametrize("options", [SMALL, TILES], ids=str)
-def test_deterministic_sums(options: dict[str, int], launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_sums(launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs in the opposite order give the same bits; without deterministic=True they do not."""
     from triton.runtime import interpreter
 
@@ -244,7 +217,7 @@ def test_deterministic_sums(options: dict[str, int], launched: list, monkeypatch
         monkeypatch.setattr(builder, "set_grid_idx", turned if turns else there)
         table = numbers(33, 40).float().requires_grad_()
         score = lambda s, b, h, i, j: s + table[i, j] * (1 + h)
-        out = anyattn.flex_attention(q, k, v, score, deterministic=deterministic, kernel_options=options)
+        out = anyattn.flex_attention(q, k, v, score, deterministic=deterministic, kernel_options=SMALL)
         return torch.autograd.grad(out, table, dout)[0]
 
     assert torch.equal(gradient(True, False), gradient(True, True))
@@ -252,11 +225,11 @@ def test_deterministic_sums(options: dict[str, int], launched: list, monkeypatch
 
 
 def test_heads_that_share_keys(launched: list) -> None:
-    """Sums of captured gradients are of query heads; dq, dk and dv come from the other kernels."""
-    q, k, v = cases.inputs("normal", cases.Shape(9, 4, 2, 17, 20, 16, 16), torch.float32, 0)[:3]
+    """dk and dv are sums of query heads, which other kernels compute."""
+    q, k, v = cases.inputs("normal", cases.Shape(3, 4, 2, 17, 20, 16, 16), torch.float32, 0)[:3]
     bias = numbers(4, 17, 20)
     judge(q, k, v, score=lambda s, b, h, i, j: s + bias[h, i, j], captured=[bias], kernel_options=SMALL)
-    assert [pairs.is_whole for pairs in launched] == [False]
+    assert not launched
 
 
 REFUSED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Callable]]] = {
@@ -291,13 +264,3 @@ def test_a_plans_calls_have_other_numbers_and_masks(turn: int, launched: list) -
     score, mask = lambda s, b, h, i, j: s * factor + table[i, j], lambda b, h, i, j: seen[i, j]
     judge(*qkv(3, 20, 33, (16, 16), torch.float32), score=score, mask=mask, captured=[table], kernel_options=SMALL)
     assert len(launched) == 1
-
-
-def test_many_entries_of_a_program_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of more entries than float32 adds up are divided among programs."""
-    monkeypatch.setattr(pair_tiles, "_processors", lambda device: 1)
-    monkeypatch.setattr(pair_tiles, "_PROGRAMS", 1)
-    x, table = qkv(70, 3, 4, (16, 16), torch.float32, heads=1), numbers(3, 4)
-    judge(*x, score=lambda s, b, h, i, j: s + table[i, j], captured=[table], kernel_options=TILES)
-    problem = flex.flex_problem(*x, None, None, None, None, None, False, None, True, False, False)
-    assert [pair_tiles._entries_each(problem, 1, False, has_sums) for has_sums in (True, False)] == [64, 70]
