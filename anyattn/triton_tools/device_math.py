@@ -24,9 +24,15 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def divisor_size(b):
+    """The magnitude of a divisor; that of 0 is great, so that quotients by 0 are 0 or -1."""
+    return tl.where(b == 0, 0x7FFFFFFF, tl.abs(b))
+
+
+@triton.jit
 def reciprocal(b):
     """floor((2^32 - 1) / |b|) of an int32, without sign."""
-    return tl.full((), 0xFFFFFFFF, tl.uint32) // tl.abs(b).to(tl.uint32, bitcast=True)
+    return tl.full((), 0xFFFFFFFF, tl.uint32) // divisor_size(b).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -36,7 +42,7 @@ def floor_div_by(a, b, inverse):
     The upper half of a product by it is the quotient of numbers without sign or one less (T. Granlund and P. Montgomery, 1994), and the
     remainder tells which."""
     flip = b >> 31  # -1 for a negative divisor: a / b = -a / -b
-    size, dividend = (b ^ flip) - flip, (a ^ flip) - flip
+    size, dividend = divisor_size(b), (a ^ flip) - flip
     sign = dividend >> 31
     dividend = dividend ^ sign  # floor(-1 - x / b) = -1 - floor(x / b)
     quotient = tl.umulhi(dividend.to(tl.uint32, bitcast=True), inverse).to(tl.int32, bitcast=True)

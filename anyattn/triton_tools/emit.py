@@ -193,6 +193,7 @@ class _Writer:
         stage = _entry_stage if is_by_entry else _stage
         self.stages = [stage(dep) for dep in dependence(expr)]
         self.extents = extents(expr, small if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
+        self.sure = extents(expr, small._replace(by_zero=True)) if style.is_small else self.extents
         self.sharp = sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
@@ -290,9 +291,8 @@ class _Writer:
         """A quotient or remainder by a power of 2, or of a number that is not negative."""
         if by > 0 and by & (by - 1) == 0 and by < 2**MOST_INDEX_BITS:
             return f"{text} >> {by.bit_length() - 1}" if node.op == "floordiv" else f"{text} & {by - 1}"
-        return (
-            f"{text} {'//' if node.op == 'floordiv' else '%'} {by}" if by > 0 and size is not None and size.lo >= 0 and fits(size) else None
-        )
+        is_plain = 0 < by < 2**31 and size is not None and size.lo >= 0 and fits(size)
+        return f"{text} {'//' if node.op == 'floordiv' else '%'} {by}" if is_plain else None
 
     def _factor(self, at: int, text: str) -> str:
         """A factor or divisor in float32. torch does not round a number that it multiplies 16-bit floats by to 16 bits."""
@@ -397,7 +397,7 @@ class _Writer:
         if not is_kept_inside and not self.style.is_inside:
             if self.style.is_small and is_narrow:
                 size = f"{size}.to(tl.int32)"
-            extent = self.extents[arg]
+            extent = self.sure[arg]  # a quotient by 0 is not read beyond the tensor
             is_positive = extent is not None and extent.lo >= 0
             place = f"device_math.{'below' if is_positive else 'inside'}({place}, {size})"
             is_narrow = is_narrow and self.style.is_small

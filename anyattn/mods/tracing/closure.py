@@ -170,14 +170,26 @@ def walk(fn: Callable) -> Found | None:
     """The structure and captures of ``fn``; None if they can only be determined by calling it."""
     numbers: list[int | float] = []
     tensors: list[torch.Tensor] = []
+    seen = _Seen()
     try:
-        structure = _walk(fn, numbers, tensors, {})
+        structure = _walk(fn, numbers, tensors, seen)
     except _Unknown:
         return None
+    if seen.is_recursive and numbers:
+        return None  # a copy's own reference to itself is the original, whose numbers are not replaced
     return Found(structure, tuple(numbers), tuple(tensors))
 
 
-def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+class _Seen(dict[int, int]):
+    """The place of each visited object, by its id. open: those that are being described. is_recursive: whether one contains itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: set[int] = set()
+        self.is_recursive = False
+
+
+def _walk(item: Any, numbers: list, tensors: list, seen: _Seen) -> tuple:
     """The structure of ``item``; each tuple begins with a tag for the kind of the rest (``fingerprint.py`` reads the tags too)."""
     if is_number(item):
         numbers.append(item)
@@ -190,8 +202,16 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
     if type(item) is tuple:
         return _walk_items(item, numbers, tensors, seen)
     if id(item) in seen:
+        seen.is_recursive |= id(item) in seen.open
         return ("again", seen[id(item)])
     seen[id(item)] = len(seen)
+    seen.open.add(id(item))
+    structure = _walk_object(item, numbers, tensors, seen)
+    seen.open.discard(id(item))
+    return structure
+
+
+def _walk_object(item: Any, numbers: list, tensors: list, seen: _Seen) -> tuple:
     if isinstance(item, types.FunctionType) and not _library_code(item):
         return _walk_function(item, numbers, tensors, seen)
     if type(item) is functools.partial:
@@ -212,11 +232,11 @@ def _has_state(item: Any) -> bool:
     return not isinstance(getattr(item, "__self__", None), (types.NoneType, types.ModuleType, type))
 
 
-def _walk_items(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+def _walk_items(item: Any, numbers: list, tensors: list, seen: _Seen) -> tuple:
     return ("sequence", type(item), tuple(_walk(i, numbers, tensors, seen) for i in item))
 
 
-def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+def _walk_contents(item: Any, numbers: list, tensors: list, seen: _Seen) -> tuple:
     if type(item) is list and any(callable(i) for i in item):
         return _walk_items(item, numbers, tensors, seen)
     return _walk(item, numbers, tensors, seen)
@@ -233,7 +253,7 @@ def _reads_unknown(fn: types.FunctionType) -> bool:
     return not is_pure or not read <= fn.__globals__.keys()
 
 
-def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: _Seen) -> tuple:
     if fn.__dict__ or (not _is_trusted(fn) and _reads_unknown(fn)):
         raise _Unknown  # the body may read the function's attributes, or state outside its captures
     cells = []

@@ -176,6 +176,13 @@ def test_captured_divisors(by: int, at: tuple[int, int], step: int) -> None:
         assert_same("floordiv", emitted(expr, mod.scalars, [], at=at), theirs)
 
 
+def test_quotients_by_0() -> None:
+    """0 or -1, so that a table that they index is not left."""
+    mod, builder = trace(lambda b, h, q, k, n=0: (q - 5) // n >= 0, "mask"), Builder()
+    expr = builder.build(builder.copy(mod.expr, mod.expr.output.args[0]))
+    assert set(emitted(expr, mod.scalars, []).unique().tolist()) <= {0, -1}
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 3, 4, 7, -1, -2, -3])
 def test_whole_numbers_have_whole_powers(exponent: int) -> None:
     """In 64 bits; under 0 only 1 and -1 have one."""

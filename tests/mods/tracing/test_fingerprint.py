@@ -146,6 +146,38 @@ def test_tuples_of_numbers(monkeypatch):
     assert seen[0] is seen[1]
 
 
+def levels(n):
+    def same(q, k, names):
+        return (q == k) if not names else ((q // n == k // n) | same(q // n, k // n, names[1:]))
+
+    return lambda b, h, q, k: same(q, k, ("a", "b"))
+
+
+def again(n):
+    def f(b, h, q, k, is_first=True):
+        return f(b, h, q, k, False) if is_first else q - k < n
+
+    return f
+
+
+def by_tuple(n):
+    def f(b, h, q, k):
+        return q - k < both[1]
+
+    both = (f, n)
+    return f
+
+
+@pytest.mark.parametrize("make_one", [levels, again, by_tuple])
+def test_functions_that_reach_themselves_have_the_numbers_of_each_call(make_one):
+    """A copy's own reference to itself is the original: such mods are traced at every call."""
+    rows, keys = torch.arange(60)[:, None], torch.arange(50)
+    for n in (3, 9, 3, 5):
+        mask = make_one(n)
+        assert fingerprint.recognise(mask) is None
+        assert torch.equal(torch.as_tensor(evaluate(trace(mask, "mask"), 0, 0, rows, keys)).expand(60, 50), mask(0, 0, rows, keys))
+
+
 def test_a_function_that_is_changed_again_and_again():
     f = make(3)
     for change in CHANGES:

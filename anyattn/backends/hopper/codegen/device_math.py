@@ -119,7 +119,7 @@ def _by_reciprocal(op: str, a: Any, b: Any) -> Any:
     """``divided`` of 31-bit integers in about ten instructions: the upper half of a product by floor((2^32 - 1) / b) is the quotient of
     numbers without sign or one less (T. Granlund and P. Montgomery, 1994), and the remainder tells which."""
     flip = b >> 31  # -1 for a negative divisor: a / b = -a / -b
-    size, dividend = (b ^ flip) - flip, (a ^ flip) - flip
+    size, dividend = select(b == 0, 2**31 - 1, (b ^ flip) - flip, "int"), (a ^ flip) - flip  # quotients by 0 are 0 or -1
     sign = dividend >> 31
     dividend = dividend ^ sign  # floor(-1 - x / b) = -1 - floor(x / b)
     found = _upper_half(dividend, _reciprocal(size))

@@ -83,6 +83,33 @@ def test_captured_divisors(by, first, step):  # type: ignore[no-untyped-def]
                 assert torch.equal(by_triton(traced, style, score, first), theirs), style
 
 
+def test_literal_divisors_beyond_32_bits():  # type: ignore[no-untyped-def]
+    score = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+    for mod in (
+        lambda s, b, h, q, k: s + k // (2**40 + 1) - q % (2**32 + 1),
+        lambda s, b, h, q, k: s + k % (2**31 + 1) + q // 2**31 + k // (2**31 - 1),
+        lambda s, b, h, q, k: s + k % 2**31 + q % 2**30 + (q - k) // 2**30,
+    ):
+        traced = trace(mod, "score", score_dtype=torch.float64)
+        for style in (PLAIN, PLAIN._replace(is_small=True)):
+            assert torch.equal(by_triton(traced, style, score, 5), by_torch(traced, score, 5)), style
+
+
+def test_quotients_by_0_stay_inside_their_table():  # type: ignore[no-untyped-def]
+    """Whatever they are: what lies before and after a table is not read."""
+    around = torch.full((150,), torch.inf)
+    around[50:100], n = torch.arange(50.0), 0
+    table = around[50:100]
+    for mod in (
+        lambda s, b, h, q, k: s + table[q % abs(n)],
+        lambda s, b, h, q, k: s + table[k // n],
+        lambda s, b, h, q, k: s + table[q // abs(n) + 3],
+    ):
+        traced = trace(mod, "score")
+        for style in (PLAIN, PLAIN._replace(is_small=True), PLAIN._replace(is_small=True, is_near=True)):
+            assert by_triton(traced, style, torch.zeros(ROWS, COLUMNS), -9).isfinite().all(), style
+
+
 FUNCTIONS = {
     "tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
     "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s * 3),
