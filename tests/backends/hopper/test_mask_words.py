@@ -38,7 +38,7 @@ def whole(mod: TracedMod) -> Tensor:
 
 def given(mod: TracedMod, expr: Any) -> tuple[tuple, tuple]:
     numbers, tensors = slots(expr)
-    return tuple(int(x) for x in mod.scalars[:numbers]), tuple(Array(t) for t in mod.tensors[:tensors])
+    return tuple(np.int32(x) for x in mod.scalars[:numbers]), tuple(Array(t) for t in mod.tensors[:tensors])
 
 
 def test_words_of_limits() -> None:
