@@ -94,7 +94,7 @@ from anyattn.cli import doctor, selfcheck
 from tests.support.interpreter import mend
 
 mend()
-selfcheck._SEQLEN, selfcheck._HEAD_DIM = 48, 16
+selfcheck._SEQLEN, selfcheck._HEAD_DIM = 72, 16
 doctor._CHECKED = ("causal",)
 backends = {"torch": None, "triton": None, "hopper": "it is not interpreted"}
 selfcheck.places = lambda: [selfcheck.Place(torch.device("cpu"), "cuda:0 interpreted", backends)]
