@@ -12,12 +12,11 @@ no such gradient     129               39            191
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from anyattn import hardware
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.triton import deterministic_sum, tile_config
 from anyattn.backends.triton.codegen.assumptions import shape_of
@@ -49,6 +48,7 @@ _PAIRS = Signature("pair_tile.pair_tile", _GROUPS, PARTS, PairConstants)
 _NO_TABLES = Tables(1, None, None, None, (None, None, None, None), (0, 0), (0, 0, 0, 0))
 _SIDES = (32, 64)  # positions of a tile: few, so that problems of many sizes share their kernels
 _MOST_SUMS = 2  # that a program has registers for
+_PROCESSORS = 132  # where a device has none: the interpreter
 _PROGRAMS = 2  # per multiprocessor, all resident with 255 registers a thread: the fastest of 2, 3, 4, 6 and 8 on an H200
 
 
@@ -104,14 +104,11 @@ def pairs_for(problem: Problem, pairs: Tiles | None) -> Tiles | None:
     return pairs if sums is not None and sums <= _MOST_SUMS else None
 
 
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def _entries_each(problem: Problem) -> int:
     """The batch entries of a program: so many that a multiprocessor has about ``_PROGRAMS`` programs."""
-    chunks = max(1, _PROGRAMS * _processors(problem.q.device) // problem.heads_q)
+    device = problem.q.device
+    processors = hardware.of(device.type, device.index).sm_count or _PROCESSORS
+    chunks = max(1, _PROGRAMS * processors // problem.heads_q)
     return ceil_div(problem.batch, min(chunks, problem.batch))
 
 
