@@ -32,8 +32,8 @@ class Repeater:
         raise NotImplementedError
 
     def backward(self, problem: Any, out: Tensor, lse: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of ``problem.grad_inputs``, None where ``requires_grad`` is False. dout has any strides. lse is None if
-        the plan did not need it."""
+        """Gradients in the order of ``problem.grad_inputs``, None where ``requires_grad`` is False; those of k and v in
+        ``problem.kv_grad_dtype``, which may differ from call to call. dout has any strides. lse is None if the plan did not need it."""
         raise NotImplementedError
 
     def reads_lists(self, problem: Any) -> bool:

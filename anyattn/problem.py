@@ -40,6 +40,8 @@ class Problem(OfFields):
     num_splits: number of parts of each row tile's keys (split-KV), whose results are combined; 0 lets the plan choose.
     packs: whether query heads that share K and V share row tiles where a kernel supports both; None lets the plan choose.
     dropout: after the softmax each weight is 0 or multiplied by ``dropout.scale``; the log-sum-exp is the same with and without.
+    wide_kv_grads: the gradients of k and v are returned in ``stat_dtype``, not rounded to theirs, for a sum with others'. No entry point
+    sets it.
     """
 
     q: Tensor
@@ -58,6 +60,7 @@ class Problem(OfFields):
     blocks_follow: bool = False
     packs: bool | None = None
     dropout: Dropout | None = None
+    wide_kv_grads: bool = False
 
     @property
     def batch(self) -> int:
@@ -142,6 +145,11 @@ class Problem(OfFields):
     def stat_dtype(self) -> torch.dtype:
         """The dtype of scores and statistics: float64 for float64 inputs, else float32."""
         return torch.float64 if self.q.dtype is torch.float64 else torch.float32
+
+    @property
+    def kv_grad_dtype(self) -> torch.dtype:
+        """The dtype in which the gradients of k and v are returned."""
+        return self.stat_dtype if self.wide_kv_grads else self.k.dtype
 
     @property
     def grad_inputs(self) -> tuple[Tensor | None, ...]:

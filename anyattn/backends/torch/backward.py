@@ -93,7 +93,7 @@ def backward(
             store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         heads.add_to_keys(dk, operands.dk)
         heads.add_to_keys(dv, operands.dv)
-    return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), _dsink(call, statistics), *scores.captured.results()
+    return dq, dk.to(problem.kv_grad_dtype), dv.to(problem.kv_grad_dtype), _dsink(call, statistics), *scores.captured.results()
 
 
 def _dsink(call: Call, statistics: _Statistics) -> Tensor | None:
@@ -111,7 +111,7 @@ def _by_loops(call: Call, statistics: _Statistics, dq: Tensor, work: Work) -> Gr
     if _far(statistics.lse) is not None:
         return None
     net = statistics.delta.neg() if statistics.dlse is None else statistics.dlse - statistics.delta
-    dk, dv = (zeros_in_order(t, t.dtype) for t in (call.problem.k, call.problem.v))
+    dk, dv = (zeros_in_order(t, call.problem.kv_grad_dtype) for t in (call.problem.k, call.problem.v))
     return compiled.backward(call.problem, work, statistics.q, statistics.dout, statistics.lse, net, (dq, dk, dv))
 
 
@@ -200,9 +200,7 @@ class ScoreGradients:
         return torch.where(far, top, lse - shift), torch.where(far, total.log2_(), 0.0)
 
     def _wide(self, scores: Tensor) -> Tensor:
-        if scores.dtype == self.dtype:
-            return scores
-        return self.call.workspace.take("wide scores", tuple(scores.shape), self.dtype).copy_(scores)
+        return self.call.workspace.cast("wide scores", scores, self.dtype)
 
 
 def _far(lse: Tensor) -> Tensor | None:
@@ -224,6 +222,7 @@ def _row_tile(
     q, dout = (heads.rows(x, *rows, name, is_only_read=True) for x, name in ((statistics.q, "q"), (statistics.dout, "dout")))
     lse = heads.rows(statistics.lse, *rows, "lse", stat, is_only_read=True)
     with_delta, rest = _with_delta(call, heads, statistics, rows, dout)
+    wide_q, wide_dout = (call.workspace.cast(f"wide {name}", x, call.key_sum_dtype) for x, name in ((q, "q"), (dout, "dout")))
     top, log_sum = scores.normaliser(q, operands.keys, heads, row_tile, lse, is_whole=start is None)
     dq = call.workspace.take("dq", tuple(q.shape), stat).zero_() if start is None else start.clone()
     for chunk in chunks(row_tile, call.plan.tile_n_backward):
@@ -233,22 +232,20 @@ def _row_tile(
         p = modified.sub_(top).sub_(log_sum).exp2_() if log_sum is not None else modified.sub_(top).exp2_()
         kept = p if dropout is None else call.workspace.take("kept", tuple(p.shape), p.dtype).copy_(p)
         call.drops.apply(kept, tile)
-        _accumulate(operands.dv[:, here], _narrow(call, kept, "p"), dout, factor)
+        _accumulate(operands.dv[:, here], call.workspace.cast("p", kept, call.key_sum_dtype), wide_dout, factor)
         dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
         values = operands.values[:, here, : with_delta.shape[-1]].transpose(1, 2)
         torch.baddbmm(dp, with_delta, values, beta=0, alpha=factor, out=dp)
         call.drops.apply(dp, tile)
-        if dp.dtype != stat:
-            dp = call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp)
+        dp = call.workspace.cast("wide dp", dp, stat)
         dscore = p.mul_(dp if rest is None else dp.add_(rest))
         scores.captured.add(row_heads(dscore, tile), tile, chunk.asked)
         if by_score is not None:
             dscore = row_heads(dscore, tile).mul_(by_score)
             call.masks.zero(dscore, tile, chunk.asked)  # the derivative at a hidden score is arbitrary
             dscore = dscore.view(p.shape)
-        narrow = _narrow(call, dscore, "ds")
-        _accumulate(operands.dk[:, here], narrow, q, scale)
-        dq = _add_product(dq, narrow, operands.keys[:, here], scale)
+        _accumulate(operands.dk[:, here], call.workspace.cast("ds", dscore, call.key_sum_dtype), wide_q, scale)
+        dq = _add_product(dq, call.workspace.cast("ds", dscore, call.dtype), operands.keys[:, here], scale)
     return dq
 
 
@@ -268,10 +265,6 @@ def _with_delta(call: Call, heads: Heads, statistics: _Statistics, rows: tuple[i
         wide[..., at : at + 1] = part
         delta = delta.sub_(part)
     return wide, dlse  # apart: dLSE may be larger than float16 can hold, and delta no larger than dP
-
-
-def _narrow(call: Call, x: Tensor, name: str) -> Tensor:
-    return x if x.dtype == call.dtype else call.workspace.take(name, tuple(x.shape), call.dtype).copy_(x)
 
 
 def _accumulate(total: Tensor, x: Tensor, y: Tensor, factor: float = 1.0) -> None:

@@ -307,6 +307,11 @@ class Call:
     def dtype(self) -> torch.dtype:
         return self.plan.product_dtype
 
+    @property
+    def key_sum_dtype(self) -> torch.dtype:
+        """The dtype of the products that add up to the gradients of k and v: rounding each to 16 bits would show in wide ones."""
+        return self.problem.stat_dtype if self.problem.wide_kv_grads else self.dtype
+
     @cached_property
     def descends(self) -> bool:
         """Whether a tile's rows are in descending order of q_idx, which makes vectors along diagonals views (``mod_runner``); without such

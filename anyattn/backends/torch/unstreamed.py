@@ -111,7 +111,7 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         heads.add_to_keys(dk, part_dk)
         heads.add_to_keys(dv, part_dv)
-    return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype)
+    return dq, dk.to(problem.kv_grad_dtype), dv.to(problem.kv_grad_dtype)
 
 
 def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -125,12 +125,14 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
         # a row without visible keys may hold any values, and 0 x NaN must not reach dK and dV
         blind = (p.amax(-1, keepdim=True) == 0).expand(-1, -1, 1)
         q, do = q.masked_fill(blind, 0), do.masked_fill(blind, 0)
-    _add_to_runs(dv, _product(call, p.transpose(1, 2), do), spans, 1.0)
+    wide_q, wide_do, wide_p = (call.workspace.cast(f"wide {name}", x, call.key_sum_dtype) for x, name in ((q, "q"), (do, "dout"), (p, "p")))
+    _add_to_runs(dv, _product(call, wide_p.transpose(1, 2), wide_do), spans, 1.0)
     values = rows.gathered("values", rows.values, spans)
     ds = call.workspace.take("ds", tuple(p.shape), call.dtype)
     torch.baddbmm(ds, do, rows.transposed("values^T", values), beta=0, out=ds)
     torch.ops.aten._softmax_backward_data.out(ds, p, -1, call.dtype, grad_input=ds)
-    _add_to_runs(dk, _product(call, ds.transpose(1, 2), q), spans, call.problem.scale)
+    wide_ds = call.workspace.cast("wide ds", ds, call.key_sum_dtype)
+    _add_to_runs(dk, _product(call, wide_ds.transpose(1, 2), wide_q), spans, call.problem.scale)
     return _product(call, ds, keys).mul_(call.problem.scale)
 
 

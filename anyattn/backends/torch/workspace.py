@@ -55,3 +55,7 @@ class Workspace:
             held = self._held[name, dtype] = empty(shape, dtype, self.device)  # without spare room: a tile takes each buffer once
             return held
         return held.view(-1)[:size].view(shape)
+
+    def cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` if it has this dtype, else a copy in the buffer of this name."""
+        return x if x.dtype == dtype else self.take(name, tuple(x.shape), dtype).copy_(x)

@@ -144,7 +144,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
     """Properties besides mask and mods that select a kernel."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
-        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
+        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent + ["wide gradients"] * problem.wide_kv_grads
     wanted = problem.wanted_slots
     captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return (
@@ -184,7 +184,8 @@ class _RowStatistics(NamedTuple):
 def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: the forms in which the call is launched, each with its passes."""
     wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
-    gradients = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
+    dtypes = problem.q.dtype, problem.kv_grad_dtype, problem.kv_grad_dtype
+    gradients = tuple([empty_in_order(t, dtype=d) if t.requires_grad else None for t, d in zip(operands, dtypes, strict=True)])
     if problem.sequences is not None:  # no program visits rows of no sequence
         for gradient in gradients:
             if gradient is not None:
@@ -327,7 +328,7 @@ def _launch(
         tables = tables._replace(guard=form.guard)
     # ``BackwardTensors``
     tensors = (q, k, v, dout, statistics.lse, dq, dk, dv, tables.entries, tables.order, statistics.spans, tables.guard, statistics.delta)
-    gradients = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
+    gradients = (dk is None, dv is None, problem.kv_grad_dtype) if by_key else (dq is None, *problem.wanted_slots)
     key = (*launch_key(problem, tables, *shared.filled[3:]), tiles, statistics.tile_m, *[t.dtype for t in totals], gradients)
     spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals
     launch_cached(launches, key, problem, tensors, tables.lists, _gradient_spec, spec_arguments, totals)

@@ -67,7 +67,8 @@ def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     from anyattn.backends.triton.kernels.paged_gradients import sum_pages
 
     assert sequences.page_table is not None
-    sums = torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format)  # (pages, page_size, heads, D)
+    # (pages, page_size, heads, D)
+    sums = torch.empty_like(pool.transpose(1, 2), dtype=rows.dtype, memory_format=torch.contiguous_format)
     pages, size, device = pool.shape[0], math.prod(pool.shape[1:]), pool.device
     held, starts = _holders(sequences, rows.shape[2] // sequences.page_size, pages)
     chunks = ceil_div(size, _BLOCK)

@@ -54,8 +54,9 @@ _PROGRAMS = 2  # per multiprocessor, all resident with 255 registers a thread: t
 
 def pair_tiles_of(problem: Problem, asked: Tiles | None) -> Tiles | None:
     """The kernel's tile, which has all pairs of an entry, for a plan's problem. None if it is left to the other kernels: with more
-    positions or wider heads, with sequences, with given lists, and where heads share keys. asked: of kernel_options."""
-    if problem.sequences is not None or program_of(problem).lists == "given" or problem.qhead_per_kvhead > 1:
+    positions or wider heads, with sequences, with given lists, where heads share keys, and for wide gradients of keys, which spill. asked:
+    of kernel_options."""
+    if problem.sequences is not None or problem.wide_kv_grads or program_of(problem).lists == "given" or problem.qhead_per_kvhead > 1:
         return None
     shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
     most = _SIDES[-1] if asked is None else min(asked.tile_m, asked.tile_n)

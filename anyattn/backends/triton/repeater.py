@@ -26,7 +26,7 @@ class Repeater(plan.Repeater):
         self._document_form = None if problem.blocks is None else form_of_documents(problem, plan.num_splits)
         self._launches = LaunchCache()
         self._over_documents: dict[int, tuple[TritonPlan, LaunchCache]] = {}  # by number of batch entries
-        self._passes: dict[bool, Passes] = {}  # of the backward pass; True: over documents
+        self._passes: dict[tuple[bool, bool], Passes] = {}  # of the backward pass; over documents, with wide gradients of keys
 
     def reads_lists(self, problem: Problem) -> bool:
         return self._document_form is not None or masks_of(problem).uses_blocks
@@ -53,8 +53,8 @@ class Repeater(plan.Repeater):
     def _passes_of(self, form: Form, *results: Tensor | None) -> Passes:
         if self.plan.is_tuned:
             return backward_pass.passes_of(form.problem, self.plan, *results)
-        is_over_documents = form.documents is not None
-        passes = self._passes.get(is_over_documents)
+        key = form.documents is not None, form.problem.wide_kv_grads
+        passes = self._passes.get(key)
         if passes is None:
-            passes = self._passes[is_over_documents] = backward_pass.passes_of(form.problem, self.plan, *results)
+            passes = self._passes[key] = backward_pass.passes_of(form.problem, self.plan, *results)
         return passes

@@ -16,6 +16,7 @@ from anyattn.call_cache import attention
 from anyattn.problem import Problem
 from tests.support.compiled_loops import HK, B, H, K, S, for_small_calls, qkv, random
 from tests.support.flex_calls import judge
+from tests.support.wide_gradients import in_turns
 
 pytestmark = pytest.mark.skipif(build.reason_against() is not None, reason="no C++ compiler")
 flex = anyattn.flex_attention
@@ -225,3 +226,13 @@ def test_scores_far_from_0_are_torchs(passes):
     got = torch.autograd.grad(flex(*leaves, score_mod=lambda s, b, h, i, j: s + far[i, j], enable_gqa=True).sum(), leaves)
     assert not passes
     assert all(t.isfinite().all() for t in got)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(24, 40), (32, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_gradients_of_keys(dtype, d, dv, passes):
+    """Rows of 32 and 64 numbers take the sums of the loops themselves."""
+    with in_turns() as found:
+        judge(*qkv(dtype, d, dv), mask=CAUSAL)
+    assert passes and all(passes)
+    assert all(torch.equal(wide.to(dtype), narrow) for both in found for narrow, wide in both.of_keys)

@@ -75,6 +75,7 @@ PARTS = {
         has_slow=False,
         insists=False,
     ),
+    "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
         ("entry_points/test_operations.py",),
         "test_float32 or (test_rows_of_64 and float32)",
@@ -88,7 +89,7 @@ PARTS = {
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
     "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts"),
-    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "mutants"),
+    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "wide gradients of keys", "mutants"),
 }
 
 

@@ -44,6 +44,22 @@ def test_kernels_of_a_call() -> None:
     assert all([*kernels(other)] == ["prepare_tile", "dq_tile", "dkdv_tile"] for other in others)
 
 
+def test_wide_gradients_of_keys_are_left_to_the_other_kernels() -> None:
+    """In turns on one plan."""
+    from anyattn.backends.triton import Repeater
+
+    problem, found = problem_of(4, 64, 32), []
+    repeater = Repeater(problem, ahead.planned(problem, (9, 0)))
+    with ahead.caught((9, 0)) as made:
+        results = repeater.forward(problem)
+        for is_wide in (False, True, False, True):
+            made.clear()
+            wide = problem.like(wide_kv_grads=is_wide)
+            dq, dk, dv = repeater.backward(wide, results.out, results.lse, results.out, None)[:3]
+            found.append((len(made), dq.dtype, dk.dtype, dv.dtype))
+    assert found == [(1, BF16, BF16, BF16), (3, BF16, FP32, FP32)] * 2
+
+
 @pytest.mark.parametrize(("batch", "heads", "entries"), [(1024, 4, 16), (256, 8, 8), (3, 8, 1), (4096, 600, 4096), (70000, 1, 266)])
 def test_programs(batch: int, heads: int, entries: int) -> None:
     """About two for each of 132 multiprocessors, and no fewer entries than one."""

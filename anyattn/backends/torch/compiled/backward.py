@@ -13,7 +13,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch import workspace
 from anyattn.backends.torch.compiled import build
 from anyattn.backends.torch.compiled.arguments import LANES, LINE, ROOM, Arguments
-from anyattn.backends.torch.compiled.decision import masks, source_of
+from anyattn.backends.torch.compiled.decision import KINDS, masks, source_of
 from anyattn.backends.torch.compiled.emit import CAPTURED, SCORE, Load, Loops, NotCompiledError, Source, backward_loops_of
 from anyattn.backends.torch.compiled.work import Work
 from anyattn.backends.torch.lower import with_choices
@@ -200,6 +200,7 @@ def _add_backward(
     each = ROOM * (d + 2 * wide + dv + wide_v + 3 * LINE + 2)
     arguments.numbers |= {
         "items": items, "splits": splits, "split_keys": split_keys, "group_count": work.group_count, "scratch_size": each,
+        "grad_kind": KINDS[grads[1].dtype],
         "packed_k": arguments.floats(keys * d), "packed_v": arguments.floats(keys * dv),
         "key_rows": 0 if _has_whole_rows(problem.k) else arguments.floats(keys * wide),
         "total_k": 0 if _has_whole_rows(grads[1]) else arguments.floats(keys * wide),

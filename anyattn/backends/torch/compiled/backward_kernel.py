@@ -167,8 +167,8 @@ static void compute(Args *a, i64 number, f32 *scratch) {
   }
   const f32 scale = (f32)*(const f64 *)&a->scale;
   for (i64 j = item.k_lo; j < item.k_hi; ++j) {
-    put_row(a->kind, a->grad_k, grad_k_at + j * a->grad_k_s, a->grad_k_d, item.total_k + j * item.line_k, a->d, scale);
-    if (a->total_v) put_row(a->kind, a->grad_v, grad_v_at + j * a->grad_v_s, a->grad_v_d, item.total_v + j * item.line_v, a->dv, 1.0f);
+    put_row(a->grad_kind, a->grad_k, grad_k_at + j * a->grad_k_s, a->grad_k_d, item.total_k + j * item.line_k, a->d, scale);
+    if (a->total_v) put_row(a->grad_kind, a->grad_v, grad_v_at + j * a->grad_v_s, a->grad_v_d, item.total_v + j * item.line_v, a->dv, 1.0f);
   }
 }
 

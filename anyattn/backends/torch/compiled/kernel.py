@@ -7,7 +7,8 @@ from __future__ import annotations
 
 __all__ = ["COMMON", "ENTRY", "FIELDS", "GROUP", "PRELUDE", "RECORD"]
 
-# 64-bit numbers of ``Args``, in order. Addresses are numbers; strides are in elements. kind: 0 float32, 1 bfloat16, 2 float16.
+# 64-bit numbers of ``Args``, in order. Addresses are numbers; strides are in elements. kind: 0 float32, 1 bfloat16, 2 float16;
+# grad_kind: of grad_k and grad_v.
 FIELDS = (
     "parallel", "threads", "items", "next_item", "pack_items", "next_pack", "next_thread", "bad", "states",
     "q", "k", "v", "out", "lse", "highest", "sink", "kind",
@@ -17,7 +18,7 @@ FIELDS = (
     # of the backward pass alone
     "dout", "grad_q", "grad_k", "grad_v", "row_lse", "net", "total_k", "total_v", "key_rows", "groups", "group_count", "splits",
     "split_keys", "sums", "dout_b", "dout_h", "dout_s", "dout_d", "grad_q_b", "grad_q_h", "grad_q_s", "grad_q_d", "grad_q_split",
-    "grad_k_b", "grad_k_h", "grad_k_s", "grad_k_d", "grad_v_b", "grad_v_h", "grad_v_s", "grad_v_d",
+    "grad_k_b", "grad_k_h", "grad_k_s", "grad_k_d", "grad_v_b", "grad_v_h", "grad_v_s", "grad_v_d", "grad_kind",
 )  # fmt: skip
 # of each batch entry: its place in storage, its positions, and its first key and number of keys among the copied keys
 ENTRY = (
