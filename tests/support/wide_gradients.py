@@ -26,9 +26,9 @@ class Both(NamedTuple):
 
 
 @contextmanager
-def in_turns() -> Iterator[list[Both]]:
+def in_turns(is_computed: bool = True) -> Iterator[list[Both]]:
     """Inside, every backward pass is computed four times on its plan, in turns without and with wide gradients. The latter differ in dtype
-    alone, and each kind returns the same bits again."""
+    alone, and each kind returns the same bits again. is_computed: kernels run, and are not only compiled."""
     found: list[Both] = []
     compute = autograd.backward
 
@@ -37,7 +37,7 @@ def in_turns() -> Iterator[list[Both]]:
         made = [compute(problem.like(wide_kv_grads=is_wide), plan, *results) for is_wide in (False, True, False, True)]
         found.append(Both(*made[:2]))
         for first, second in (made[::2], made[1::2]):
-            assert all(map(_equal, first[1:3], second[1:3]))
+            assert not is_computed or all(map(_equal, first[1:3], second[1:3]))
         for narrow, wide in found[-1].of_keys:
             assert wide.dtype is problem.stat_dtype and narrow.dtype is problem.k.dtype
             assert wide.shape == narrow.shape and wide.stride() == narrow.stride()

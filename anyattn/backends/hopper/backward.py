@@ -39,7 +39,8 @@ _count_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
 class BackwardLaunches:
-    """The backward launches of calls that share a plan and compute gradients of the same captured tensors.
+    """The backward launches of calls that share a plan, compute gradients of the same captured tensors, and return those of k and v in one
+    dtype.
 
     dense: for the latest call without sequences, the strides of q, k, v, out and dout (the latter two after ``_readable``), and the layouts
     of dq, dk and dv. The plan's signature determines the sizes, but hooks of saved tensors may change strides, and dout may have any
@@ -61,8 +62,8 @@ class BackwardLaunches:
             if problem.sequences is None:
                 self.dense = strides, layouts
         empty = allocator(q.device, passes_dispatcher=False) if _count_modes() else self.empty
-        dtype, (of_q, of_k, of_v) = q.dtype, layouts
-        dq, dk, dv = gradients = empty(*of_q, dtype), empty(*of_k, dtype), empty(*of_v, dtype)
+        of_keys, (of_q, of_k, of_v) = problem.kv_grad_dtype, layouts
+        dq, dk, dv = gradients = empty(*of_q, q.dtype), empty(*of_k, of_keys), empty(*of_v, of_keys)
         results = out, lse, dout, dlse, None if problem.sink is None else delta_of_rows(problem)
         totals = _totals(problem, dispatch.spec) if problem.score is not None and dispatch.spec.wanted else ()
         if dispatch.form is None or dispatch.sequences_spec is None:

@@ -135,8 +135,8 @@ class BackwardConfig(ModsOfConfig):
     is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
     has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
     table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has no sums in float32.
-    has_dropout: as the call requests. divides_heads: the query heads of each K/V head are divided over thread blocks
-    (``backward_parts``), whose dK and dV are parts in float32.
+    has_dropout: as the call requests. stores_float32: dK and dV are float32: parts, where the query heads of each K/V head are divided
+    over thread blocks (``backward_parts``), or not rounded (``Problem.wide_kv_grads``).
     """
 
     head_dim: int
@@ -156,7 +156,7 @@ class BackwardConfig(ModsOfConfig):
     has_entries: bool = False
     stores_dq: bool = False
     has_dropout: bool = False
-    divides_heads: bool = False
+    stores_float32: bool = False
 
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
@@ -235,8 +235,8 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def posts_keys(self) -> bool:
-        """Whether an adding warp stores dK and dV. Parts in float32, for which shared memory has no room, leave from registers."""
-        return self.frees_keys and not self.divides_heads
+        """Whether an adding warp stores dK and dV. In float32, for which shared memory has no room, they leave from registers."""
+        return self.frees_keys and not self.stores_float32
 
     @cached_property
     def looks_up_pairs(self) -> bool:
@@ -281,8 +281,8 @@ class BackwardConfig(ModsOfConfig):
 @dataclass(frozen=True)
 class RowsConfig:
     """The config of one of the two kernels over all rows: before the backward kernel (row statistics, and zeros in the sums of dQ if it has
-    some) or, if is_after, after it (dQ from its sums, dK and dV from parts). has_dlse: the log-sum-exp has a gradient. has_entries,
-    divides_heads: see ``BackwardConfig``."""
+    some) or, if is_after, after it (dQ from its sums, dK and dV from parts). has_dlse: the log-sum-exp has a gradient. has_entries:
+    see ``BackwardConfig``. divides_heads: there are parts of dK and dV."""
 
     head_dim: int
     head_dim_v: int

@@ -135,7 +135,7 @@ def _launch_first(spec: BackwardSpec, key: tuple, sizes: _Sizes | None, before: 
     config = spec.config
     made: list[tuple[AnyConfig, tuple]] = [(_rows_config(config, False, before[3] is not None), before), (config, products)]
     if after is not None:
-        made.append((_rows_config(config, True, False), after))
+        made.append((_rows_config(config, True, False, spec.parts > 1), after))
     for one in made:
         launch(*one)
     found = [loaded(of).get(kinds_of(arguments)[0]) for of, arguments in made]
@@ -144,9 +144,8 @@ def _launch_first(spec: BackwardSpec, key: tuple, sizes: _Sizes | None, before: 
         spec.prepared[key] = _Prepared(kernels, loaded(config), kinds_of(products)[1], sizes)
 
 
-def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool) -> RowsConfig:
+def _rows_config(config: BackwardConfig, is_after: bool, has_dlse: bool, divides_heads: bool = False) -> RowsConfig:
     """The ``RowsConfig``, one object for all calls, because kernels are stored on config objects."""
-    divides_heads = is_after and config.divides_heads
     key = config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m, is_after, has_dlse, config.has_entries, divides_heads
     return _rows_configs.get(key) or _rows_configs.setdefault(key, RowsConfig(*key))
 

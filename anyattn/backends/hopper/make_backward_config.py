@@ -113,7 +113,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
     parts = _parts_of(problem)[listed is not None or bool(fields.get("bands"))]
     config = BackwardConfig(
         d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout,
-        divides_heads=parts > 1,
+        stores_float32=parts > 1 or problem.wide_kv_grads,
     )  # fmt: skip
     return BackwardSpec(config, sources, listed, list_tile, problem.wanted_slots, parts)
 

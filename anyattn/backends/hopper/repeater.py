@@ -45,7 +45,8 @@ class Repeater(plan.Repeater):
     def backward(self, problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         # a backward pass may want the gradients of only some of the inputs that require them; the numbers of packed rows are not in the
         # signature, but choose tiles and parts
-        key = () if problem.score is None else problem.wanted_slots, problem.sequences is not None and by_lengths(problem)
+        slots, lengths = () if problem.score is None else problem.wanted_slots, problem.sequences is not None and by_lengths(problem)
+        key = slots, lengths, problem.wide_kv_grads
         launches = self._backward.get(key)
         if launches is None:
             launches = self._backward[key] = BackwardLaunches(problem)

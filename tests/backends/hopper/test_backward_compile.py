@@ -85,7 +85,7 @@ def check_loops(parts: tuple[tuple, ...], results: list[dict[str, tuple[int, int
         of_wide, is_tall = 23 if fits_halved(head_dim, head_dim_v) else 19, any(name.startswith("tall") for name in found)
         count = of_wide if max(head_dim, head_dim_v) > 128 else {64: 42, 96: 41, 128: 41 + 9}[head_dim]
         count = len(set(names) - {"rows"}) if names else count
-        assert len(found) == count + 7 * (1 + is_tall) * (not names or "rows" in names)
+        assert len(found) == count + 8 * (1 + is_tall) * (not names or "rows" in names)
         spilled = {name: accesses for name, (_, accesses) in found.items() if accesses > (MOST.get(name, 0) if head_dim == 128 else 0)}
         assert not spilled, f"of {head_dim}, {head_dim_v}: {spilled}"
 

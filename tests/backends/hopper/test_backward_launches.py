@@ -11,12 +11,14 @@ from torch import Tensor
 import anyattn
 from anyattn import masks, planner
 from anyattn.arithmetic import ceil_div
+from anyattn.backends import repeater_of
 from anyattn.backends.hopper import backward_launches, make_backward_config
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, order_of_lists, order_where
 from anyattn.backends.hopper.compile import launch
 from anyattn.backends.hopper.make_backward_config import backward_dispatch, reason_against_backward
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
@@ -91,7 +93,7 @@ def test_few_heads_are_divided_and_their_parts_added(
     q = q if wants_dq else q.detach()
     gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
     (before, _), (config, products), (after, last) = launched
-    assert config.divides_heads and after.divides_heads and after.is_after and not before.divides_heads
+    assert config.stores_float32 and after.divides_heads and after.is_after and not before.divides_heads
     dk, dv = products[4:6]
     assert dk.shape == dv.shape == (1, 4, keys, 64) and dk.dtype == dv.dtype == torch.float32
     assert products[20:22] == (ceil_div(keys, 128), 4)  # key tiles, and the parts that have each
@@ -106,15 +108,45 @@ def test_rows_of_no_sequence_have_parts_of_zeros(launched: list[Launch], monkeyp
     out = anyattn.flash_attn_varlen_func(q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True, backend="hopper")
     gradients_of(out, launched)
     ((config, products),) = of_kind(launched, BackwardConfig)
-    assert config.divides_heads and config.has_entries
+    assert config.stores_float32 and config.has_entries
     assert all(t.shape == (1, 4, 1200, 64) and not t.any() for t in products[4:6])
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("form", ["dense", "one tile", "packed"])
+def test_wide_gradients_of_keys_are_what_the_kernel_stores_or_their_sum(
+    form: str, parts: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns with 16-bit ones on one plan: a prepared launch fails for arguments of other kinds (``pretended.noting``)."""
+    monkeypatch.setattr(make_backward_config, "parts_for", lambda ratio, *sizes: parts)
+    keys = 100 if form == "one tile" else 700
+    q, k = requiring_grad(1, 4, 1200, 64), requiring_grad(1, 1, keys, 64)
+    problem, plan = flex_call(FlexCall(q, k, k, None, None, None, None, None, True, None, True, False, False), "hopper", None)  # type: ignore[misc]
+    if form == "packed":
+        tables = LengthTables(*(torch.tensor([0, 500, n], dtype=torch.int32) for n in (1100, 600)), None, None)
+        problem = problem.like(sequences=StoredSequences(tables, StoredSizes(2, 1200, keys, 600, 500)))
+    repeater = repeater_of(problem, plan)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    for is_wide in (False, True, False, True):
+        launched.clear()
+        dq, dk, dv, _ = repeater.backward(problem.like(wide_kv_grads=is_wide), out, lse, out, None)
+        ((config, products),) = of_kind(launched, BackwardConfig)
+        kind = torch.float32 if is_wide else torch.bfloat16
+        assert (dq.dtype, dk.dtype, dv.dtype) == (torch.bfloat16, kind, kind)  # type: ignore[union-attr]
+        assert config.stores_float32 == (is_wide or parts > 1) and config.stores_dq == (form == "one tile")
+        if parts == 1:
+            assert products[4] is dk and products[5] is dv
+        else:
+            assert launched[-1][0].divides_heads and launched[-1][1][7] is dk and launched[-1][1][8] is dv
+            assert products[4].shape == (1, 4, keys, 64) and products[4].dtype is torch.float32
+        assert [args[6] is dk and args[7] is dv for _, args in of_kind(launched, TablesConfig)] == [True] * (form == "packed")
 
 
 def test_as_many_key_tiles_as_multiprocessors_have_no_parts(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 4)
     q, k = requiring_grad(1, 4, 600, 64), requiring_grad(1, 2, 600, 64)
     gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
-    assert not any(config.divides_heads for config, _ in launched)
+    assert not any(getattr(config, name, False) for config, _ in launched for name in ("stores_float32", "divides_heads"))
 
 
 def test_a_gradient_that_is_not_wanted_is_not_cleared(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +330,8 @@ def test_parts_of_both_launches_end_in_the_same_gradients(launched: list[Launch]
     q, k = requiring_grad(1, 4, 700, 64), requiring_grad(1, 1, 700, 64)
     lists = anyattn.create_block_mask(masks.document(IDS), None, None, 700, 700, device="cpu")
     found = gradients_of(anyattn.flex_attention(q, k, k, block_mask=lists, enable_gqa=True, backend="hopper"), launched)
-    assert [(c.has_entries, c.divides_heads) for c, _ in found] == [(True, i > 0) for i in range(3)] + [(False, i > 0) for i in range(3)]
+    assert [c.has_entries for c, _ in found] == [True] * 3 + [False] * 3
+    assert all(found[i][0].stores_float32 and found[i + 1][0].divides_heads for i in (1, 4))
     within, listed = found[2][1], found[5][1]
     assert within[3] is None and listed[3].tolist() == [1]
     assert within[7] is listed[7] and within[8] is listed[8] and within[5] is not listed[5]

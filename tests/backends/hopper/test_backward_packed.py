@@ -51,6 +51,7 @@ class Case(NamedTuple):
     workers: int = 1
     d: int = 64
     parts: int = 1
+    is_wide: bool = False  # dk and dv in float32
 
 
 ENDS = torch.tensor([0, 60, 2, 30, 7])
@@ -81,6 +82,7 @@ CASES = {
     "dP by halves, deterministic": Case(
         ([200, 70], [300, 200]), d=128, tiles=HALVED, mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2
     ),
+    "not rounded": Case(heads=(4, 2), is_wide=True, gaps=([3, 1, 2, 0], [0, 4, 0, 70]), workers=2),
     "parts": Case(heads=(4, 2), parts=2, gaps=([3, 1, 2, 0], [0, 4, 0, 70]), workers=2),
     "interleaved parts": Case(([200, 64, 130], [200, 64, 130]), heads=(8, 2), mask=masks.causal(), parts=2, workers=3),
     "parts, padded": Case(heads=(3, 1), parts=3, gaps=([60, 130, 1, 129], [0, 125, 30, 66]), is_padded=True),
@@ -153,7 +155,7 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
     if case.score is not None:
         mods.insert(0, trace(case.score, "score"))
         fields["score"] = with_derivatives(mods[0].expr)[0]
-    fields |= {"is_deterministic": case.is_deterministic, "has_entries": True, "divides_heads": case.parts > 1}
+    fields |= {"is_deterministic": case.is_deterministic, "has_entries": True, "stores_float32": case.parts > 1 or case.is_wide}
     config = BackwardConfig(case.d, case.d, True, case.tiles, **fields)  # type: ignore[arg-type]
     captured = captured_of(mods, config)
     call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists, case.parts)

@@ -60,6 +60,7 @@ class Case(NamedTuple):
     stores_dq: bool = False
     dropout: float = 0.0
     parts: int = 1
+    is_wide: bool = False  # dk and dv in float32
 
 
 COPIES = 4  # of totals that have some
@@ -99,6 +100,7 @@ CASES = {
     "interleaved, rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
     "deterministic by three blocks": Case((200, 500), (4, 2), mask=lambda b, h, i, j: i >= j - 250, is_deterministic=True, workers=3),
+    "not rounded": Case((200, 300), (4, 2), mask=masks.causal(), is_wide=True, workers=2),
     "parts": Case((150, 300), (4, 1), batch=2, parts=2, workers=3),
     "parts of one head each, causal": Case((200, 300), (6, 2), mask=masks.causal(), parts=3, workers=2),
     "interleaved parts": Case((330, 300), (6, 1), mask=masks.causal(), parts=3, workers=4),
@@ -229,7 +231,7 @@ def _prepared(case: Case, seed: int) -> Prepared:
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
     fields["has_dropout"] = dropout is not None
-    fields |= {"is_deterministic": case.is_deterministic, "stores_dq": case.stores_dq, "divides_heads": case.parts > 1}
+    fields |= {"is_deterministic": case.is_deterministic, "stores_dq": case.stores_dq, "stores_float32": case.parts > 1 or case.is_wide}
     config = BackwardConfig(*padded, True, tiles, **fields)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]

@@ -76,7 +76,7 @@ class PackedCall:
         self.config, self.scale, self.sequences = config, scale, s
         self.q, self.k, self.v, self.dout = tensors
         self.heads, self.kv_heads, self.rows, self.keys = self.q.shape[1], self.k.shape[1] * parts, self.q.shape[2], self.k.shape[2]
-        self.parts = parts if config.divides_heads else None
+        self.parts = parts if config.stores_float32 else None
         tile_m, tiles = config.tiles.tile_m, ceil_div(self.rows, config.tiles.tile_m)
         shape = (1, self.heads, len(self.q) * tiles + s.batch)
         self.lse, self.delta = (np.full((*shape, tile_m), np.nan, dtype=np.float32) for _ in range(2))

@@ -55,7 +55,7 @@ class Call:
         lists: tuple = (),
         parts: int = 1,
     ):
-        self.config, self.scale, self.parts = config, scale, parts if config.divides_heads else None
+        self.config, self.scale, self.parts = config, scale, parts if config.stores_float32 else None
         self.q, self.k, self.v, self.dout = tensors
         tiles = config.tiles
         self.batch, self.heads, self.kv_heads = self.q.shape[0], self.q.shape[1], self.k.shape[1] * parts
@@ -570,8 +570,8 @@ def _add_roles(
         Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *shape_of_dq, shape_of_dq[0] // 64),
     )  # fmt: skip
     turns = None if call.turns is None else Table(call.turns)
-    plain = tuple(Table(t, FLOAT if config.divides_heads else NARROW) for t in (call.dk, call.dv))
-    keys = (*(() if config.divides_heads else ((None, t) for t in plain)), *(plain if config.has_entries or config.divides_heads else ()))
+    plain = tuple(Table(t, FLOAT if config.stores_float32 else NARROW) for t in (call.dk, call.dv))
+    keys = (*(() if config.stores_float32 else ((None, t) for t in plain)), *(plain if config.has_entries or config.stores_float32 else ()))
     leaving = tuple(memory[name][None, None, 0] for name in (("leaving k", "leaving v") if config.frees_keys else ("k", "v")))
     scales = (np.float32(call.scale * call.factor), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)

@@ -50,7 +50,7 @@ def local_memory_among_products(cubin: Path) -> int:
 def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
-    if config.divides_heads:
+    if config.stores_float32:
         big[4:] = [fake(Float32, 4) for _ in range(2)]
     if config.stores_dq:
         statistics[2] = fake(kernel.dtype, 4, 8, 16)
@@ -84,14 +84,16 @@ def _ranks(config: BackwardConfig) -> list[int]:
     return [found[i] for i in sorted(found)]
 
 
-def compile_rows(config: RowsConfig, folder: Path, has_sums: bool = True) -> tuple[int, int]:
+def compile_rows(config: RowsConfig, folder: Path, has_sums: bool = True, is_wide: bool = False) -> tuple[int, int]:
     kernel = RowsAfter(config) if config.is_after else RowsBefore(config)
     wide, floats = fake(kernel.dtype, 4, 8, 16), [fake(Float32, 4) for _ in range(3)]
     entries = fake(Int32, 2) if config.has_entries else None
     if config.is_after:
         parts = [None] * 4
         if config.divides_heads:
-            parts = [*(fake(Float32, 4) for _ in range(2)), *(fake(kernel.dtype, 4, 8, 16) for _ in range(2))]
+            parts = [fake(Float32, 4) for _ in range(4 if is_wide else 2)] + [
+                fake(kernel.dtype, 4, 8, 16) for _ in range(0 if is_wide else 2)
+            ]
         of_dq = (floats[0], wide) if has_sums else (None, None)
         given = (*of_dq, entries, None if config.has_entries else fake(Int32, 1), Float32(1.0), *parts)
     else:
@@ -142,11 +144,11 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
         "one tile": ([], {"stores_dq": True}),
         "one tile, alibi": ([alibi, causal], {"score": with_derivatives(alibi.expr)[0], **ends, "stores_dq": True}),
-        "parts": ([], {"divides_heads": True}),
-        "causal parts": ([causal], {**ends, "divides_heads": True}),
-        "packed parts": ([causal], {**packed, **ends, "divides_heads": True}),
-        "alibi parts": ([alibi], {"score": with_derivatives(alibi.expr)[0], "divides_heads": True}),
-        "document parts": ([document], {**lists, "partial": Ask(document.expr, False), "divides_heads": True}),
+        "parts": ([], {"stores_float32": True}),
+        "causal parts": ([causal], {**ends, "stores_float32": True}),
+        "packed parts": ([causal], {**packed, **ends, "stores_float32": True}),
+        "alibi parts": ([alibi], {"score": with_derivatives(alibi.expr)[0], "stores_float32": True}),
+        "document parts": ([document], {**lists, "partial": Ask(document.expr, False), "stores_float32": True}),
         "one tile, sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True), "stores_dq": True}),
     } | summed(head_dim)
 
@@ -212,6 +214,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
             config = RowsConfig(head_dim, head_dim_v, True, tile_m, True, divides_heads=True)
             name = f"{tile_m} rows {'and parts' if has_sums else 'parts alone'}"
             result[name] = compile_rows(config, folder / name.replace(" ", "_"), has_sums)
+        config = RowsConfig(head_dim, head_dim_v, True, tile_m, True, divides_heads=True)
+        result[f"{tile_m} rows and wide parts"] = compile_rows(config, folder / f"{tile_m}_rows_and_wide_parts", is_wide=True)
         config = RowsConfig(head_dim, head_dim_v, True, tile_m, False)
         result[f"{tile_m} rows without sums"] = compile_rows(config, folder / f"{tile_m}_rows_without_sums", has_sums=False)
     return result

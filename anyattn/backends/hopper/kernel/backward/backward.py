@@ -66,7 +66,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         stream: cuda.CUstream,
     ):
         """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1. If the config
-        ``divides_heads``, dk and dv are (B, Hkv * parts, Sk, D) float32, contiguous: each head's parts, one after another.
+        ``stores_float32``, dk and dv are (B, Hkv * parts, Sk, D) float32, strides even: each head's parts, one after another.
 
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for rows that see no key and rows that do not exist. delta: the same shape,
         subtracted from each row's dP. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
@@ -82,7 +82,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads, parts = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1], None
-        if const_expr(self.config.divides_heads):
+        if const_expr(self.config.stores_float32):
             k_heads, parts = dk.shape[1], dk.shape[1] // k.shape[1]
         q, k, v, dout, dk, dv = (rows_first(t) for t in (q, k, v, dout, dk, dv))
         if const_expr(self.config.stores_dq):
@@ -95,9 +95,9 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
         # dK and dV are stored in parts of 64 keys, those of one warp group
-        plain = (dk, dv) if const_expr(self.config.has_entries or self.config.divides_heads) else ()
+        plain = (dk, dv) if const_expr(self.config.has_entries or self.config.stores_float32) else ()
         key_copies = ()
-        if const_expr(not self.config.divides_heads):
+        if const_expr(not self.config.stores_float32):
             part_k, part_v = (cute.slice_(self._tile(64, n, 1, is_k), (None, None, 0)) for n, is_k in ((d, True), (dv_, False)))
             of_dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
             of_dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))

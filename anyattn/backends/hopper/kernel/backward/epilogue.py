@@ -43,7 +43,7 @@ class StoresKeys:
                 self.release_keys(pipes, key_state)
         if const_expr(self.config.posts_keys):
             self._post_keys(sums, mmas, leaving, keys, about, facts, place)
-        elif const_expr(self.config.divides_heads):
+        elif const_expr(self.config.stores_float32):
             if const_expr(not self.config.frees_keys):
                 self.release_keys(pipes, key_state)
             self._plainly_stored(sums, mmas, keys, about, facts, place)
@@ -67,7 +67,7 @@ class StoresKeys:
 
     @cute.jit
     def _plainly_stored(self, sums, mmas, keys, about, facts, place):
-        """Stores a warp group's keys row by row: the next keys belong to another sequence, or dK and dV are parts in float32."""
+        """Stores a warp group's keys row by row: the next keys belong to another sequence, or dK and dV are float32."""
         _, to_v, to_k, _ = mmas
         self.keys_stored(sums[0], to_k, self.config.head_dim, keys[-2], facts, place, about[1])
         self.keys_stored(sums[1], to_v, self.config.head_dim_v, keys[-1], facts, place, about[1])

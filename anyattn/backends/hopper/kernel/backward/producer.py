@@ -46,7 +46,7 @@ class LoadsRows:
             posted = self.posted(keys_place, facts, of_each, (sizes.ratio, begins_last))
             self._post(board[0], pipes[4], work_state, (*facts, *posted))
             work_state.advance()
-            own_head = kv_head // sizes.parts if const_expr(self.config.divides_heads) else kv_head
+            own_head = kv_head // sizes.parts if const_expr(self.config.stores_float32) else kv_head
             place, waits_for_keys = (n_block, own_head, keys_place), Int32(1)
             # interleaved heads have the same plan, and one loop over all visits
             for which in cutlass.range(1 if const_expr(self.config.interleaves_heads) else sizes.ratio, unroll=1):

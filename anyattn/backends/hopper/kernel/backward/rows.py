@@ -162,8 +162,8 @@ class RowsAfter(_Rows):
         stream: cuda.CUstream,
     ):
         """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``; both may be None. guard: int32 (1,); if it
-        is 1, nothing is written. dk, dv: (B, Hkv, Sk, D), the sums of of_dk and of_dv, (B, Hkv * parts, Sk, D) float32, contiguous; None
-        unless the config ``divides_heads``."""
+        is 1, nothing is written. dk, dv: (B, Hkv, Sk, D), in 16 bits or float32, the sums of of_dk and of_dv, (B, Hkv * parts, Sk, D)
+        float32, contiguous; None unless the config ``divides_heads``."""
         blocks, keys = Int32(0), (Int32(0), Int32(0))
         if const_expr(sums is not None):
             blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
@@ -208,9 +208,10 @@ class RowsAfter(_Rows):
                 at = cute.local_tile(parts[entry, head * count + p, key, None], (_WIDE,), (column,)).iterator
                 cute.autovec_copy(cute.make_tensor(at.align(16), eight), part)
                 total.store(total.load() + part.load())
-            narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
-            narrow.store(total.load().to(self.dtype))
-            cute.autovec_copy(narrow, cute.local_tile(target[entry, head, key, None], (_WIDE,), (column,)))
+            own = cute.local_tile(target[entry, head, key, None], (_WIDE,), (column,)).iterator
+            found = cute.make_rmem_tensor(_WIDE, target.element_type)
+            found.store(total.load().to(target.element_type))
+            cute.autovec_copy(found, cute.make_tensor(own.align(16), eight))
 
     @cute.jit
     def of_block(self, sums, dq, entries, guard, scale):
