@@ -1,0 +1,104 @@
+"""Costs of attention and messages, and what a placement makes of them: rows, load, received keys and time of each rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from anyattn.distributed.placement.chunks import Chunks, popcount
+
+__all__ = ["CostModel", "Load", "load_of"]
+
+_NEAR_RANKS = 8  # GPUs that a switch such as NVSwitch connects
+_NEAR, _FAR = 330e9, 50e9  # bytes/s in one direction: NVLink of an H100, and one 400 Gbit/s network card a GPU
+_FLOPS = 600e12  # of a forward pass in bfloat16 on an H100
+_OVERLAP_LOSS = 0.1  # of the shorter of computing and receiving is not hidden
+
+
+class CostModel(NamedTuple):
+    """What the forward pass of one layer costs a rank.
+
+    pair_seconds: of one (row, key) pair, all query heads. partial: what evaluating a mask in a tile costs, in tiles. bandwidth: bytes a
+    second that a rank receives. key_bytes: of one position's K and V. fixed_seconds: of a call that exchanges keys, to pack, launch and
+    meet. piece_seconds: of each of a rank's pieces after its first.
+
+    The defaults are 16 query heads and 4 K/V heads of 128 in 16 bits, at 600 TFLOP/s, with 330 GB/s.
+    """
+
+    pair_seconds: float = 4 * 128 * 16 / _FLOPS
+    partial: float = 0.15
+    bandwidth: float = _NEAR
+    key_bytes: int = 2 * 4 * 128 * 2
+    fixed_seconds: float = 80e-6
+    piece_seconds: float = 5e-6
+
+    @classmethod
+    def of(cls, heads: tuple[int, int] = (16, 4), head_dim: int = 128, ranks: int = 8, element_bytes: int = 2) -> CostModel:
+        """heads: of queries and of keys. ranks: above 8, messages cross the network.
+
+        >>> CostModel.of((16, 4), 128, 64).bandwidth
+        50000000000.0
+        """
+        queries, keys = heads
+        return cls(
+            pair_seconds=4 * head_dim * queries / _FLOPS,
+            bandwidth=_NEAR if ranks <= _NEAR_RANKS else _FAR,
+            key_bytes=2 * keys * head_dim * element_bytes,
+        )
+
+
+class Load(NamedTuple):
+    """A placement in numbers, each (ranks,).
+
+    rows: int64. work: int64, attention in units of ``Chunks.unit`` tiles. received: int64, keys. pieces: int64, runs of neighbouring
+    chunks. compute, attention, seconds: float64, of computing alone, with messages, and with fixed costs.
+    """
+
+    rows: np.ndarray
+    work: np.ndarray
+    received: np.ndarray
+    pieces: np.ndarray
+    compute: np.ndarray
+    attention: np.ndarray
+    seconds: np.ndarray
+
+    @property
+    def balance(self) -> float:
+        """The largest attention of a rank, relative to the mean."""
+        total = int(self.work.sum())
+        return int(self.work.max()) * len(self.work) / total if total else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """The predicted time of one rank for everything, divided by ``ranks`` times that of the call: 1 is ideal."""
+        slowest = float(self.seconds.max())
+        return float(self.compute.mean()) / slowest if slowest else 1.0
+
+
+def load_of(chunks: Chunks, owner: np.ndarray, ranks: int, costs: CostModel) -> Load:
+    """owner: int32 (chunks,). Time of a rank: ``max(C, M) + 0.1 min(C, M)`` of computing C and receiving M, and fixed costs."""
+    order = np.argsort(owner, kind="stable")
+    has_rows, starts = np.unique(owner[order], return_index=True)
+
+    def of_ranks(found: np.ndarray) -> np.ndarray:
+        spread = np.zeros(ranks, np.int64)
+        spread[has_rows] = found
+        return spread
+
+    rows = of_ranks(np.add.reduceat(chunks.keys[order], starts))
+    work = of_ranks(np.add.reduceat(chunks.load[order], starts))
+    sees = np.zeros((ranks, chunks.sees.shape[1]), np.uint64)
+    sees[has_rows] = np.bitwise_or.reduceat(chunks.sees[order], starts)
+    # every chunk has as many keys, but for the last
+    sees_last = (sees[:, -1:] & chunks.sees_last) != 0
+    seen = popcount(sees) * chunks.work.chunk - np.where(sees_last[:, 0], chunks.work.chunk - chunks.keys[-1], 0)
+    begins = np.concatenate(([True], np.diff(owner) != 0))
+    pieces = np.bincount(owner[begins], minlength=ranks)
+    tile = chunks.work.tile[0] * chunks.work.tile[1]
+    compute = work * (chunks.unit * tile * costs.pair_seconds)
+    received = seen - rows
+    message = received * (costs.key_bytes / costs.bandwidth)
+    fixed = costs.fixed_seconds * bool(received.any()) + costs.piece_seconds * np.maximum(pieces - 1, 0)
+    attention = np.maximum(compute, message) + _OVERLAP_LOSS * np.minimum(compute, message)
+    return Load(rows, work, received, pieces, compute, attention, attention + fixed)

@@ -1,0 +1,53 @@
+"""A placement in numbers, for people and tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["PlanStats"]
+
+_MOST_LISTED = 16  # ranks in the table
+
+
+class PlanStats(NamedTuple):
+    """What a plan's placement is expected to cost. ``print`` shows it as a few lines.
+
+    length: positions of the sequence. chunk: positions that stay together. placement: how rows were placed: "contiguous", "fold" (a front
+    and a back piece for each rank) or "bisected". rows, received, pieces: of each rank, its rows, the keys that it receives in a forward
+    pass, and its runs of neighbouring chunks. loads: of each rank, its attention relative to the mean. load: the largest of them.
+    received_share: keys received by all ranks, in parts of an all-gather. bound: in the same unit, what no placement with equal rows and
+    no larger load can go below. seconds, efficiency: predicted for the forward pass of one layer; efficiency is the time of one rank for
+    everything, divided by ranks times seconds.
+    """
+
+    length: int
+    ranks: int
+    chunk: int
+    placement: str
+    rows: tuple[int, ...]
+    load: float
+    loads: tuple[float, ...]
+    received: tuple[int, ...]
+    received_share: float
+    bound: float
+    pieces: tuple[int, ...]
+    seconds: float
+    efficiency: float
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.length} positions on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.placement}, in chunks of {self.chunk}",
+                f"load: {self.load:.3f} of the mean at most",
+                f"keys received: {self.received_share:.3f} of an all-gather (bound {self.bound:.3f}), a rank at most {max(self.received)}",
+                f"forward pass of a layer, predicted: {1e3 * self.seconds:.3f} ms, efficiency {self.efficiency:.2f}",
+            ]
+        )
+
+    def table(self) -> str:
+        """The lines of ``print``, and a line for each rank; of many ranks the first."""
+        lines = [str(self), "", f"{'rank':>5} {'rows':>9} {'load':>6} {'received':>9} {'pieces':>6}"]
+        for rank in range(min(self.ranks, _MOST_LISTED)):
+            numbers = f"{self.rows[rank]:>9} {self.loads[rank]:>6.3f} {self.received[rank]:>9} {self.pieces[rank]:>6}"
+            lines.append(f"{rank:>5} {numbers}")
+        return "\n".join(lines + [f"and {self.ranks - _MOST_LISTED} more"] * (self.ranks > _MOST_LISTED))
