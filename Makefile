@@ -113,6 +113,7 @@ bench-gpu: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/make_gallery.py
 	$(BIN)/python docs/make_plots.py
+	$(BIN)/python docs/make_placements.py
 	$(BIN)/python docs/make_support.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

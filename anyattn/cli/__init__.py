@@ -1,4 +1,4 @@
-"""Command line: ``anyattn demo | show | explain | bench | doctor | cache | warmup``. Bad arguments and Ctrl-C end in one line on stderr."""
+"""Command line: ``anyattn demo | show | explain | plan | bench | doctor | cache | warmup``. Mistakes and Ctrl-C end in a line on stderr."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _COMMANDS = {
     "demo": ("anyattn.cli.demo", "Run the gallery of variants forward and backward, and draw it."),
     "show": ("anyattn.cli.show", "Draw a mask's tiles: full, partial, empty."),
     "explain": ("anyattn.cli.explain", "Say what anyattn makes of a mod, and how it would be run."),
+    "plan": ("anyattn.cli.plan", "Place a sequence's rows on ranks, and say what travels between them."),
     "bench": ("anyattn.cli.bench", "Time your mod at your shape, beside what is installed."),
     "doctor": ("anyattn.cli.doctor", "Check versions, backends and a few results."),
     "cache": ("anyattn.cli.cache", "List or remove the compiled kernels on disk."),

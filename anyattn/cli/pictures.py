@@ -2,7 +2,8 @@
 
 A mask is drawn tile by tile: **full** (no mask is evaluated), **partial** (the mask is evaluated in it) and **empty**
 (never loaded). For short sequences the single elements inside partial tiles are drawn too. A score mod is drawn as the
-value that it adds to a score of zero, or, if it does not depend on the position, as a curve over the score.
+value that it adds to a score of zero, or, if it does not depend on the position, as a curve over the score. A placement on ranks is drawn
+as the mask's chunks, in the colour of the rank that owns the rows.
 
 Needs matplotlib (``pip install 'anyattn[viz]'``), imported when the first picture is made. The background is opaque and
 the text dark, so a picture is legible on dark and on light pages; the two tile colours differ in lightness as well as in
@@ -36,6 +37,7 @@ __all__ = [
     "QUIET",
     "CurvePanel",
     "HeatPanel",
+    "OwnerPanel",
     "TilePanel",
     "blank_figure",
     "figure",
@@ -97,7 +99,19 @@ class CurvePanel:
     note: str = ""
 
 
-Panel = TilePanel | HeatPanel | CurvePanel
+@dataclass(frozen=True)
+class OwnerPanel:
+    """Which rank owns which rows: ``owner`` is ``(chunks,)``, the rank of each chunk, and ``needs`` ``(chunks, chunks)`` of bool, which
+    chunks of keys its rows see; what rows see is drawn in the colour of their rank. chunk: positions in a chunk."""
+
+    title: str
+    owner: np.ndarray
+    needs: np.ndarray
+    chunk: int
+    note: str = ""
+
+
+Panel = TilePanel | HeatPanel | CurvePanel | OwnerPanel
 
 
 def _pixels(panel: TilePanel) -> np.ndarray:
@@ -174,6 +188,21 @@ def _draw_curves(axes: Axes, panel: CurvePanel) -> None:
     _label(axes, panel.title, panel.note)
 
 
+def _draw_owners(axes: Axes, panel: OwnerPanel) -> None:
+    from matplotlib.colors import to_rgb
+
+    ranks = int(panel.owner.max()) + 1
+    colours = np.array([to_rgb(colour) for colour in CURVES])[np.arange(ranks) % len(CURVES)]
+    # ranks that share a colour differ in lightness
+    lighter = (np.arange(ranks) // len(CURVES) * 0.37 % 0.8)[:, None]
+    colours = colours + (1 - colours) * lighter
+    pixels = np.where(panel.needs[..., None], colours[panel.owner][:, None], to_rgb(PALETTE["empty"]))
+    length = len(panel.owner) * panel.chunk
+    axes.imshow(pixels, extent=(0, length, length, 0), interpolation="nearest", aspect="auto")
+    _label(axes, f"{panel.title}, {ranks} ranks", panel.note)
+    _place_axis(axes, length, length)
+
+
 def _label(axes: Axes, title: str, note: str) -> None:
     axes.set_title(title, fontsize=11, color=INK, loc="left", pad=18, fontweight="bold")
     axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=7.5, color=QUIET, va="bottom", ha="left")
@@ -205,7 +234,7 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     """Draw panels in a grid, with one legend for all.
 
     Args:
-        panels: at least one ``TilePanel``, ``HeatPanel`` or ``CurvePanel``.
+        panels: at least one ``TilePanel``, ``HeatPanel``, ``CurvePanel`` or ``OwnerPanel``.
         heading: a line above everything.
         columns: panels side by side.
 
@@ -236,6 +265,8 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
             _draw_tiles(axes, panel)
         elif isinstance(panel, HeatPanel):
             _draw_heat(axes, panel)
+        elif isinstance(panel, OwnerPanel):
+            _draw_owners(axes, panel)
         else:
             _draw_curves(axes, panel)
     for axes in grid[len(panels) :]:

@@ -120,6 +120,19 @@ def test_the_gallery_is_what_the_library_says() -> None:
     assert (DOCS / "gallery.md").read_text() == script("make_gallery").text(), "run make docs"
 
 
+def test_the_table_of_placements_is_what_the_planner_finds() -> None:
+    """Its first mask; the test below has the others."""
+    made, page = script("make_placements"), (DOCS / "context-parallel.md").read_text()
+    found = list(made.lines(made.ROWS[0]))
+    assert len(found) == 3 and all(f"\n{line}\n" in page for line in found), "run make docs"
+
+
+@pytest.mark.slow
+def test_the_whole_table_of_placements_is_what_the_planner_finds() -> None:
+    page = (DOCS / "context-parallel.md").read_text()
+    assert script("make_placements").text(page) == page, "run make docs"
+
+
 def section(heading: str, text: str | None = None) -> str:
     """The part under a heading that one page of docs/history has."""
     text = "\n".join(page.read_text() for page in HISTORY) if text is None else text

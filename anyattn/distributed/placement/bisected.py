@@ -96,11 +96,10 @@ def _circles(load: np.ndarray, rows: np.ndarray, is_seam: np.ndarray, most: int)
     if number <= 3:
         return rows[:, None]
     place = segment + number * np.arange(jobs)[:, None]
-    sizes, first, loads = (np.zeros(jobs * number, np.int64) for _ in range(3))
-    np.add.at(sizes, place, 1)
-    np.add.at(loads, place, load[rows])
+    first = np.zeros(jobs * number, np.int64)
     first[place[begins]] = rows[begins]
-    by_load = -(loads // np.maximum(sizes, 1))
+    sizes, loads = (np.bincount(place.reshape(-1), w, len(first)) for w in (None, load[rows].reshape(-1)))  # exact: below 2**53
+    by_load = -(loads // np.maximum(sizes, 1)).astype(np.int64)
     keys = np.concatenate((by_load[None], _scattered(first, most - 2)))[:, place].swapaxes(0, 1)  # (jobs, orders, m)
     order = np.argsort(keys, axis=-1, kind="stable")
     others = np.take_along_axis(np.broadcast_to(rows[:, None], order.shape), order, -1)

@@ -13,13 +13,14 @@ from anyattn.distributed.placement.bound import bound_of
 from anyattn.distributed.placement.candidates import contiguous, fold
 from anyattn.distributed.placement.chunks import Chunks, chunks_of
 from anyattn.distributed.placement.cost import CostModel, Load, load_of
+from anyattn.distributed.placement.evened import evened
 from anyattn.distributed.placement.stats import PlanStats
 from anyattn.distributed.placement.work import Work
 
 __all__ = ["Placement", "digest_of", "place"]
 
-_TOLERANCES = (0.03,)  # of the load, by bisection
-_BITS_SEARCHED = 2**14  # words of a level of bisection
+_TOLERANCE = 0.03  # of the load, by bisection
+_BITS_SEARCHED = 2**13  # words of a level of bisection
 _PER_ALL_GATHER, _PER_PIECE = 0.08, 0.001  # of the ideal time: what messages and pieces cost others than attention
 _EVEN = 1.03  # a load above it costs twice: no other part of a model is that uneven
 _STEP = 1e-6  # differences of value below it are ties, which the earlier candidate wins
@@ -66,15 +67,17 @@ def _candidates(chunks: Chunks, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
     yield "contiguous", contiguous(chunks, ranks)
     if ranks > 1:
         yield "fold", fold(chunks, ranks)
-        for tolerance in _TOLERANCES:
-            yield "bisected", bisected(chunks, ranks, tolerance, _BITS_SEARCHED)
+        halved = bisected(chunks, ranks, _TOLERANCE, _BITS_SEARCHED)
+        yield "bisected", halved
+        even = evened(chunks, halved, ranks, _EVEN)
+        if even is not halved:
+            yield "bisected", even
 
 
 def _value(load: Load, length: int) -> int:
     """What is minimised, in steps of ``_STEP``: time relative to the ideal, without fixed costs, which rank placements of short sequences
     by their pieces alone; messages, which others share; and uneven load, which waits elsewhere too."""
-    ideal = float(load.compute.mean())
-    slowdown = float(load.attention.max()) / ideal if ideal else 1.0
+    slowdown = float(load.attention.max()) / load.ideal if load.ideal else 1.0
     share = int(load.received.sum()) / (max(len(load.rows) - 1, 1) * length)
     pieces = int(load.pieces.max()) - 1
     return round((slowdown + max(load.balance - _EVEN, 0.0) + _PER_ALL_GATHER * share + _PER_PIECE * pieces) / _STEP)

@@ -70,10 +70,15 @@ class Load(NamedTuple):
         return int(self.work.max()) * len(self.work) / total if total else 1.0
 
     @property
+    def ideal(self) -> float:
+        """The mean of ``compute``, from whole numbers: a float sum depends on its order."""
+        return float(self.compute.max()) / self.balance
+
+    @property
     def efficiency(self) -> float:
         """The predicted time of one rank for everything, divided by ``ranks`` times that of the call: 1 is ideal."""
         slowest = float(self.seconds.max())
-        return float(self.compute.mean()) / slowest if slowest else 1.0
+        return min(self.ideal / slowest, 1.0) if slowest else 1.0
 
 
 def load_of(chunks: Chunks, owner: np.ndarray, ranks: int, costs: CostModel) -> Load:

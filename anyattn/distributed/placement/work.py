@@ -17,7 +17,8 @@ from anyattn.sparsity.lists import check_counts
 
 __all__ = ["Work", "chunk_of", "combined", "work_of"]
 
-_MOST_CHUNKS = 1024  # counts are (chunks, chunks) and are searched on one core for every new mask
+# counts are (chunks, chunks), and are searched on one core for every new mask
+_CHUNKS, _FEW_PER_RANK, _MOST_CHUNKS = 1024, 8, 4096
 _PER_RANK = 32  # chunks of a rank: with 16, twelve random documents on 8 ranks leave a load of 1.05, with 32 of 1.02
 _ENTRIES = 2**22  # of lists, counted at once
 _BITS = 20  # below the largest count, of a count that is not a whole number
@@ -45,9 +46,10 @@ class Work(NamedTuple):
 
 
 def chunk_of(length: int, ranks: int, block: int) -> int:
-    """Positions of a chunk for a sequence of ``length`` on ``ranks``: a multiple of block, about ``length / (32 * ranks)``, or
-    ``length / 1024`` where that would be more than 1,024 chunks; never above ``length / (2 * ranks)``, unless one block is.
+    """Positions of a chunk for a sequence of ``length`` on ``ranks``: a multiple of block, about ``length / (32 * ranks)``.
 
+    There are fewer chunks if these would be more than 1,024, or, with more than 128 ranks, 8 a rank and 4,096. A chunk is never above
+    ``length / (2 * ranks)``, unless one block is.
     block: what masks list, the least common multiple of all blocks' rows and keys. Among chunks within a third of the aim the one is taken
     with which the rank of most rows has fewest. Raises ``ValueError`` for numbers below 1.
 
@@ -57,7 +59,8 @@ def chunk_of(length: int, ranks: int, block: int) -> int:
     for name, value in (("length", length), ("ranks", ranks), ("block", block)):
         if value < 1:
             raise ValueError(f"{name}={value}; wanted at least 1")
-    aim = ceil_div(length, max(min(_PER_RANK * ranks, _MOST_CHUNKS), 2 * ranks))
+    number = min(_PER_RANK * ranks, max(_CHUNKS, min(_FEW_PER_RANK * ranks, _MOST_CHUNKS)))
+    aim = ceil_div(length, max(number, 2 * ranks))
     most = max(length // (2 * ranks) // block, 1)
     low, high = (min(max(n, 1), most) for n in (ceil_div(2 * aim, 3 * block), 4 * aim // (3 * block)))
 
