@@ -97,7 +97,7 @@ def test_every_candidate_is_legal_for_any_counts(data: st.DataObject, ranks: int
     visited = np.floor(rng.random((chunks, chunks)) ** 8 * 4 ** rng.integers(0, 9))
     counted = Work(visited, np.minimum(visited, 1), visited > 0, 16, 16 * chunks - 5, (16, 16))
     whole = chunks_of(counted, PARTIAL)
-    halved = bisected(whole, ranks, 0.03, 2**12)
+    halved = bisected(whole, ranks, 0.03, 2**14)
     for owner in (contiguous(whole, ranks), fold(whole, ranks), halved, evened(whole, halved, ranks, 1.0)):
         numbers = np.bincount(owner, minlength=ranks)
         assert len(owner) == chunks and numbers.max() - numbers.min() <= 1
@@ -158,7 +158,7 @@ def test_twelve_documents_are_balanced_and_few_of_their_keys_travel(ranks: int) 
 def test_swaps_even_what_bisection_leaves() -> None:
     """64 ranks of 16 chunks, in documents."""
     whole = chunks_of(work(documents(2**16, 12, 3), 2**16, 64, 64), PARTIAL)
-    halved = bisected(whole, 64, 0.03, 2**13)
+    halved = bisected(whole, 64, 0.03, 2**14)
     even = evened(whole, halved, 64, 1.03)
     before, after = (load_of(whole, owner, 64, CostModel()).balance for owner in (halved, even))
     assert before > 1.06 and after <= 1.04

@@ -30,13 +30,13 @@ class _Job(NamedTuple):
 def bisected(chunks: Chunks, ranks: int, tolerance: float, words: int) -> np.ndarray:
     """The owner of each chunk, int32 (chunks,).
 
-    tolerance: how far a rank's load may be from the mean, where finer chunks allow it: each level of halving may take its share. words:
-    of bits that a level may search, which bounds the number of orders.
+    tolerance: how far a rank's load may be from the mean, where chunks are fine enough. words: of bits that are searched, which bounds the
+    number of orders. Each level of halving has an equal share of both.
     """
     owner = np.zeros(chunks.number, np.int32)
     ends, is_seam = quotas(chunks.number, ranks), seams(chunks)
-    orders = max(words // max(chunks.sees.size, 1), 2)
-    each = tolerance / max((ranks - 1).bit_length(), 1)
+    levels = max((ranks - 1).bit_length(), 1)
+    orders, each = max(words // (levels * max(chunks.sees.size, 1)), 2), tolerance / levels
     jobs = [_Job(np.arange(chunks.number), 0, ranks)]
     while jobs:
         alike: dict[tuple[int, int, int], list[_Job]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,8 @@ from anyattn.distributed.placement.work import Work
 __all__ = ["Placement", "digest_of", "place"]
 
 _TOLERANCE = 0.03  # of the load, by bisection
-_BITS_SEARCHED = 2**13  # words of a level of bisection
+_WORDS_SEARCHED = 2**14  # of bits, on all levels of bisection
+_NEARLY_EVEN, _NEARLY_LEAST = 1.01, 0.02  # load, and excess over the bound in all-gathers, at which no bisection is tried
 _PER_ALL_GATHER, _PER_PIECE = 0.08, 0.001  # of the ideal time: what messages and pieces cost others than attention
 _EVEN = 1.03  # a load above it costs twice: no other part of a model is that uneven
 _STEP = 1e-6  # differences of value below it are ties, which the earlier candidate wins
@@ -52,26 +52,32 @@ def place(work: Work, ranks: int, costs: CostModel | None = None) -> Placement:
         raise ValueError(f"ranks={ranks}; wanted at least 1")
     costs = CostModel.of(ranks=ranks) if costs is None else costs
     chunks = chunks_of(work, costs.partial)
-    best: tuple[int, str, np.ndarray, Load] | None = None
-    for name, owner in _candidates(chunks, ranks):
-        load = load_of(chunks, owner, ranks, costs)
-        value = _value(load, work.length)
-        if best is None or value < best[0]:
-            best = value, name, owner, load
-    assert best is not None
-    _, name, owner, load = best
-    return Placement(owner, name, _stats(chunks, name, load, costs))
-
-
-def _candidates(chunks: Chunks, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
-    yield "contiguous", contiguous(chunks, ranks)
-    if ranks > 1:
-        yield "fold", fold(chunks, ranks)
-        halved = bisected(chunks, ranks, _TOLERANCE, _BITS_SEARCHED)
-        yield "bisected", halved
+    cheap = [_Valued.of(chunks, name, way(chunks, ranks), ranks, costs) for name, way in (("contiguous", contiguous), ("fold", fold))]
+    best = min(cheap, key=lambda each: each.value)
+    bound = bound_of(chunks, ranks, best.load.balance) if best.load.balance <= _NEARLY_EVEN else None
+    if ranks > 1 and (bound is None or int(best.load.received.sum()) - bound > _NEARLY_LEAST * (ranks - 1) * work.length):
+        halved = bisected(chunks, ranks, _TOLERANCE, _WORDS_SEARCHED)
         even = evened(chunks, halved, ranks, _EVEN)
-        if even is not halved:
-            yield "bisected", even
+        owners = [halved] if even is halved else [halved, even]
+        found = min([best, *(_Valued.of(chunks, "bisected", owner, ranks, costs) for owner in owners)], key=lambda each: each.value)
+        best, bound = found, bound if found is best else None
+    if bound is None:
+        bound = bound_of(chunks, ranks, best.load.balance)
+    return Placement(best.owner, best.name, _stats(chunks, best, bound))
+
+
+class _Valued(NamedTuple):
+    """A candidate, and what it costs."""
+
+    value: int
+    name: str
+    owner: np.ndarray
+    load: Load
+
+    @classmethod
+    def of(cls, chunks: Chunks, name: str, owner: np.ndarray, ranks: int, costs: CostModel) -> _Valued:
+        load = load_of(chunks, owner, ranks, costs)
+        return cls(_value(load, chunks.work.length), name, owner, load)
 
 
 def _value(load: Load, length: int) -> int:
@@ -83,21 +89,22 @@ def _value(load: Load, length: int) -> int:
     return round((slowdown + max(load.balance - _EVEN, 0.0) + _PER_ALL_GATHER * share + _PER_PIECE * pieces) / _STEP)
 
 
-def _stats(chunks: Chunks, name: str, load: Load, costs: CostModel) -> PlanStats:
-    ranks, work = len(load.rows), chunks.work
+def _stats(chunks: Chunks, found: _Valued, bound: int) -> PlanStats:
+    load, work = found.load, chunks.work
+    ranks = len(load.rows)
     gathered = max((ranks - 1) * work.length, 1)
     total = int(load.work.sum())
     return PlanStats(
         length=work.length,
         ranks=ranks,
         chunk=work.chunk,
-        placement=name,
+        placement=found.name,
         rows=tuple(load.rows.tolist()),
         load=load.balance,
         loads=tuple((load.work * ranks / total if total else np.ones(ranks)).tolist()),
         received=tuple(load.received.tolist()),
         received_share=int(load.received.sum()) / gathered,
-        bound=bound_of(chunks, ranks, load.balance) / gathered,
+        bound=bound / gathered,
         pieces=tuple(load.pieces.tolist()),
         seconds=float(load.seconds.max()),
         efficiency=load.efficiency,
