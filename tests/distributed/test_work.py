@@ -10,6 +10,7 @@ import torch
 
 from anyattn.block_masks import create_block_mask
 from anyattn.distributed.placement import Work, chunk_of, combined, work_of
+from anyattn.distributed.placement import work as placement_work
 from anyattn.mods import masks
 from anyattn.sparsity import BlockMask
 from tests.support.tiles import dense
@@ -51,6 +52,22 @@ def test_counts_are_those_of_the_pairs(name: str, block: tuple[int, int], length
     visited, partial, needs = counted(seen, block, 32)
     assert np.array_equal(work.visited, visited) and np.array_equal(work.partial, partial) and np.array_equal(work.needs, needs)
     assert (work.chunk, work.length, work.tile, work.chunks) == (32, length, block, len(needs))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_on_a_gpu_are_counted_without_waiting_to_the_same_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the way of a GPU, here on the CPU, with garbage beyond the counts, and rows in several parts."""
+    mask = create_block_mask(MASKS[name], 2, 2, 150, 150, "cpu", (8, 16))
+    expected = work_of([mask], [1.0], 32)
+    for side in ("kv", "full_kv"):
+        cnt, idx = getattr(mask, f"{side}_num_blocks"), getattr(mask, f"{side}_indices")
+        beyond = torch.arange(idx.shape[-1]) >= cnt[..., None]
+        setattr(mask, f"{side}_indices", torch.where(beyond, 2**31 - 1, idx))
+        setattr(mask, f"{side}_num_blocks", torch.where(cnt == 0, -3, cnt))
+    monkeypatch.setattr(placement_work, "_sees_all", lambda idx: True)
+    monkeypatch.setattr(placement_work, "_ENTRIES", 50)
+    found = work_of([mask], [1.0], 32)
+    assert all(np.array_equal(getattr(found, field), getattr(expected, field)) for field in ("visited", "partial", "needs"))
 
 
 def test_masks_of_other_blocks_are_summed_in_tiles_of_the_first_one() -> None:

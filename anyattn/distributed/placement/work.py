@@ -141,8 +141,8 @@ def _by_chunks(cnt: Tensor, idx: Tensor, grid: tuple[int, int], per_chunk: tuple
     """
     check_counts("the count of a row's blocks", cnt, idx)
     cnt, idx = cnt.reshape(-1), idx.reshape(cnt.numel(), idx.shape[-1])
-    on_gpu = idx.device.type != "cpu"
-    if not on_gpu and len(cnt):  # entries beyond the longest list say nothing
+    sees_all = _sees_all(idx)
+    if not sees_all and len(cnt):  # entries beyond the longest list say nothing
         idx = idx[:, : max(int(cnt.max()), 0)]
     place, nowhere = torch.arange(idx.shape[1], device=idx.device), chunks * chunks
     row_chunk = torch.arange(len(cnt), device=idx.device) % grid[0] // per_chunk[0] * chunks
@@ -150,7 +150,7 @@ def _by_chunks(cnt: Tensor, idx: Tensor, grid: tuple[int, int], per_chunk: tuple
     rows = max(_ENTRIES // max(idx.shape[1], 1), 1)
     for at in range(0, len(cnt), rows):
         part, listed = idx[at : at + rows], place < cnt[at : at + rows, None]
-        if on_gpu:
+        if sees_all:
             goal = torch.where(listed, row_chunk[at : at + rows, None] + part // per_chunk[1], nowhere).reshape(-1)
         else:
             column = part[listed]
@@ -160,6 +160,11 @@ def _by_chunks(cnt: Tensor, idx: Tensor, grid: tuple[int, int], per_chunk: tuple
             goal = row_chunk[at : at + rows].repeat_interleave(cnt[at : at + rows].clamp(min=0)) + column // per_chunk[1]
         total.scatter_add_(0, goal, torch.ones_like(goal))
     return total[:nowhere].view(chunks, chunks)
+
+
+def _sees_all(idx: Tensor) -> bool:
+    """Whether entries beyond a row's count are processed too: on a GPU, the number of listed ones is known only by waiting."""
+    return idx.device.type != "cpu"
 
 
 def _in_steps(counts: np.ndarray) -> np.ndarray:
