@@ -22,7 +22,7 @@ from anyattn.sparsity.derived import write_counts
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.dynamo import opaque
 
-__all__ = ["backward", "compute", "forward", "refuse_second_derivative", "requiring_grad"]
+__all__ = ["backward", "compute", "differentiable_once", "forward", "in_memory", "refuse_second_derivative", "requiring_grad"]
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
             return None, None, *_gradients(fields, plan, needed[2:], saved, dout, dlse)
         with torch.no_grad():
             found = _gradients(fields, plan, needed[2:], saved, dout, dlse)
-        return None, None, *_differentiable_once(found, (*saved[: len(found)], dout, dlse))
+        return None, None, *differentiable_once(found, (*saved[: len(found)], dout, dlse))
 
 
 @cache
@@ -156,7 +156,7 @@ def _gradients(
     # saved begins with the inputs
     inputs = [t if t is None or t.requires_grad is n else requiring_grad(t, n) for t, n in zip(saved, needed)]
     out, lse = saved[len(inputs) : len(inputs) + 2]
-    dout, dlse = _in_memory(dout), _in_memory(dlse)
+    dout, dlse = in_memory(dout), in_memory(dlse)
     try:
         problem = _with_inputs(fields, inputs)
         if problem.dropout is not None:
@@ -169,7 +169,7 @@ def _gradients(
     return [g if n else None for g, n in zip(found, needed, strict=True)]
 
 
-def _in_memory(t: Tensor | None) -> Tensor | None:
+def in_memory(t: Tensor | None) -> Tensor | None:
     """A gradient that backward was given, with its values in memory, where kernels read them: torch may pass a gradient whose sign is not
     applied yet (of a conjugated tensor), zeros without memory, or the awaited result of a collective. Raises ``TypeError`` for other
     subclasses without memory on a GPU."""
@@ -185,7 +185,7 @@ def _in_memory(t: Tensor | None) -> Tensor | None:
     return t
 
 
-def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """The gradients under ``create_graph=True``, attached to the tensors that they were computed from, so that differentiating them raises
     instead of treating them as constants."""
     made = iter(_Gradients.apply([g for g in grads if g is not None], *origins))

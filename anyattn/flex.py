@@ -105,7 +105,15 @@ def _called(call: FlexCall, backend: str | None, kernel_options: Any, return_lse
     if autocast.is_on():
         query, key, value = autocast.arguments(call.query, call.key, call.value)
         call = call._replace(query=query, key=key, value=value)
-    found = attention.flex_call(call, backend, kernel_options)
+    if getattr(call.block_mask, "plan", None) is not None:
+        from anyattn.distributed import attention as sharded
+
+        results = sharded.attend(call, backend, kernel_options)
+        if results is not None:
+            return _returned(*results, return_lse, return_aux)
+        found = None
+    else:
+        found = attention.flex_call(call, backend, kernel_options)
     if found is None:
         from anyattn.custom_ops import eager_calls
 

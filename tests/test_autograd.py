@@ -138,9 +138,9 @@ class Wrapper(Tensor):
 
 def test_a_given_gradient_of_a_subclass_is_awaited_or_refused() -> None:
     plain = torch.randn(2, 3)
-    assert autograd._in_memory(Wrapper(plain)) is plain
+    assert autograd.in_memory(Wrapper(plain)) is plain
     with pytest.raises(TypeError, match="a gradient that backward was given is a Wrapper, which has no memory"):
-        autograd._in_memory(Wrapper())
+        autograd.in_memory(Wrapper())
 
 
 def dense_lists() -> tuple[Any, tuple[Tensor, ...]]:

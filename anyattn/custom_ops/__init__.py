@@ -23,6 +23,7 @@ __all__ = ["entry_point", "run_uncompiled"]
 _entry_points: list[FunctionType] = []
 _HOMES = {
     "attend": "anyattn.custom_ops.flex",
+    "attend_sharded": "anyattn.custom_ops.sharded",
     "flash": "anyattn.custom_ops.flash",
     "decode": "anyattn.custom_ops.flash",
     "document": "anyattn.custom_ops.document_ids",
@@ -56,7 +57,7 @@ class _Operators(torch._ops._OpNamespace):
     __module__ = torch._ops._OpNamespace.__module__  # is part of an operator's name in saved programs
 
     def __getattr__(self, name: str) -> Any:
-        home = _HOMES.get(name.split("_")[0])
+        home = _HOMES.get(name.removesuffix("_backward")) or _HOMES.get(name.split("_")[0])
         if home is not None and home not in sys.modules:  # an operator that is being defined is looked up too
             importlib.import_module(home)
         return super().__getattr__(name)

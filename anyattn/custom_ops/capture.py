@@ -67,6 +67,7 @@ def _entries() -> dict[str, Callable]:
     from anyattn.custom_ops import block_lists, flash, flex
 
     return {
+        "sharded": _sharded_with_mods,
         "flex": flex.flex_with_mods,
         "flash": flash.flash_with_mods,
         "decode": flash.decode_with_mods,
@@ -74,6 +75,12 @@ def _entries() -> dict[str, Callable]:
         "tile_lists": block_lists.tile_lists_with_mods,
         "varlen_tile_lists": block_lists.varlen_lists_with_mods,
     }
+
+
+def _sharded_with_mods(*operands: Any) -> Any:
+    from anyattn.custom_ops import sharded  # loads torch.distributed
+
+    return sharded.sharded_with_mods(*operands)
 
 
 def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.dtype, device: torch.device) -> TracedMod | None:

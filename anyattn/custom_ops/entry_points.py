@@ -33,6 +33,10 @@ __all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of ``flex_attention``. call: a ``FlexCall``."""
     query, key, value, score_mod, block_mask, mask_mod, aux_tensors, *others = call
+    if getattr(block_mask, "handle", None) is not None:  # of a plan
+        operands: tuple = ((query, key, value, None, None, None, None, *others), block_mask.handle, backend, kernel_options)
+        both = (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
+        return call_with_mods("sharded", query, operands, (("score", "score_mod"), ("mask", "mask_mod")), both)
     lists: tuple = ()
     listing, listed = None, None
     if block_mask is not None:

@@ -40,7 +40,7 @@ from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
-__all__ = ["attend", "flex_with_mods", "masks_of_operands", "mods_of_operands", "never_empty", "operands_of", "options_text"]
+__all__ = ["attend", "flex_with_mods", "masks_of_operands", "mods_of_operands", "never_empty", "operands_of", "options_of", "options_text"]
 
 _FAR = (
     "a mod of a compiled graph captures the numbers {}, for which its arithmetic exceeds 64 bits or raises a Python exception, such as a "
@@ -133,7 +133,7 @@ def options_text(options: dict[str, Any] | None) -> str:
 
 
 @lru_cache(maxsize=256)
-def _options(text: str) -> dict[str, Any] | None:
+def options_of(text: str) -> dict[str, Any] | None:
     return codec.read(text) if text else None
 
 
@@ -183,9 +183,9 @@ def _call(operands: Attend) -> tuple[Problem, Plan]:
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed)
-    problem, plan = attention.flex_call(call, backend or None, _options(options), is_operator=True)  # type: ignore[misc]
+    problem, plan = attention.flex_call(call, backend or None, options_of(options), is_operator=True)  # type: ignore[misc]
     is_remembered = is_remembered and has_lists is (lists is not None) and attend.direct.may_pass(*values)
-    if is_remembered and (remembered := attention.known_flex(call, backend or None, _options(options))) is not None:
+    if is_remembered and (remembered := attention.known_flex(call, backend or None, options_of(options))) is not None:
         read = (*mods_and_places("score", *of_score[:2]), *mods_and_places("mask", *of_masks[:2]))
         readers = [warm_attend.Reader(mod.kind == "score", list(mod.scalars), start, stop) for mod, start, stop in read]
         warm_attend.remember(values, is_exact, lists, remembered, tuple(readers), problem)

@@ -39,6 +39,7 @@ __all__ = [
     "block_mask_of_lists",
     "build_block_mask",
     "lists_are_complete",
+    "marked",
 ]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
@@ -55,7 +56,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
 
-    # set by ``_marked``; None if a compiled graph made the lists; False again once a field of ``_EXACT_BY`` is assigned
+    # set by ``marked``; None if a compiled graph made the lists; False again once a field of ``_EXACT_BY`` is assigned
     _exact: bool | None = False
 
     @classmethod
@@ -160,7 +161,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
 
-    _made_of: MadeOf | None = None  # what the mask captured when the lists were made, set by ``_marked``
+    _made_of: MadeOf | None = None  # what the mask captured when the lists were made, set by ``marked``
     _told_apart: tuple[str, ...] = ()  # ``told_apart`` for masks that ``create_block_mask`` made
 
     @property
@@ -226,7 +227,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             "compute_q_blocks": self.q_indices is not None,
         }
         adjusted = type(self).from_kv_blocks(**taken, **options)
-        return _with_write_order(_marked(adjusted, self.is_exact), self)
+        return _with_write_order(marked(adjusted, self.is_exact), self)
 
     def _lists_4d(self) -> dict[str, Any]:
         """The four lists of the forward direction, with batch and head dimensions even where torch's older slices dropped them."""
@@ -246,7 +247,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         retiled = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
-        return _with_write_order(_marked(retiled, self.is_exact), self)
+        return _with_write_order(marked(retiled, self.is_exact), self)
 
     def sparsity(self) -> float:
         """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
@@ -275,7 +276,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _marked(self, state["_exact"])
+        marked(self, state["_exact"])
 
     def __copy__(self) -> BlockMask:
         return _like(self, {})
@@ -304,7 +305,7 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     changed_mask = object.__new__(cls or type(mask))
     changed_mask.__dict__.update(vars(mask))
     changed_mask.__dict__.update(changed)
-    return _marked(changed_mask, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
+    return marked(changed_mask, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
 
 
 def are_unwritten(*lists: Tensor | None) -> bool:
@@ -315,7 +316,7 @@ def are_unwritten(*lists: Tensor | None) -> bool:
     return True
 
 
-def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
+def marked(mask: BlockMask, is_exact: bool) -> BlockMask:
     """Records whether the lists follow from the mask; if so, ``_counted_anew`` replaces lists whose write counter is not 0."""
     if is_exact and not mask._lists_are_unwritten():
         for name in LISTS[:4]:
@@ -417,7 +418,7 @@ def build_block_mask(
         lists = lists_of_mask(traced, TileGrid(sizes, tile, counts), where, form)
         mask = block_mask_of_lists(lists, mask_mod, sizes, tile)
     mask._told_apart = told_apart(traced, counts)
-    _marked(mask, not mask._told_apart)
+    marked(mask, not mask._told_apart)
     if dq_kv_order is not None:
         _add_write_order(mask, dq_kv_order)  # by torch.vmap, which needs the transforms
     return mask

@@ -283,7 +283,8 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
     if tuple(made_for) != lengths:
         raise ValueError(
             f"block_mask was made for lengths (q, kv) = {tuple(made_for)} but query and key have {lengths}; make it for "
-            f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
+            f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]}); or, if query has the rows of one of several "
+            "ranks, pass the mask of anyattn.distributed.plan"
         )
     if counts.device != query.device:
         raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")

@@ -38,6 +38,7 @@ __all__ = [
     "Source",
     "TracedMod",
     "Tracer",
+    "compact",
     "finished",
     "inputs_of",
     "is_native",

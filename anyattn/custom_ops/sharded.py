@@ -1,0 +1,134 @@
+"""The operator of ``flex_attention`` with the mask of a plan, for compiled graphs and dispatch modes.
+
+A graph holds no plan: it gets the ``handle`` of the plan's mask, a tensor on the CPU, as an input. So a graph serves all plans, and what
+depends on the documents of a step, such as the sizes of messages, is no constant of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn import autograd
+from anyattn.call_cache.attention import FlexCall
+from anyattn.custom_ops.arguments import Masks, Results, Score
+from anyattn.custom_ops.flex import mods_of_operands, operands_of, options_of, options_text
+from anyattn.custom_ops.flops import count_operator
+from anyattn.custom_ops.operators import called, differentiable, operator, returned
+from anyattn.distributed import attention, local_attention
+from anyattn.distributed.local_attention import Inputs, ShardedCall
+from anyattn.distributed.sharded_mask import mask_of_handle
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.planner import check_backend
+from anyattn.tensors import autocast
+from anyattn.tensors import kinds as tensor_kinds
+from anyattn.tensors.strides import empty_in_order
+from anyattn.validate import flex
+
+__all__ = ["attend_sharded", "sharded_with_mods"]
+
+
+class AttendSharded(NamedTuple):
+    """The arguments of ``anyattn::attend_sharded``. masks: the call's ``mask_mod``, if it has one; that of the plan is not among them.
+    handle: of the plan's mask. options: ``options_text``. backend: empty for none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    score: Score
+    masks: Masks
+    handle: Tensor
+    scale: float
+    wants_max: bool
+    deterministic: bool
+    options: str
+    backend: str
+
+
+def _call(operands: AttendSharded) -> tuple[ShardedCall, Inputs]:
+    q, k, v, sink, of_score, of_masks, handle, scale, wants_max, deterministic, options, backend = operands
+    score = next(iter(mods_of_operands("score", *of_score)), None)
+    mask = next(iter(mods_of_operands("mask", *of_masks)), None)
+    call = FlexCall(q, k, v, score, mask_of_handle(handle), mask, None, scale, True, sink, True, wants_max, deterministic)
+    return attention.checked(call, backend or None, options_of(options))
+
+
+def _fake(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
+    q, rows = operands.q, operands.q.shape[:3]
+    stat = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out, lse = empty_in_order(q, last=operands.v.shape[3]), q.new_empty(rows, dtype=stat)
+    return out, lse, q.new_empty(rows if operands.wants_max else (0,), dtype=stat)
+
+
+@operator(AttendSharded, fake=_fake)
+def attend_sharded(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of this rank's rows; max_scores is empty unless wanted. Every rank runs it."""
+    channel = mask_of_handle(operands.handle).plan.channel
+    with channel.reporting_failure():
+        call, inputs = _call(operands)
+        found = local_attention.forward(call._replace(keeps_keys=False), inputs)
+    return found.out, found.lse, found.lse.new_empty(0) if found.max_scores is None else found.max_scores
+
+
+def _fake_backward(operands: AttendSharded, results: Results) -> list[Tensor]:
+    q, k, v = operands[:3]
+    of_others = (operands.sink, *operands.score.score_tensors)
+    gradients = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(gradients, results.wants, strict=True)]
+
+
+@operator(AttendSharded, Results, fake=_fake_backward, left_out={"wants_max": False})
+def attend_sharded_backward(operands: AttendSharded, results: Results) -> list[Tensor]:
+    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False. Every rank runs it; keys are fetched again."""
+    wants = results.wants
+    sources = (*operands[:4], *operands.score.score_tensors)
+    needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources, wants, strict=True)]
+    q, k, v, sink, *captured = needed
+    channel = mask_of_handle(operands.handle).plan.channel
+    with channel.reporting_failure():
+        call, inputs = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
+        of_forward = local_attention.Results(results.out, results.lse, None, None)
+        found = local_attention.backward(call, inputs, of_forward, results.dout, results.dlse)
+    grads = [*found[:4], *found.captured]
+    return returned(grads + [None] * (len(wants) - len(grads)), wants, sources, q)
+
+
+differentiable(attend_sharded, attend_sharded_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))
+
+
+def _pairs(by_name: dict[str, Any]) -> Any:
+    """The queries of this rank x the keys of the whole sequence."""
+    batch, heads, queries, _ = by_name["q"].shape
+    return batch * heads * queries * mask_of_handle(by_name["handle"]).seq_lengths[1]
+
+
+count_operator(attend_sharded, _pairs, attend_sharded_backward)
+
+
+def sharded_with_mods(
+    call: tuple, handle: Tensor, backend: str | None, options: dict[str, Any] | None, score: TracedMod | None, mask: TracedMod | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``flex_attention`` with a plan's mask as one operator call with traced mods. call: a ``FlexCall`` without them.
+
+    Raises as the eager call for wrong shapes, dtypes and devices; what depends on the plan is checked when the operator runs.
+    """
+    check_backend(backend)
+    flex_call = FlexCall(*call)
+    query, key, value = autocast.arguments(flex_call.query, flex_call.key, flex_call.value)
+    flex.tensors(query, key, value, bool(flex_call.enable_gqa))
+    attention.refuse_dropout(flex_call.dropout)
+    sink = flex.sink_logits(flex_call.sink, query)
+    for mod in (score, mask):
+        if mod is not None:
+            flex.captured_devices(mod, query.device)
+    nothing = query.new_empty(0)
+    operands = AttendSharded(
+        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, mask)), handle,
+        flex.scale_of("scale", flex_call.scale, query.shape[3], query.dtype), flex_call.wants_max, bool(flex_call.deterministic),
+        options_text(options), backend or "",
+    )  # fmt: skip
+    return called(attend_sharded, operands)  # type: ignore[no-any-return]

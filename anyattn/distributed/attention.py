@@ -1,0 +1,123 @@
+"""``flex_attention`` with the mask of a plan: checks, and the node of autograd's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import autograd
+from anyattn.call_cache.attention import FlexCall
+from anyattn.distributed import local_attention
+from anyattn.distributed.local_attention import Inputs, Results, ShardedCall
+from anyattn.distributed.share import Share
+from anyattn.mods.dropout import Seeded
+from anyattn.mods.tracing.default_device import without_default_device
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.tensors import kinds
+from anyattn.validate import flex
+
+__all__ = ["attend", "checked", "refuse_dropout"]
+
+
+def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """(out, lse, max_scores) of the rows of this rank; None if the call must run as its operator (``tensors.kinds``).
+
+    call: its ``block_mask`` is a ``ShardedMask``. Raises as ``checked``; an error of one rank is reported on the ranks that wait for it.
+    """
+    with call.block_mask.plan.channel.reporting_failure():
+        if kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
+            return None
+        sharded, inputs = checked(call, backend, options)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[:4], *inputs.captured)):
+            out, lse, highest = _Sharded.apply(sharded, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
+            return out, lse, highest
+        with torch.no_grad():
+            return local_attention.forward(sharded._replace(keeps_keys=False), inputs)[:3]
+
+
+def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedCall, Inputs]:
+    """The call on this rank's shard and its tensors.
+
+    Raises ``ValueError`` or ``TypeError`` for tensors that are not the rows of this rank, for a plan without a group, and as the local
+    calls do; on all ranks if what the tensors have in common differs between them.
+    """
+    mask, query = call.block_mask, call.query
+    plan, share = mask.plan, mask.share
+    flex.tensors(query, call.key, call.value, call.enable_gqa)
+    _check_shard(share, query, call.key)
+    refuse_dropout(call.dropout)
+    if not share.is_unwritten:
+        raise ValueError(
+            "the block mask's lists were written to after anyattn.distributed.plan had read them; wanted a new plan of the changed mask"
+        )
+    aux = flex.aux_list(call.aux_tensors, query.device)
+    score = None if call.score_mod is None else flex.traced(call.score_mod, "score", query, aux)
+    extra = None if call.mask_mod is None else flex.traced(call.mask_mod, "mask", query, aux)
+    sink = flex.sink_logits(call.sink, query)
+    captured = () if score is None else score.tensors
+    bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
+    plan.agree_on_call(query, call.key, call.value, (bare and bare.key, extra and extra.key, call.scale, bool(call.deterministic)))
+    sharded = ShardedCall(
+        share, plan.channel, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, plan.keeps_keys(share),
+    )  # fmt: skip
+    return sharded, Inputs(query, call.key, call.value, sink, captured)
+
+
+def refuse_dropout(dropout: Seeded | None) -> None:
+    if dropout is not None:
+        raise NotImplementedError(
+            "dropout_p is above 0 with the mask of a plan, whose ranks would have to agree on what is dropped; wanted dropout_p=0"
+        )
+
+
+def _check_shard(share: Share, query: Tensor, key: Tensor) -> None:
+    for name, t in (("query", query), ("key", key)):
+        if t.shape[2] == share.length:
+            continue
+        whole = share.layout.length
+        cure = "shard the inputs of the model: plan.shard(tokens)" if t.shape[2] == whole else "pass what plan.shard returned on this rank"
+        raise ValueError(
+            f"{name} has {t.shape[2]} rows, but of the {whole} positions of the plan rank {share.rank} has {share.length}; wanted these: "
+            f"{cure}"
+        )
+    if query.device != share.device:
+        raise ValueError(
+            f"query is on {query.device}, but the plan's mask is on {share.device}; wanted a plan of mask.to('{query.device}')"
+        )
+
+
+class _Sharded(torch.autograd.Function):
+    """The node of the autograd graph for one call on a shard."""
+
+    @staticmethod
+    @without_default_device
+    def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> Any:  # type: ignore[override]
+        q, k, v, sink, *captured = tensors
+        inputs = Inputs(q, k, v, sink, tuple(captured))
+        out, lse, highest, message = local_attention.forward(call, inputs)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, lse, message)
+        ctx.set_materialize_grads(False)
+        if highest is not None:
+            ctx.mark_non_differentiable(highest)
+        return out, lse, highest
+
+    @staticmethod
+    @without_default_device
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, _: Any = None) -> Any:  # type: ignore[override]
+        *tensors, out, lse, message = ctx.saved_tensors
+        is_graph_wanted = torch.is_grad_enabled()
+        needed = ctx.needs_input_grad[1:]
+        with ctx.call.channel.reporting_failure(), torch.no_grad():
+            wanting: Any = [autograd.requiring_grad(t, n) for t, n in zip(tensors, needed, strict=True)]
+            q, k, v, sink, *captured = wanting
+            inputs = Inputs(q, k, v, sink, tuple(captured))
+            dout, dlse = autograd.in_memory(dout), autograd.in_memory(dlse)
+            of_out = torch.zeros_like(out) if dout is None else dout
+            found = local_attention.backward(ctx.call, inputs, Results(out, lse, None, message), of_out, dlse)
+        grads = [g if n else None for g, n in zip((*found[:4], *found.captured), needed, strict=True)]
+        if is_graph_wanted:
+            return None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))
+        return None, *grads

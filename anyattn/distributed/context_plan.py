@@ -1,0 +1,364 @@
+"""``plan`` and ``ContextPlan``: which rank computes which rows of a sequence, and what it needs from the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from anyattn.distributed import sharding
+from anyattn.distributed.channel import Channel, channel_of
+from anyattn.distributed.layout import Layout
+from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
+from anyattn.distributed.placement import CostModel, Placement, chunk_of, combined, digest_of, place, work_of
+from anyattn.distributed.sharded_mask import ShardedMask, sharded
+from anyattn.distributed.share import Share
+from anyattn.mods.tracing.default_device import without_default_device
+from anyattn.sparsity.block_mask import BlockMask, build_block_mask
+
+__all__ = ["ContextPlan", "plan", "reduced"]
+
+_BLOCK, _LEAST_BLOCK = 128, 16  # of masks that are made here: smaller for sequences of few blocks a rank
+_CHOICES = (True, False, "auto")
+_ONE = ""  # the name of the mask of a plan that has one
+
+
+@without_default_device
+def plan(
+    mask: Any,
+    where: Any = None,
+    *,
+    S: int | None = None,
+    ranks: int | None = None,
+    chunk: int | None = None,
+    heads: tuple[int, int] = (16, 4),
+    head_dim: int = 128,
+    weights: Mapping[str, float] | None = None,
+    overlap: bool | str = "auto",
+    keep_kv: bool | str = "auto",
+    head_offset: int = 0,
+    device: torch.device | str | None = None,
+    check: bool = True,
+) -> ContextPlan:
+    """Distributes the rows of a sequence over the ranks of a group, so that each has as many rows and as much attention as the others, and
+    few keys travel. Every rank calls it with the same arguments and computes the same plan.
+
+    mask: a ``BlockMask`` of the whole sequence (``anyattn.create_block_mask``), a mask_mod, or None for no mask (both with ``S``); or a
+        dict of these by name, for a model whose layers have several: one placement serves all, balanced by ``weights``, layers of each.
+    where: the ranks: a ``DeviceMesh`` of one dimension or a ``ProcessGroup``. ranks: instead, their number, for a plan that a data loader's
+        worker makes, or a simulation; ``ContextPlan.to(mesh)`` gives it its group.
+    S: the length of the sequence. chunk: rows that stay together; by default about S / (32 * ranks), a multiple of the mask's blocks.
+    heads: query and K/V heads, and head_dim, of the cost model. overlap: whether rows that need no other rank's keys have calls of their
+        own, which run while messages travel; "auto": where that is expected to take less time.
+    keep_kv: whether received keys are kept for the backward pass or fetched again; "auto" keeps at most as many as a rank has.
+    head_offset: added to h, for tensor parallelism: the global head of this rank's query head 0. device: of masks made here.
+    check: compares the plans of the ranks, through the group's store.
+
+    Raises ``TypeError`` or ``ValueError`` that names the argument, on every rank alike.
+
+    >>> import anyattn
+    >>> mask = anyattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024, device="cpu", BLOCK_SIZE=64)
+    >>> placement = plan(mask, ranks=2)
+    >>> [placement.rows_of(rank) for rank in range(2)]
+    [((0, 256), (768, 1024)), ((256, 768),)]
+    """
+    group, size = _group(where, ranks)
+    masks = _masks(mask, S, size, device)
+    length = next(iter(masks.values())).seq_lengths[0]
+    unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
+    chunk = _chunk(chunk, unit, length, size)
+    weights = _weights(weights, masks)
+    works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
+    costs = CostModel.of(heads, head_dim, size)
+    placement = place(combined(list(works.values()), [weights[n] for n in works]), size, costs)
+    options = _Options(costs, 2 * heads[0] * head_dim, overlap, keep_kv, head_offset, bool(check))
+    made = ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
+    return made if group is None else made.to(group)
+
+
+class _Options(NamedTuple):
+    """Arguments of ``plan`` that calls need. row_bytes: of a row of the output."""
+
+    costs: CostModel
+    row_bytes: int
+    overlap: bool | str
+    keep_kv: bool | str
+    head_offset: int
+    check: bool
+
+
+class ContextPlan:
+    """Who computes which rows of a sequence. Made by ``plan``; the same on every rank, but for what names this rank.
+
+    mask: what the model passes as ``block_mask`` to every ``flex_attention``, with the rows of its rank: a ``BlockMask``, or a dict of them
+        as ``plan`` was given one. On one rank it is the mask itself.
+    positions: int64 (rows of this rank,), their global positions, ascending. all_positions: int64 (1, S), to be sharded with the tokens.
+    stats: the plan in numbers: rows, load, received keys, pieces of each rank, the bound of received keys, predicted efficiency.
+
+    A plan without a group can be pickled, as the masks of it can.
+    """
+
+    def __init__(
+        self, masks: dict[str, BlockMask], demands: dict[str, Demand], placement: Placement, ranks: int, chunk: int, options: _Options
+    ):
+        for name, value in (("overlap", options.overlap), ("keep_kv", options.keep_kv)):
+            if value not in _CHOICES:
+                raise ValueError(f"{name}={value!r}; wanted True, False or 'auto'")
+        self._masks, self._demands, self._placement, self._options = masks, demands, placement, options
+        self.ranks, self.chunk = ranks, chunk
+        self._channel: Channel | None = None
+        self._calls: set[tuple] = set()
+        self._shares: dict[str, Share] = {}
+        self._made = {name: sharded(m, self, None) for name, m in masks.items()}
+
+    # ---- the group
+
+    def to(self, where: Any) -> ContextPlan:
+        """The plan for this process's rank in a group. where: as in ``plan``; its size must be the plan's number of ranks."""
+        group, size = _group(where, None)
+        if size != self.ranks:
+            raise ValueError(
+                f"the group has {size} ranks but the plan was made for {self.ranks}; wanted a group of {self.ranks}, or a new plan"
+            )
+        made = ContextPlan(self._masks, self._demands, self._placement, self.ranks, self.chunk, self._options)
+        made._channel = channel_of(group)
+        made._shares = {name: made._share(m, made._demands[name]) for name, m in made._masks.items()}
+        made._made = {name: sharded(m, made, made._shares[name]) for name, m in made._masks.items()}
+        if made._options.check and size > 1:
+            made._channel.agree("the plan", made.digest, "plan() with the same mask and arguments on every rank")
+        return made
+
+    @property
+    def channel(self) -> Channel:
+        if self._channel is None:
+            raise ValueError("the plan has no process group (ranks=...); wanted plan.to(mesh['cp'])")
+        return self._channel
+
+    @property
+    def rank(self) -> int:
+        return self.channel.rank
+
+    @property
+    def digest(self) -> int:
+        """A 64-bit number of the plan's inputs and result, the same in every process."""
+        chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)]
+        masks = [part for n, demand in self._demands.items() for part in (np.frombuffer(n.encode(), np.uint8), demand.needs)]
+        return digest_of(self.length, self.ranks, self.chunk, chosen, self._placement.owner, *masks)
+
+    # ---- masks
+
+    @property
+    def mask(self) -> Any:
+        masks = self._masks if self.ranks == 1 else self._made
+        return masks[_ONE] if _ONE in masks else dict(masks)
+
+    def also(self, mask: Any) -> BlockMask:
+        """Another mask of the same sequence, for rows that lie where this plan's do. mask: as in ``plan``, but no dict."""
+        other = _mask("mask", mask, self.length, math.gcd(_BLOCK, self.chunk), self._device)
+        if other.seq_lengths[0] != self.length:
+            raise ValueError(f"mask covers {other.seq_lengths[0]} positions, but the plan {self.length}; wanted a mask of these")
+        if self.chunk % math.lcm(*other.BLOCK_SIZE):
+            raise ValueError(
+                f"mask has blocks of {tuple(other.BLOCK_SIZE)}, which do not divide the plan's chunks of {self.chunk}; wanted "
+                f"plan(chunk=...) with a multiple of both"
+            )
+        if self.ranks == 1:
+            return other
+        demand = demand_of(work_of([other], [1.0], self.chunk), self._options.costs)
+        return sharded(other, self, self._share(other, demand))
+
+    def keeps_keys(self, share: Share) -> bool:
+        """Whether received keys are kept for the backward pass; the same on every rank."""
+        if self._options.keep_kv != "auto":
+            return bool(self._options.keep_kv)
+        return share.most_received <= -(-self.length // self.ranks)
+
+    def _share(self, mask: BlockMask, demand: Demand) -> Share:
+        layout, options = self._layout(demand), self._options
+        overlaps = options.overlap
+        if overlaps == "auto":
+            overlaps = overlap_pays(layout, demand, options.costs, options.row_bytes)
+        return Share(mask, layout, demand.needs, self.rank, options.head_offset, bool(overlaps))
+
+    def _layout(self, demand: Demand) -> Layout:
+        owner = self._placement.owner
+        return Layout(self.length, self.chunk, owner, np.stack([demand.needs[owner == r].any(0) for r in range(self.ranks)]))
+
+    # ---- rows
+
+    @property
+    def length(self) -> int:
+        """The length of the sequence."""
+        return int(next(iter(self._masks.values())).seq_lengths[0])
+
+    @property
+    def _rows(self) -> Layout:
+        return self._layout(next(iter(self._demands.values())))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._masks.values())).kv_indices.device
+
+    def rows_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The intervals of global positions of a rank's rows."""
+        return self._rows.rows_of(rank)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.shard(torch.arange(self.length, device=self._device), dim=0)
+
+    @property
+    def all_positions(self) -> Tensor:
+        return torch.arange(self.length, device=self._device)[None]
+
+    def shard(self, *tensors: Tensor, dim: int = 1) -> Any:
+        """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple."""
+        found = tuple([sharding.shard_of(t, self._rows, self.rank, dim) for t in tensors])
+        return found[0] if len(found) == 1 else found
+
+    def unshard(self, t: Tensor, dim: int = 1) -> Tensor:
+        """The rows of all ranks in global order, on every rank. Gradients are summed over the ranks, as those of a loss that is the sum of
+        the ranks' losses."""
+        return t if self.ranks == 1 else sharding.gathered(t, self._rows, self.channel, dim)
+
+    def gather(self, t: Tensor, dim: int = 0) -> Tensor:
+        """``unshard``, for a tensor that holds a number for each of this rank's rows and that a mod captures: mods index it by global
+        positions."""
+        return self.unshard(t, dim)
+
+    # ---- for people
+
+    @property
+    def stats(self) -> Any:
+        return self._placement.stats
+
+    def explain(self) -> str:
+        """The plan in words: who has which rows, how even the load is, what travels."""
+        lines = [str(self.stats)]
+        for name, m in self._made.items():
+            layout = self._layout(self._demands[name])
+            received = [layout.received(r) for r in range(self.ranks)]
+            label = f"mask {name!r}: " if name else ""
+            lines.append(f"{label}keys received by rank: {', '.join(map(str, received))}")
+            if m.share is not None:
+                for s in m.share.segments:
+                    rows = " and ".join(f"{a}:{b}" for a, b in s.rows)
+                    when = "while messages travel" if s.is_local else "after the messages"
+                    lines.append(f"{label}rank {self.rank}: rows {rows} see keys {s.keys[0]}:{s.keys[1]}, {when}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        where = f"rank {self._channel.rank} of {self.ranks}" if self._channel else f"{self.ranks} ranks, no group"
+        return f"ContextPlan({self.length} positions, {where}, {self._placement.name}, chunks of {self.chunk})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_channel": None, "_shares": {}, "_made": None, "_calls": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._made = {name: sharded(m, self, None) for name, m in self._masks.items()}
+
+    # ---- calls
+
+    def agree_on_call(self, query: Tensor, key: Tensor, value: Tensor, facts: tuple) -> None:
+        """Raises on every rank, before the first message of such a call, if what its tensors have in common differs between the ranks."""
+        if self.ranks == 1 or not self._options.check:
+            return
+        shapes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3], query.dtype, facts)
+        if shapes in self._calls:
+            return
+        number = digest_of(np.frombuffer(repr(shapes).encode(), np.uint8))
+        self.channel.agree("flex_attention's call", number, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
+        self._calls.add(shapes)
+
+
+def _group(where: Any, ranks: int | None) -> tuple[Any, int]:
+    """The process group, None for a plan without one, and its size."""
+    if where is None:
+        if ranks is None:
+            raise TypeError("where is None; wanted a DeviceMesh of one dimension or a ProcessGroup, or ranks= for a plan without a group")
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ValueError(f"ranks={ranks!r}; wanted a positive int")
+        return None, ranks
+    if ranks is not None:
+        raise TypeError("where and ranks are both given; wanted one of them")
+    if isinstance(where, dist.ProcessGroup):
+        return where, dist.get_world_size(where)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(where, DeviceMesh):
+        raise TypeError(f"where is a {type(where).__name__}; wanted a DeviceMesh of one dimension or a ProcessGroup")
+    if where.ndim != 1:
+        names = where.mesh_dim_names
+        cure = f"mesh[{names[-1]!r}]" if names else "mesh['cp']"
+        raise ValueError(f"where is a DeviceMesh of {where.ndim} dimensions {names or ''}; wanted one dimension, such as {cure}")
+    return where.get_group(), where.size()
+
+
+def _masks(mask: Any, S: int | None, ranks: int, device: Any) -> dict[str, BlockMask]:
+    named = mask if isinstance(mask, dict) else {_ONE: mask}
+    if not named or not all(isinstance(n, str) for n in named) or (isinstance(mask, dict) and _ONE in named):
+        raise ValueError(
+            f"mask is a dict of {list(named)}; wanted a mask for each of one or more names, such as {{'full': m, 'window': n}}"
+        )
+    block = _BLOCK
+    while S is not None and block > _LEAST_BLOCK and block * 4 * ranks > S:
+        block //= 2
+    masks = {n: _mask(f"mask[{n!r}]" if n else "mask", m, S, block, device) for n, m in named.items()}
+    lengths = {m.seq_lengths[0] for m in masks.values()}
+    if len(lengths) > 1:
+        raise ValueError(f"mask has masks of {sorted(lengths)} positions; wanted one length")
+    if S is not None and lengths != {S}:
+        raise ValueError(f"S={S}, but mask covers {lengths.pop()} positions; wanted the same, or no S")
+    return masks
+
+
+def _mask(name: str, mask: Any, S: int | None, block: int, device: Any) -> BlockMask:
+    """A block mask of equal lengths from what a user passes as a mask."""
+    if isinstance(mask, ShardedMask):
+        raise TypeError(f"{name} is the mask of a plan already; wanted the mask of the whole sequence")
+    if isinstance(mask, torch_flex.BlockMask):
+        made = BlockMask.from_torch(mask)
+    elif mask is None or callable(mask):
+        if S is None:
+            raise TypeError(f"{name} is {'None' if mask is None else 'a mask_mod'}, and S is None; wanted S=, the length of the sequence")
+        every: Callable = torch_flex.noop_mask if mask is None else mask
+        made = build_block_mask(every, (None, None), (S, S), device, block, True, None)
+    else:
+        raise TypeError(f"{name} is a {type(mask).__name__}; wanted a BlockMask, a mask_mod, None, or a dict of them")
+    rows, keys = made.seq_lengths
+    if rows != keys:
+        raise ValueError(f"{name} has {rows} queries and {keys} keys; wanted a mask of one sequence, with as many keys as queries")
+    return made
+
+
+def _chunk(chunk: int | None, unit: int, length: int, ranks: int) -> int:
+    if chunk is None:
+        return chunk_of(length, ranks, unit)
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1 or chunk % unit:
+        raise ValueError(f"chunk={chunk!r}; wanted a multiple of {unit}, the blocks of the mask: make it with another BLOCK_SIZE")
+    return chunk
+
+
+def _weights(weights: Mapping[str, float] | None, masks: dict[str, BlockMask]) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(masks, 1.0)
+    if not isinstance(weights, Mapping) or set(weights) != set(masks) or not all(w > 0 for w in weights.values()):
+        raise ValueError(f"weights={weights!r}; wanted a positive number of layers for each of {sorted(masks)}")
+    return {n: float(weights[n]) for n in masks}
+
+
+def reduced(t: Tensor, where: Any) -> Tensor:
+    """``t`` itself, whose gradient is summed over the ranks of ``where``, in float32.
+
+    Gradients of what a mod captures are this rank's share, as those of a model's parameters are, which data parallelism sums. For a tensor
+    that nobody sums, such as one that is trained by hand, this does. where: as in ``plan``.
+    """
+    group, _ = _group(where, None)
+    return sharding.reduced(t, channel_of(group))

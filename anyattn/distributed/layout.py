@@ -1,0 +1,176 @@
+"""Where rows and keys of a plan lie: intervals of rows per rank, local attention calls, and which keys travel. Host integers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "local_rows", "overlap", "segments_of", "sources_of"]
+
+Interval = tuple[int, int]  # [start, stop) of global positions
+_MOST_SEGMENTS = 6  # local attention calls of a rank; each costs a launch and, at its ends, partly filled multiprocessors
+
+
+class Segment(NamedTuple):
+    """One local attention call: rows of a rank, next to one another in its tensors, and the interval of keys that they see.
+
+    rows: global intervals, ascending. first: the local row of its first one. keys: a hull: of its keys, those that no row needs may be
+    missing, and are 0 then. is_local: all needed keys are the rank's own, so that the call need not wait for messages.
+    """
+
+    rows: tuple[Interval, ...]
+    first: int
+    keys: Interval
+    is_local: bool
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def key_length(self) -> int:
+        return self.keys[1] - self.keys[0]
+
+
+class Source(NamedTuple):
+    """A part of a segment's keys. at: the interval inside the hull. message: which received interval it comes from, None for the rank's own
+    keys. rows: the interval inside that, or inside the rank's own rows."""
+
+    at: Interval
+    message: int | None
+    rows: Interval
+
+
+class Route(NamedTuple):
+    """The keys that a rank sends and receives. sent, received: keys to and from each rank. rows: the intervals of the rank's own rows that
+    are sent, rank after rank. keys: the global intervals that are received, rank after rank."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    rows: tuple[Interval, ...]
+    keys: tuple[Interval, ...]
+
+
+class Layout(NamedTuple):
+    """The placement of one mask's rows and keys, the same on every rank.
+
+    length: of the sequence. chunk: positions in a chunk, the last of which may be short. owner: the rank of each chunk. needs: bool
+    (ranks, chunks): which chunks of keys the rows of a rank see.
+    """
+
+    length: int
+    chunk: int
+    owner: np.ndarray
+    needs: np.ndarray
+
+    @property
+    def ranks(self) -> int:
+        return len(self.needs)
+
+    def rows_of(self, rank: int) -> tuple[Interval, ...]:
+        """The global rows of a rank."""
+        return self._intervals(self.owner == rank)
+
+    def received(self, rank: int) -> int:
+        """The number of keys that ``rank`` receives."""
+        return sum(stop - start for start, stop in self._intervals(self.needs[rank] & (self.owner != rank)))
+
+    def route(self, rank: int) -> Route:
+        """What ``rank`` sends and receives."""
+        to = [self._travels(rank, r) for r in range(self.ranks)]
+        came = [self._travels(r, rank) for r in range(self.ranks)]
+        own = self.rows_of(rank)
+        lengths = [tuple([sum(stop - start for start, stop in part) for part in parts]) for parts in (to, came)]
+        rows = tuple([local_rows(own, i) for part in to for i in part])
+        return Route(lengths[0], lengths[1], rows, tuple([i for part in came for i in part]))
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether any key travels between any two ranks."""
+        return bool((self.needs & (self.owner != np.arange(self.ranks)[:, None])).any())
+
+    def _travels(self, source: int, target: int) -> tuple[Interval, ...]:
+        return () if source == target else self._intervals(self.needs[target] & (self.owner == source))
+
+    def _intervals(self, chosen: np.ndarray) -> tuple[Interval, ...]:
+        """The global intervals of chosen chunks, neighbours joined."""
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
+        return tuple([(int(a) * self.chunk, min(int(b) * self.chunk, self.length)) for a, b in edges.reshape(-1, 2)])
+
+
+def local_rows(rows: Sequence[Interval], interval: Interval) -> Interval:
+    """The local rows of a global interval that lies inside one of ``rows``."""
+    first = 0
+    for start, stop in rows:
+        if start <= interval[0] and interval[1] <= stop:
+            return first + interval[0] - start, first + interval[1] - start
+        first += stop - start
+    raise AssertionError(f"{interval} is not among {rows}")
+
+
+def overlap(intervals: Iterable[Interval], other: Interval) -> list[Interval]:
+    """The parts of ``intervals`` inside ``other``."""
+    cut = [(max(a, other[0]), min(b, other[1])) for a, b in intervals]
+    return [(a, b) for a, b in cut if a < b]
+
+
+def sources_of(rows: Sequence[Interval], keys: Sequence[Interval], hull: Interval) -> tuple[Source, ...]:
+    """Where the keys of a hull come from. rows: the rank's own. keys: the received intervals."""
+    found = []
+    for part in overlap(rows, hull):
+        found.append(Source((part[0] - hull[0], part[1] - hull[0]), None, local_rows(rows, part)))
+    for i, interval in enumerate(keys):
+        for part in overlap((interval,), hull):
+            inside = (part[0] - interval[0], part[1] - interval[0])
+            found.append(Source((part[0] - hull[0], part[1] - hull[0]), i, inside))
+    return tuple(found)
+
+
+def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool) -> tuple[Segment, ...]:
+    """The local attention calls of a rank. visits: bool (chunks, chunks), which chunks of keys the rows of each chunk see. overlaps:
+    whether rows that need no remote key have calls of their own, which run while messages travel.
+
+    A run of chunks is one call if all of them or none of them need remote keys. Calls whose hulls of keys meet are joined, because then
+    their joint hull has no gap; and if there are many, those with the smallest gap.
+    """
+    own = layout.owner == rank
+    mine = np.flatnonzero(own)
+    if not len(mine):
+        return ()
+    seen = visits[mine]
+    is_local = ~(seen & ~own).any(1)
+    if not overlaps:
+        is_local[:] = is_local.all()
+    cuts = np.flatnonzero((np.diff(mine) > 1) | (np.diff(is_local.astype(np.int8)) != 0)) + 1
+    parts: list[tuple[list[int], Interval, bool]] = []
+    for part in np.split(np.arange(len(mine)), cuts):
+        columns = np.flatnonzero(seen[part].any(0))
+        hull = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (int(mine[part[0]]), int(mine[part[0]]) + 1)
+        parts.append(([int(p) for p in part], hull, bool(is_local[part[0]])))
+    parts = _joined(parts)
+    begins = np.concatenate(([0], np.cumsum([min(layout.chunk, layout.length - int(c) * layout.chunk) for c in mine])))
+    segments = []
+    for places, (low, high), local in parts:
+        chosen = np.zeros(len(own), bool)
+        chosen[mine[places]] = True
+        keys = (low * layout.chunk, min(high * layout.chunk, layout.length))
+        segments.append(Segment(layout._intervals(chosen), int(begins[places[0]]), keys, local))
+    return tuple(segments)
+
+
+def _joined(parts: list[tuple[list[int], Interval, bool]]) -> list[tuple[list[int], Interval, bool]]:
+    """Neighbouring parts joined: those that wait alike and whose hulls meet, and beyond ``_MOST_SEGMENTS`` those with the smallest gap."""
+    while len(parts) > 1:
+        gaps = [max(max(a[1][0], b[1][0]) - min(a[1][1], b[1][1]), 0) for a, b in itertools.pairwise(parts)]
+        alike = [a[2] is b[2] for a, b in itertools.pairwise(parts)]
+        is_many = len(parts) > _MOST_SEGMENTS
+        best = min(range(len(gaps)), key=lambda i: (gaps[i] if alike[i] or is_many else 1 << 62, not alike[i]))
+        if not is_many and (gaps[best] > 0 or not alike[best]):
+            break
+        a, b = parts[best], parts[best + 1]
+        hull = (min(a[1][0], b[1][0]), max(a[1][1], b[1][1]))
+        parts[best : best + 2] = [(a[0] + b[0], hull, a[2] and b[2])]
+    return parts

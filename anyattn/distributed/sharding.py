@@ -1,0 +1,102 @@
+"""Tensors of the whole sequence and of a rank's rows: cut, and gathered in global order, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.distributed.channel import Channel
+from anyattn.distributed.layout import Layout
+
+__all__ = ["gathered", "reduced", "shard_of"]
+
+
+def shard_of(t: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """The rows of ``rank``, a copy."""
+    if t.shape[dim] != layout.length:
+        raise ValueError(
+            f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} positions in dimension {dim}; wanted the {layout.length} of the plan: "
+            "pass the whole sequence (a shard is not sharded again), or another dim="
+        )
+    parts = [t.narrow(dim, start, stop - start) for start, stop in layout.rows_of(rank)]
+    # a copy even of one interval: compiled code is for its strides
+    return torch.cat(parts, dim) if parts else t.narrow(dim, 0, 0)
+
+
+def gathered(t: Tensor, layout: Layout, channel: Channel, dim: int) -> Tensor:
+    """The rows of all ranks in global order. Its gradient is the sum of the ranks' gradients of the result, at this rank's rows."""
+    rows = sum(stop - start for start, stop in layout.rows_of(channel.rank))
+    if t.shape[dim] != rows:
+        raise ValueError(
+            f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {channel.rank}"
+        )
+    return _Gathered.apply(t, layout, channel, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, layout: Layout, channel: Channel, dim: int) -> Tensor:  # type: ignore[override]
+        ctx.layout, ctx.channel, ctx.dim = layout, channel, dim
+        moved = t.movedim(dim, 0).contiguous()
+        width = _width(t, dim)
+        lengths = [_length(layout, r) for r in range(channel.size)]
+        received = torch.empty(layout.length * width, dtype=t.dtype, device=t.device)
+        sent = moved.reshape(-1).repeat(channel.size)
+        work = channel.exchange(sent, [moved.numel()] * channel.size, received, [n * width for n in lengths])
+        channel.finish(work, "gathering rows")
+        whole = torch.empty((layout.length, *moved.shape[1:]), dtype=t.dtype, device=t.device)
+        at = 0
+        for start, stop in _by_rank(layout):
+            whole[start:stop] = received[at : at + (stop - start) * width].view(stop - start, *moved.shape[1:])
+            at += (stop - start) * width
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        layout, channel = ctx.layout, ctx.channel
+        moved = grad.movedim(ctx.dim, 0).to(torch.promote_types(grad.dtype, torch.float32))
+        width = _width(grad, ctx.dim)
+        sent = torch.cat([moved[start:stop] for start, stop in _by_rank(layout)]).reshape(-1)
+        mine = _length(layout, channel.rank) * width
+        received = torch.empty(mine * channel.size, dtype=moved.dtype, device=grad.device)
+        sizes = [_length(layout, r) * width for r in range(channel.size)]
+        channel.finish(channel.exchange(sent, sizes, received, [mine] * channel.size), "returning gradients of gathered rows")
+        total = received.view(channel.size, -1).sum(0) if mine else received
+        return total.view(-1, *moved.shape[1:]).movedim(0, ctx.dim).to(grad.dtype), None, None, None
+
+
+def _width(t: Tensor, dim: int) -> int:
+    """Elements of one position."""
+    size = 1
+    for d, n in enumerate(t.shape):
+        size *= n if d != dim % t.ndim else 1
+    return size
+
+
+def _length(layout: Layout, rank: int) -> int:
+    return sum(stop - start for start, stop in layout.rows_of(rank))
+
+
+def _by_rank(layout: Layout) -> list[tuple[int, int]]:
+    """The intervals of all ranks, rank after rank."""
+    return [interval for rank in range(layout.ranks) for interval in layout.rows_of(rank)]
+
+
+def reduced(t: Tensor, channel: Channel) -> Tensor:
+    """``t`` itself, whose gradient is the sum over the ranks."""
+    return _Reduced.apply(t, channel)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, channel: Channel) -> Tensor:  # type: ignore[override]
+        ctx.channel = channel
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        ctx.channel.sum(wide, "the sum of a captured tensor's gradient")
+        return wide.to(grad.dtype), None

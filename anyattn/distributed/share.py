@@ -1,0 +1,87 @@
+"""A rank's share of one mask: its local attention calls, their block masks and the places of mods in them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
+
+from anyattn.distributed.layout import Interval, Layout, Segment, Source, local_rows, segments_of, sources_of
+from anyattn.distributed.placed_mods import Place, placed
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, marked
+from anyattn.sparsity.lists import both_ways, grid_of_lists
+
+__all__ = ["Share"]
+
+
+class Share:
+    """What a rank computes under one mask of a plan.
+
+    mask: the global block mask. layout: who owns and who needs which keys. visits: bool (chunks, chunks), which chunks of keys a chunk of
+    rows sees. first_head: the global query head of local head 0. overlaps: of ``segments_of``.
+
+    length: the number of rows. hulls: for each segment, the interval of own rows that are its keys, or the sources of its keys.
+    most_received: keys, by the rank that receives most. order: in which segments run, those without remote keys first.
+    """
+
+    def __init__(self, mask: BlockMask, layout: Layout, visits: np.ndarray, rank: int, first_head: int, overlaps: bool):
+        self.mask, self.layout, self.rank, self.first_head = mask, layout, rank, first_head
+        self.rows = layout.rows_of(rank)
+        self.segments = segments_of(layout, visits, rank, overlaps)
+        self.route = layout.route(rank)
+        self.most_received = max(map(layout.received, range(layout.ranks)))
+        self.hulls = tuple([self._hull(segment) for segment in self.segments])
+        self.order = sorted(range(len(self.segments)), key=lambda i: not self.segments[i].is_local)
+        self.length = sum(stop - start for start, stop in self.rows)
+        self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in self.segments])
+        self._versions = _versions(mask)
+
+    def _hull(self, segment: Segment) -> Interval | tuple[Source, ...]:
+        """The rank's own rows that are a segment's keys, or where else they come from."""
+        if any(start <= segment.keys[0] and segment.keys[1] <= stop for start, stop in self.rows):
+            return local_rows(self.rows, segment.keys)
+        return sources_of(self.rows, self.route.keys, segment.keys)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask.kv_indices.device
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether torch has counted no write to the global mask's lists since the plan was made of them."""
+        return _versions(self.mask) == self._versions
+
+    @cached_property
+    def block_masks(self) -> tuple[BlockMask, ...]:
+        """The block mask of each segment: its part of the global lists, and the mask by global positions."""
+        traced = trace(self.mask.mask_mod, "mask", device=self.device)
+        lists: Any = self.mask._lists_4d().values()
+        classes = grid_of_lists(*lists)
+        return tuple([self._part(classes, traced, *of) for of in zip(self.segments, self.places, strict=True)])
+
+    def _part(self, classes: Tensor, traced: TracedMod, segment: Segment, place: Place) -> BlockMask:
+        tile_m, tile_n = self.mask.BLOCK_SIZE
+        low, high = _blocks(segment.keys, tile_n)
+        cut = torch.cat([classes[..., slice(*_blocks(rows, tile_m)), low:high] for rows in segment.rows], -2)
+        lengths = (segment.length, segment.key_length)
+        separate = self.mask.full_kv_num_blocks is not None
+        mod: Any = noop_mask if self.mask.mask_mod is noop_mask else placed(traced, place)
+        # full tails stay full: the global lists decide
+        part = block_mask_of_lists(both_ways(cut, separate, False), mod, lengths, (tile_m, tile_n))
+        part._told_apart = getattr(self.mask, "_told_apart", ())
+        return marked(part, self.mask.is_exact)
+
+
+def _blocks(interval: Interval, tile: int) -> Interval:
+    """The blocks of an interval of positions that starts at a block's start."""
+    return interval[0] // tile, -(-interval[1] // tile)
+
+
+def _versions(mask: BlockMask) -> tuple[int, ...]:
+    lists = [getattr(mask, name) for name in LISTS[:4]]
+    return tuple([-1 if t.is_inference() else t._version for t in lists if t is not None])

@@ -1,0 +1,156 @@
+"""Mistakes that ranks make in the tests: each program returns the message of the error that it gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import anyattn
+from anyattn import distributed as ad
+from anyattn import masks
+from anyattn.distributed import channel
+from tests.distributed.uses import S, mask_of, tensors
+
+__all__ = ["EVERY_RANK"]
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _plan(mesh: Any, **options: Any) -> Any:
+    return ad.plan(mask_of(masks.causal()), mesh, **options)
+
+
+def _attend(mesh: Any, plan: Any, mask: Any = None, **options: Any) -> Any:
+    q, k, v = plan.shard(*tensors(), dim=2)
+    return anyattn.flex_attention(q, k, v, None, plan.mask if mask is None else mask, enable_gqa=True, **options)
+
+
+def whole_tensors(mesh: Any) -> Any:
+    q, k, v = tensors()
+    return anyattn.flex_attention(q, k, v, None, _plan(mesh).mask, enable_gqa=True)
+
+
+def sharded_twice(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    return plan.shard(plan.shard(tensors()[0], dim=2), dim=2)
+
+
+def shard_without_plan(mesh: Any) -> Any:
+    return _attend(mesh, _plan(mesh), mask_of(masks.causal()))
+
+
+def no_group(mesh: Any) -> Any:
+    return _attend(mesh, _plan(mesh), ad.plan(mask_of(masks.causal()), ranks=mesh.size()).mask)
+
+
+def group_of_another_size(mesh: Any) -> Any:
+    return ad.plan(mask_of(masks.causal()), ranks=mesh.size() + 1).to(mesh)
+
+
+def mesh_of_two_dimensions(mesh: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return _plan(init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "cp")))
+
+
+def written_lists(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    plan.mask.kv_indices.add_(0)
+    return _attend(mesh, plan)
+
+
+def dropout(mesh: Any) -> Any:
+    return _attend(mesh, _plan(mesh), dropout_p=0.1)
+
+
+def indexed(mesh: Any) -> Any:
+    return _plan(mesh).mask[:, :, 0]
+
+
+def oblong(mesh: Any) -> Any:
+    return ad.plan(anyattn.create_block_mask(masks.causal(), None, None, S, 2 * S, device="cpu"), mesh)
+
+
+def chunk_of_no_blocks(mesh: Any) -> Any:
+    return _plan(mesh, chunk=24)
+
+
+def mod_without_length(mesh: Any) -> Any:
+    return ad.plan(masks.causal(), mesh)
+
+
+def planned_twice(mesh: Any) -> Any:
+    return ad.plan(_plan(mesh).mask, mesh)
+
+
+def other_mask_on_a_rank(mesh: Any) -> Any:
+    return ad.plan(mask_of(masks.sliding_window(30 + mesh.get_local_rank() * 50, 0)), mesh)
+
+
+def other_scale_on_a_rank(mesh: Any) -> Any:
+    return _attend(mesh, _plan(mesh), scale=0.5 + mesh.get_local_rank())
+
+
+def second_derivative(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    q, k, v = [t.detach().requires_grad_() for t in plan.shard(*tensors(), dim=2)]
+    out = anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    return grad.sum().backward()
+
+
+# the mistake -> the error's type and a part of its message, on every rank
+EVERY_RANK: dict[Callable[[Any], Any], str] = {
+    whole_tensors: "ValueError: query has 203 rows, but of the 203 positions of the plan rank",
+    sharded_twice: "wanted the 203 of the plan: pass the whole sequence",
+    shard_without_plan: "pass the mask of anyattn.distributed.plan",
+    no_group: "ValueError: the plan has no process group",
+    group_of_another_size: "ranks but the plan was made for",
+    mesh_of_two_dimensions: "ValueError: where is a DeviceMesh of 2 dimensions ('dp', 'cp'); wanted one dimension, such as mesh['cp']",
+    written_lists: "ValueError: the block mask's lists were written to",
+    dropout: "NotImplementedError: dropout_p",
+    indexed: "TypeError: a mask of a plan cannot be indexed",
+    oblong: "ValueError: mask has 203 queries and 406 keys",
+    chunk_of_no_blocks: "ValueError: chunk=24; wanted a multiple of 16",
+    mod_without_length: "TypeError: mask is a mask_mod, and S is None",
+    planned_twice: "TypeError: mask is the mask of a plan already",
+    other_mask_on_a_rank: "ValueError: the plan differs between the",
+    other_scale_on_a_rank: "ValueError: flex_attention's call differs between the",
+    second_derivative: "NotImplementedError: attention has no second derivative",
+}
+
+
+def message(mesh: Any, mistake: Callable[[Any], Any]) -> tuple[str, bool]:
+    """The message of a mistake, and whether the ranks compute as before after it."""
+    text = _message(lambda: mistake(mesh))
+    plan = _plan(mesh)
+    return text, bool(torch.isfinite(plan.unshard(_attend(mesh, plan), dim=2)).all())
+
+
+def one_rank_fails(mesh: Any) -> str:
+    """Rank 1 passes tensors that are not its rows."""
+    channel._PATIENCE = 0.5
+    plan = _plan(mesh)
+    q, k, v = plan.shard(*tensors(), dim=2)
+    if mesh.get_local_rank() == 1:
+        q, k, v = (t[:, :, :-1] for t in (q, k, v))
+    return _message(lambda: anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True))
+
+
+def one_rank_dies(mesh: Any) -> str:
+    """The process of rank 1 is killed before its messages are sent."""
+    plan = _plan(mesh)
+    _attend(mesh, plan)
+    if mesh.get_local_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _message(lambda: _attend(mesh, plan))

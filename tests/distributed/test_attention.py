@@ -1,0 +1,60 @@
+"""Attention over ranks against the oracle: outputs, lse and all gradients, for masks, scores, lengths and numbers of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.programs import attention, tensors_of
+from tests.support import cases
+from tests.support.cases import KINDS, VARIANTS, Case, Shape
+from tests.support.ranks import on_ranks
+
+SHAPES = (
+    Shape(1, 4, 2, 300, 300, 16, 8),
+    Shape(2, 3, 1, 257, 257, 24, 40),
+    Shape(1, 2, 2, 67, 67, 16, 16),
+    Shape(2, 4, 4, 129, 129, 8, 16),
+)
+BLOCKS: tuple[Any, ...] = (16, (32, 16), 8, (16, 64))
+PLANS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"overlap": True, "keep_kv": False}, {"overlap": False, "keep_kv": True})
+MATRIX = [
+    (
+        Case(name, SHAPES[(i + ranks) % 4], KINDS[(i + ranks) % 3], seed=7 * i + ranks),
+        ranks,
+        BLOCKS[(i + ranks // 2) % 4],
+        PLANS[(i + i // 4 + ranks) % 4],
+    )
+    for i, name in enumerate(VARIANTS)
+    for ranks in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "block", "plan"), MATRIX, ids=str)
+def test_equals_the_oracle(case: Case, ranks: int, block: Any, plan: dict[str, Any]) -> None:
+    want = cases.expected(case, torch.float32)
+    for got in on_ranks(ranks, attention, case, tensors_of(want), block, plan, {}):
+        want.check(got, f"{case} on {ranks} ranks")
+
+
+HALVES = [
+    (Case(name, SHAPES[i % 4], KINDS[i % 3], seed=i), (torch.bfloat16, torch.float16)[i % 2], 2 + i % 3)
+    for i, name in enumerate(("causal", "window", "documents", "alibi", "gated_sink", "islands_sink"))
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "ranks"), HALVES, ids=str)
+def test_sixteen_bits_keep_the_budget_of_one_process(case: Case, dtype: torch.dtype, ranks: int) -> None:
+    want = cases.expected(case, dtype)
+    for got in on_ranks(ranks, attention, case, tensors_of(want), 16, {"overlap": True}, {}):
+        want.check(got, f"{case} on {ranks} ranks")
+
+
+@pytest.mark.parametrize(("length", "block"), [(20, 16), (1, 16), (33, 32), (64, 64), (129, 16)])
+def test_short_sequences_leave_ranks_without_rows(length: int, block: int) -> None:
+    case = Case("sink", Shape(2, 4, 2, length, length, 16, 16), "normal")
+    want = cases.expected(case, torch.float32)
+    for got in on_ranks(4, attention, case, tensors_of(want), block, {}, {"deterministic": True}):
+        want.check(got, f"{length} positions on 4 ranks")

@@ -1,0 +1,39 @@
+"""Errors of context parallelism: one that names the argument and the cure, on every rank; and ranks that fail alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed import faults
+from tests.support.ranks import RankError, new_ranks, on_ranks
+
+
+@pytest.mark.parametrize("mistake", faults.EVERY_RANK, ids=lambda f: f.__name__)
+def test_a_mistake_is_told_on_every_rank_and_leaves_the_group_whole(mistake: Callable[[Any], Any]) -> None:
+    for text, is_whole in on_ranks(2, faults.message, mistake):
+        assert faults.EVERY_RANK[mistake] in text
+        assert is_whole
+
+
+def test_a_rank_that_fails_alone_is_named_to_the_others() -> None:
+    ranks = new_ranks(3)
+    try:
+        texts = ranks.run(faults.one_rank_fails)
+    finally:
+        ranks.close()
+    assert texts[1].startswith("ValueError: query has ")
+    for text in (texts[0], texts[2]):
+        assert "waits for a rank that has failed: rank 1: ValueError: query has " in text
+
+
+def test_a_rank_that_dies_leaves_no_rank_waiting() -> None:
+    ranks = new_ranks(2)
+    try:
+        with pytest.raises(RankError) as raised:
+            ranks.run(faults.one_rank_dies)
+    finally:
+        ranks.close()
+    assert raised.value.messages[1] == "its process has ended"

@@ -1,0 +1,187 @@
+"""Programs of users that ranks run: each returns what the test judges."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import anyattn
+from anyattn import distributed as ad
+from anyattn import masks, scores
+
+S, HEADS = 203, 4
+
+
+def tensors(seed: int = 0, length: int = S, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v of the whole sequence, in the stride order (B, S, H, D) of models."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, length, n, 16, generator=g, device="cpu").to(dtype).transpose(1, 2) for n in (HEADS, 2, 2)]
+
+
+def mask_of(mod: Callable, length: int = S, block: int = 16) -> Any:
+    return anyattn.create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=block)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any = None, **options: Any) -> list[Tensor]:
+    """out, lse and the gradients of q, k, v of a loss that weighs all rows alike."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = anyattn.flex_attention(*leaves, score, mask, enable_gqa=True, return_lse=True, **options)
+    (out.square().sum() + lse.sum()).backward()
+    return [out.detach(), lse.detach(), *[t.grad for t in leaves]]  # type: ignore[misc]
+
+
+def whole(plan: Any, results: list[Tensor]) -> list[Tensor]:
+    return [plan.unshard(t, dim=2) for t in results]
+
+
+def same_bits(mesh: Any, dtype: torch.dtype) -> list[bool]:
+    """Of out, lse and the gradients, without overlap, against one process."""
+    q, k, v = tensors(dtype=dtype)
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh, overlap=False)
+    options = {"kernel_options": {"tile_m": 16, "tile_n": 16}}
+    got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask, **options))
+    return [torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask, **options), strict=True)]
+
+
+def reruns(mesh: Any) -> bool:
+    """Whether two runs give the same bits, gradients included."""
+    q, k, v = tensors()
+    plan = ad.plan(mask_of(masks.document(torch.arange(S, device="cpu") // 50) & masks.causal()), mesh)
+    a, b = (run(*plan.shard(q, k, v, dim=2), plan.mask, deterministic=True) for _ in range(2))
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def ways(mesh: Any) -> dict[str, float]:
+    """The greatest difference of other ways to write the same call from the first."""
+    q, k, v = tensors()
+    slopes = torch.linspace(0.1, 0.4, HEADS, device="cpu")
+    plan = ad.plan(mask_of(masks.causal()), mesh)
+    local = plan.shard(q, k, v, dim=2)
+
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s - slopes[h] * (i - j)
+
+    def with_aux(s: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
+        return s - aux[0][h] * (i - j)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return anyattn.flex_attention(q, k, v, alibi, plan.mask, enable_gqa=True)
+
+    def checkpointed(**options: Any) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in local]
+        out = checkpoint.checkpoint(layer, *leaves, use_reentrant=False, **options)
+        out.square().sum().backward()
+        return [out.detach(), *[t.grad for t in leaves]]
+
+    def selective() -> Any:
+        keep = [torch.ops.anyattn.attend_sharded.default]
+        return checkpoint.create_selective_checkpoint_contexts(keep)
+
+    leaves = [t.detach().requires_grad_() for t in local]
+    wide = plan.also(masks.sliding_window(S, S))
+    out = layer(*leaves)
+    out.square().sum().backward()
+    first = [out.detach(), *[t.grad for t in leaves]]
+    others = {
+        "in a dispatch mode": [_counted(lambda: layer(*local))],
+        "checkpoint": checkpointed(),
+        "selective checkpoint": checkpointed(context_fn=selective),
+        "contiguous": [anyattn.flex_attention(*[t.contiguous() for t in local], alibi, plan.mask, enable_gqa=True)],
+        "aux_tensors": [anyattn.flex_attention(*local, with_aux, plan.mask, enable_gqa=True, aux_tensors=[slopes])],
+        "library": [anyattn.flex_attention(*local, scores.alibi(slopes), plan.mask, enable_gqa=True)],
+        "no grad": [_without_grad(lambda: layer(*local))],
+        "mask_mod too": [anyattn.flex_attention(*local, alibi, wide, mask_mod=masks.causal(), enable_gqa=True)],
+        "pickled": [anyattn.flex_attention(*local, alibi, _sent(mesh).mask, enable_gqa=True)],
+    }
+    return {name: max(float((a - b).abs().max()) for a, b in zip(found, first)) for name, found in others.items()}
+
+
+def _without_grad(call: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return call()
+
+
+def _counted(call: Callable[[], Tensor]) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        out = call()
+    assert counter.get_total_flops() == 4 * out.numel() * S, (counter.get_total_flops(), counter.flop_counts, out.shape)
+    return out
+
+
+def _sent(mesh: Any) -> Any:
+    """A plan that a data loader's worker has made."""
+    made = ad.plan(mask_of(masks.causal()), ranks=mesh.size())
+    return pickle.loads(pickle.dumps(made)).to(mesh)
+
+
+def several_masks(mesh: Any) -> list[bool]:
+    """Of two masks with one placement: whether each layer's results are those of one process, and whether the rows are the same."""
+    q, k, v = tensors()
+    both = {"full": mask_of(masks.causal()), "window": mask_of(masks.sliding_window(30, 0))}
+    plan = ad.plan(both, mesh, weights={"full": 1, "window": 5})
+    local = plan.shard(q, k, v, dim=2)
+    found = []
+    for name, mask in both.items():
+        got = whole(plan, run(*local, plan.mask[name]))
+        found.append(all(_close(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)))
+    later = mask_of(masks.prefix_lm(20), block=8)
+    got = whole(plan, run(*local, plan.also(later)))
+    found.append(all(_close(a, b) for a, b in zip(got, run(q, k, v, later), strict=True)))
+    return [*found, torch.equal(plan.unshard(plan.positions, dim=0), torch.arange(S, device="cpu"))]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= 64 * torch.finfo(a.dtype).eps * float(b.abs().max())
+
+
+def tensor_parallel(mesh: Any) -> list[bool]:
+    """The upper half of the heads alone, as a tensor-parallel rank has them: whether mods see global heads."""
+    q, k, v = tensors()
+    slopes = torch.linspace(0.1, 0.4, HEADS, device="cpu")
+
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s - slopes[h] * (i - j)
+
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh, head_offset=HEADS // 2)
+    got = whole(plan, run(*plan.shard(q[:, HEADS // 2 :], k[:, 1:], v[:, 1:], dim=2), plan.mask, alibi))
+    want = run(q, k, v, mask, alibi)
+    return [_close(a, b[:, -a.shape[1] :]) for a, b in zip(got, want, strict=True)]
+
+
+def gathered(mesh: Any) -> list[bool]:
+    """A learned number of each token that the model computes on the shard and a mod captures for all: results and its gradient."""
+    q, k, v = tensors()
+    x = torch.linspace(-1, 1, S, device="cpu")
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh)
+    grads, outs = [], []
+    for is_shard in (True, False):
+        leaf = (plan.shard(x, dim=0) if is_shard else x).clone().requires_grad_()
+        gate = plan.gather(leaf * 2) if is_shard else leaf * 2
+        local = plan.shard(q, k, v, dim=2) if is_shard else (q, k, v)
+        out = anyattn.flex_attention(*local, _gate(gate), plan.mask if is_shard else mask, enable_gqa=True)
+        out.square().sum().backward()
+        outs.append(plan.unshard(out.detach(), dim=2) if is_shard else out.detach())
+        grads.append(plan.unshard(leaf.grad, dim=0) if is_shard else leaf.grad)
+    return [_close(*outs), _close(*grads)]
+
+
+def _gate(gate: Tensor) -> Callable:
+    return lambda s, b, h, i, j: s + gate[j] * gate[i]
+
+
+def one_rank(mesh: Any) -> list[bool]:
+    """On one rank: the same bits, and the mask itself."""
+    q, k, v = tensors()
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh)
+    got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
+    return [plan.mask is mask, *[torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]]
