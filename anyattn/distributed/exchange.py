@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.layout import Interval, Route
 
-__all__ = ["Pending", "Remote", "awaited_gradients", "awaited_keys", "remote_keys", "return_gradients", "send_keys"]
+__all__ = ["Pending", "Remote", "awaited_gradients", "awaited_keys", "copy_rows", "remote_keys", "return_gradients", "send_keys"]
 
 
 class Pending(NamedTuple):
@@ -30,8 +30,8 @@ def send_keys(k: Tensor, v: Tensor, route: Route, channel: Channel) -> Pending:
     width = _width(k, v)
     flat = torch.empty(sum(route.sent) * width, dtype=k.dtype, device=k.device)
     for (start, stop), (to_k, to_v) in zip(route.rows, _views(flat, route.rows, k, v)):
-        to_k.copy_(k[:, :, start:stop])
-        to_v.copy_(v[:, :, start:stop])
+        copy_rows(to_k, k[:, :, start:stop])
+        copy_rows(to_v, v[:, :, start:stop])
     return _started(flat, route.sent, route.received, width, channel)
 
 
@@ -52,8 +52,8 @@ def return_gradients(grads: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tenso
     width = _width(k, v)
     flat = torch.empty(sum(route.received) * width, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     for (to_k, to_v), (x, y) in zip(_views(flat, route.keys, k, v), grads):
-        to_k.copy_(x)
-        to_v.copy_(y)
+        copy_rows(to_k, x)
+        copy_rows(to_v, y)
     return _started(flat, route.received, route.sent, width, channel)
 
 
@@ -66,6 +66,21 @@ def awaited_gradients(pending: Pending, k: Tensor, v: Tensor, route: Route, chan
 def _started(flat: Tensor, sent: tuple[int, ...], received: tuple[int, ...], width: int, channel: Channel) -> Pending:
     to = torch.empty(sum(received) * width, dtype=flat.dtype, device=flat.device)
     return Pending(channel.exchange(flat, [n * width for n in sent], to, [n * width for n in received]), flat, to)
+
+
+def copy_rows(to: Tensor, source: Tensor) -> None:
+    """``to.copy_(source)``. Parts of tensors are not contiguous, and torch then moves one element a thread: on a GPU elements of 16 bytes
+    are moved instead where the rows allow it, at twice the bandwidth or more."""
+    size = to.element_size()
+    if to.is_cuda and to.dtype is source.dtype and not (to.shape[-1] * size) % 16 and _is_aligned(to) and _is_aligned(source):
+        to, source = to.detach().view(torch.complex128), source.detach().view(torch.complex128)
+    to.copy_(source)
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes and has its elements side by side."""
+    size = t.element_size()
+    return t.stride(-1) == 1 and not t.data_ptr() % 16 and all(not (s * size) % 16 for s in t.stride()[:-1])
 
 
 def _width(k: Tensor, v: Tensor) -> int:

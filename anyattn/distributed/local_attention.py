@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.exchange import Remote, awaited_gradients, awaited_keys, remote_keys, return_gradients, send_keys
+from anyattn.distributed.exchange import Remote, awaited_gradients, awaited_keys, copy_rows, remote_keys, return_gradients, send_keys
 from anyattn.distributed.layout import Interval, Segment
 from anyattn.distributed.placed_mods import placed
 from anyattn.distributed.share import Share
@@ -160,7 +160,7 @@ def _rows(parts: Sequence[Tensor], like: Tensor, last: int | None, dtype: torch.
     joined = empty_in_order(like, last=last, dtype=dtype) if last is not None else torch.empty(like.shape, dtype=dtype, device=like.device)
     first = 0
     for part in parts:
-        joined.narrow(2, first, part.shape[2]).copy_(part)
+        copy_rows(joined.narrow(2, first, part.shape[2]), part)
         first += part.shape[2]
     return joined
 
@@ -178,7 +178,7 @@ def _keys_of(share: Share, at: int, k: Tensor, v: Tensor, remote: Remote | None)
     for (start, stop), message, (first, last) in sources:
         pair = (k.detach(), v.detach()) if message is None or remote is None else remote[message]
         for buffer, source in zip(buffers, pair):
-            buffer[:, :, start:stop].copy_(source[:, :, first:last])
+            copy_rows(buffer[:, :, start:stop], source[:, :, first:last])
     return buffers[0].requires_grad_(k.requires_grad), buffers[1].requires_grad_(v.requires_grad)
 
 

@@ -20,6 +20,7 @@ from anyattn.mods.tracing.trace import Source, TracedMod, compact
 __all__ = ["Place", "placed"]
 
 Intervals = tuple[tuple[int, int], ...]
+_INVARIANT = frozenset(("sub", "eq", "ne", "lt", "le", "gt", "ge"))  # of two positions
 _MOST_COMPARED = 4  # intervals of rows that are told apart by comparisons; more take a table
 
 
@@ -51,7 +52,10 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
     if place.is_identity:
         return mod
     numbers = (*mod.scalars, *_numbers(place))
-    form = _Form(min(len(place.rows), _MOST_COMPARED + 1), place.rows[0][0] != 0, place.keys[0] != 0, place.first_head != 0, mod.kind)
+    form = _Form(
+        min(len(place.rows), _MOST_COMPARED + 1), place.rows[0][0] != 0, place.keys[0] != 0, place.first_head != 0,
+        len(place.rows) == 1 and place.rows[0][0] == place.keys[0], place.rows == (place.keys,), mod.kind,
+    )  # fmt: skip
     expr, scalars, slots, parts, pattern = _rewritten(mod.expr, len(mod.scalars), len(mod.tensors), form)
     tensors = [*mod.tensors, *[_part(mod.tensors[part.slot], part, place) for part in parts]]
     if len(place.rows) > _MOST_COMPARED:
@@ -63,12 +67,15 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
 
 
 class _Form(NamedTuple):
-    """What the text of a rewritten program depends on. intervals: of rows, or one more than are compared."""
+    """What the text of a rewritten program depends on. intervals: of rows, or one more than are compared. has_one_offset, has_same: rows
+    and keys begin at the same position, and are the same."""
 
     intervals: int
     has_first_row: bool
     has_first_key: bool
     has_first_head: bool
+    has_one_offset: bool
+    has_same: bool
     kind: str
 
 
@@ -147,9 +154,16 @@ def _rewritten(expr: Expr, scalars: int, tensors: int, form: _Form) -> _Rewritte
     head = builder.add("add", index("h"), number()) if form.has_first_head else index("h")
     new = {"q_idx": position, "kv_idx": key, "h": head}
     replaced = {at: new[node.attr] for at, node in enumerate(expr.nodes) if node.op == "index" and node.attr in new}  # type: ignore[index]
+    if form.has_one_offset:  # distances, and which of the two is ahead, are the same for local positions
+        for at, node in enumerate(expr.nodes):
+            if node.op in _INVARIANT and {expr.nodes[a].attr for a in node.args if expr.nodes[a].op == "index"} == {"q_idx", "kv_idx"}:
+                replaced[at] = builder.add(node.op, *[index(expr.nodes[a].attr) for a in node.args], dtype=node.dtype)  # type: ignore[arg-type]
     for at, part in parts.items():  # ascending, so that an index that is itself a load is there already
-        node, local = expr.nodes[at], dict.fromkeys(part.by_row, row) | dict.fromkeys(part.by_key, index("kv_idx"))
-        args = [local[dim] if dim in local else builder.copy(expr, a, replaced) for dim, a in enumerate(node.args)]
+        node, cut = expr.nodes[at], (*part.by_row, *part.by_key)
+        args = [
+            index(expr.nodes[a].attr) if dim in cut else builder.copy(expr, a, replaced)  # type: ignore[arg-type]
+            for dim, a in enumerate(node.args)
+        ]
         replaced[at] = builder.add("load", *args, dtype=node.dtype, attr=slots[part])
     copied = builder.build(builder.copy(expr, replace=replaced))
     rewritten, used, order = compact(copied, range(tensors + len(slots) + 1))  # type: ignore[arg-type]
@@ -165,6 +179,8 @@ def _parts_of(expr: Expr, form: _Form) -> dict[int, _Part]:
         by = {dim: expr.nodes[a].attr for dim, a in enumerate(node.args) if expr.nodes[a].op == "index"}
         by_row = tuple([d for d, name in by.items() if name == "q_idx" and form.has_first_row and form.intervals == 1])
         by_key = tuple([d for d, name in by.items() if name == "kv_idx" and form.has_first_key])
+        if form.has_same:  # one view for both: the ids of documents are those of queries and keys
+            by_row, by_key = (), tuple(sorted((*by_row, *by_key)))
         if by_row or by_key:
             parts[at] = _Part(node.attr, by_row, by_key)  # type: ignore[arg-type]
     return parts
