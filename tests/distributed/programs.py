@@ -25,12 +25,13 @@ def attention(
     mesh: Any, case: Case, tensors: tuple[Any, ...], block: int | tuple[int, int], plan_options: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The results of ``flex_attention`` over all ranks, under the names of ``Expected``: rows are gathered, other gradients summed."""
-    q, k, v, dout, dlse, sink, drawn = tensors
+    device = mesh.device_type
+    q, k, v, dout, dlse, sink, *drawn = [None if t is None else t.to(device) for t in (*tensors[:-1], *tensors[-1])]
     captured = [t.clone().requires_grad_() if t.is_floating_point() else t for t in drawn]
     mods = VARIANTS[case.variant].mods(captured, case.shape)
     batch, heads, S = q.shape[:3]
     every = mods["mask"] or (lambda b, h, q, k: q == q)
-    plan = ad.plan(anyattn.create_block_mask(every, batch, heads, S, S, device="cpu", BLOCK_SIZE=block), mesh, **plan_options)
+    plan = ad.plan(anyattn.create_block_mask(every, batch, heads, S, S, device=device, BLOCK_SIZE=block), mesh, **plan_options)
     local = [plan.shard(t, dim=2).detach().requires_grad_() for t in (q, k, v)]
     sink = None if sink is None else sink.clone().requires_grad_()
     out, lse = anyattn.flex_attention(*local, mods["score"], plan.mask, enable_gqa=True, return_lse=True, sink=sink, **options)
@@ -42,7 +43,7 @@ def attention(
     for name, t in leaves.items():
         if t is not None:
             found[name] = summed(torch.zeros_like(t) if t.grad is None else t.grad, mesh)
-    return found
+    return {name: t.detach().cpu() for name, t in found.items()}
 
 
 def summed(t: Tensor, mesh: Any) -> Tensor:

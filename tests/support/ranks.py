@@ -1,4 +1,4 @@
-"""Ranks of a process group on the CPU: ``on_ranks`` runs a function in several processes that are joined by gloo."""
+"""Ranks of a process group: ``on_ranks`` runs a function in several processes that are joined by gloo, or by NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RankError(Exception):
 class Ranks:
     """Processes that are joined in one group until ``close``."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, device: str = "cpu"):
         folder = tempfile.mkdtemp()
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(size)]
-        self.processes = [context.Process(target=_serve, args=(r, size, folder, pipes[r][1]), daemon=True) for r in range(size)]
+        self.processes = [context.Process(target=_serve, args=(r, size, device, folder, pipes[r][1]), daemon=True) for r in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
         for process in self.processes:
             process.start()
@@ -63,19 +63,20 @@ class Ranks:
             process.join()
 
 
-_known: dict[int, Ranks] = {}
+_known: dict[tuple[int, str], Ranks] = {}
 
 
-def on_ranks(size: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(size: int, program: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
     """What ``program(mesh, *arguments)`` returns on each of ``size`` ranks. program: a function of a module; mesh: a ``DeviceMesh`` of one
-    dimension. The processes serve all tests of this one; after an error they are started anew."""
-    if size not in _known:
-        _known[size] = Ranks(size)
-        atexit.register(_known[size].close)
+    dimension. device: "cpu" or "cuda". The processes serve all tests of this one; after an error they are started anew."""
+    key = (size, device)
+    if key not in _known:
+        _known[key] = Ranks(size, device)
+        atexit.register(_known[key].close)
     try:
-        return _known[size].run(program, *arguments)
+        return _known[key].run(program, *arguments)
     except RankError:
-        _known.pop(size).close()
+        _known.pop(key).close()
         raise
 
 
@@ -84,14 +85,17 @@ def new_ranks(size: int) -> Ranks:
     return Ranks(size)
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    if device == "cuda":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    mesh = init_device_mesh(device, (size,), mesh_dim_names=("cp",))
     while True:
         try:
             program, arguments = pipe.recv()

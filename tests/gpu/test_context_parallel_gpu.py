@@ -1,0 +1,31 @@
+"""Context parallelism on two GPUs, with NCCL: outputs, lse and all gradients against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.programs import attention, tensors_of
+from tests.support import cases
+from tests.support.cases import KINDS, Case, Shape
+from tests.support.ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(300, method="thread"),  # a message that never comes is a failure
+]
+
+SHAPES = (Shape(1, 8, 2, 1500, 1500, 128, 128), Shape(2, 4, 4, 1153, 1153, 64, 64), Shape(1, 4, 1, 2048, 2048, 128, 128))
+PLANS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"overlap": True, "keep_kv": False})
+NAMES = ("causal", "window", "documents", "prefix", "sink_window", "alibi", "relative", "gated_sink", "islands_sink", "full")
+
+
+@pytest.mark.parametrize("i", range(len(NAMES)), ids=lambda i: NAMES[i])
+def test_two_gpus_equal_the_oracle(i: int) -> None:
+    case = Case(NAMES[i], SHAPES[i % 3], KINDS[i % 3], seed=i)
+    want = cases.expected(case, torch.bfloat16)
+    for got in on_ranks(2, attention, case, tensors_of(want), 128, PLANS[(i + i // 3) % 3], {}, device="cuda"):
+        want.check(got, f"{case} on two GPUs")
