@@ -71,7 +71,7 @@ class Gradients(NamedTuple):
 def forward(call: ShardedCall, inputs: Inputs) -> Results:
     """The attention of this rank's rows; the same call runs on every rank."""
     share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    pending = send_keys(k, v, share.route, channel) if share.layout.has_messages else None
+    pending = send_keys(k, v, share.route, channel) if share.has_messages else None
     found: list[Any] = [None] * len(share.segments)
     remote: Remote | None = None
     for at in share.order:
@@ -94,7 +94,7 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
     The calls with remote keys run first: the gradients of these keys travel during the others.
     """
     share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    route, has_messages = share.route, share.layout.has_messages
+    route, has_messages = share.route, share.has_messages
     remote: Remote | None = None
     if has_messages:
         message = awaited_keys(send_keys(k, v, route, channel), channel) if results.message is None else results.message

@@ -34,6 +34,7 @@ class Share:
         self.rows = layout.rows_of(rank)
         self.segments = segments_of(layout, visits, rank, overlaps)
         self.route = layout.route(rank)
+        self.has_messages = layout.has_messages
         self.most_received = max(map(layout.received, range(layout.ranks)))
         self.hulls = tuple([self._hull(segment) for segment in self.segments])
         self.order = sorted(range(len(self.segments)), key=lambda i: not self.segments[i].is_local)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed import programs, uses
+from tests.distributed import programs, training, uses
 from tests.support.ranks import on_ranks
 
 
@@ -53,3 +53,8 @@ def test_new_documents_compile_nothing(backend: str) -> None:
     for agree, graphs in on_ranks(2, programs.compiled, 256, 3, backend):
         assert agree
         assert graphs == 1
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_data_parallelism_sums_the_gradients_of_all_ranks(how: str) -> None:
+    assert all(map(all, on_ranks(4, training.gradients, how)))
