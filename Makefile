@@ -59,6 +59,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/generate.py
 	$(BIN)/python examples/serve.py
 	$(BIN)/python examples/finetune.py
+	$(BIN)/python examples/context_parallel.py
 
 style: $(STAMP)
 	$(BIN)/ruff check .
