@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from anyattn.distributed.active_plan import active
+from anyattn.distributed.batches import transformers_masks
 from anyattn.distributed.context_plan import ContextPlan, plan, reduced
 from anyattn.distributed.sharded_mask import ShardedMask
 
-__all__ = ["ContextPlan", "ShardedMask", "plan", "reduced"]
+__all__ = ["ContextPlan", "ShardedMask", "active", "plan", "reduced", "transformers_masks"]

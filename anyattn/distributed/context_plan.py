@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from anyattn.distributed import sharding
+from anyattn.distributed import batches, sharding
 from anyattn.distributed.channel import Channel, channel_of
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
@@ -221,6 +221,21 @@ class ContextPlan:
         """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple."""
         found = tuple([sharding.shard_of(t, self._rows, self.rank, dim) for t in tensors])
         return found[0] if len(found) == 1 else found
+
+    def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's rows of a batch of Transformers, for a model inside ``anyattn.distributed.active(plan)``.
+
+        batch: of the whole sequence: ``input_ids`` (B, S) or ``inputs_embeds`` (B, S, hidden), and if they are there ``position_ids``
+            (B or 1, S), by default 0 to S - 1, ``token_type_ids`` and ``labels`` (B, S).
+
+        Returns these rows; ``labels`` as ``shift_labels``, each row's next label, shifted before it is sharded, with labels that do not
+        count beside them; ``num_items_in_batch``, the number of labels of all ranks, unless the batch has one, so that the ranks' losses
+        add up to that of the batch; ``use_cache=False``. What the masks contain (``attention_mask``, ``cu_seq_lens_*``,
+        ``max_length_*``) is left out; anything else is kept.
+
+        Raises ``ValueError`` for a tensor of another length, and for an unknown one that may have the sequence's rows.
+        """
+        return batches.shard_batch(self, batch)
 
     def unshard(self, t: Tensor, dim: int = 1) -> Tensor:
         """The rows of all ranks in global order, on every rank. Gradients are summed over the ranks, as those of a loss that is the sum of

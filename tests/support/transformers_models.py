@@ -126,7 +126,11 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     if keep is not None:
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
-    shown = out.detach() if keep is None else out.detach()[keep.bool()]
+    return by_module(model, out.detach() if keep is None else out.detach()[keep.bool()])
+
+
+def by_module(model: Any, shown: Tensor) -> dict[str, Tensor]:
+    """``shown`` as "out", and the gradients of each module's own parameters."""
     # by module: biases of keys and sinks have gradients of next to nothing, which their layer's errors measure better than their own
     modules: dict[str, list[Tensor]] = {"out": [shown.flatten()]}
     for name, parameter in model.named_parameters():

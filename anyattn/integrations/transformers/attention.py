@@ -15,8 +15,18 @@ from torch.nn.attention import flex_attention as torch_flex
 from anyattn.flash import flash_attn_func, flash_attn_with_kvcache
 from anyattn.flex import flex_attention
 from anyattn.integrations.transformers import dense_masks, few_rows
-from anyattn.integrations.transformers.description import Aligned, Cached, Listed, MaskDescription, Way, mark_used, refuse_dropped
+from anyattn.integrations.transformers.description import (
+    Aligned,
+    Cached,
+    Listed,
+    MaskDescription,
+    Unplanned,
+    Way,
+    mark_used,
+    refuse_dropped,
+)
 from anyattn.integrations.transformers.packed import Ends, packed_attention
+from anyattn.integrations.transformers.planned import refuse_bias, refuse_unplanned
 
 __all__ = ["attention_forward"]
 
@@ -70,6 +80,8 @@ def attention_forward(
                 _refuse_unread(name, module)
     dropout = dropout if module.training else 0.0
     if cu_seq_lens_q is not None and not _has_documents(attention_mask):
+        if _is_causal(module, is_causal):
+            refuse_unplanned("cu_seq_lens_q")
         ends = Ends(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         causal, window = _packed_band(module, attention_mask, is_causal, sliding_window)
         out = packed_attention(query, key, value, ends, causal, window, scaling, softcap, s_aux, position_bias, dropout)
@@ -81,7 +93,7 @@ def attention_forward(
     elif attention_mask is None:
         out = _unmasked(module, query, key, value, is_causal, scaling, softcap, s_aux, position_bias, dropout)
     else:
-        out = _given(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias, dropout)
+        out = _given(query, key, value, attention_mask, module, scaling, softcap, s_aux, position_bias, dropout)
     return out if out.is_contiguous() else out.contiguous(), None
 
 
@@ -148,13 +160,18 @@ def _described(
     dropout: float,
 ) -> Tensor:
     if key.shape[2] != mask.seq_lengths[1] or query.shape[2] != mask.seq_lengths[0]:
+        cure = "use attn_implementation='sdpa' or 'eager' for this model"
+        if query.shape[2] == key.shape[2] == mask.seq_lengths[0]:
+            cure += "; or, if these are the rows of one of several ranks, no attention_mask, inside anyattn.distributed.active(plan)"
         raise ValueError(
             f"a layer has {query.shape[2]} queries and {key.shape[2]} keys, its mask is for {mask.seq_lengths}; wanted a mask for this "
-            "layer's cache: use attn_implementation='sdpa' or 'eager' for this model"
+            f"layer's cache: {cure}"
         )
     if softcap is None and bias is None and not dropout and few_rows.serves(query, key, value, mask, sink):
         return few_rows.attention(query, key, value, mask, scaling, sink)
     way: Way = mask.way
+    if isinstance(way, Listed):
+        refuse_bias(way.block_mask, bias)
     if isinstance(way, Cached) and (bias is not None or dropout or _records(query, key, value, sink)):
         way = mask.with_gradients()
     if bias is not None:
@@ -192,6 +209,8 @@ def _by_mask_of(
     dropout: float,
 ) -> Tensor:
     """Attention as ``way`` says: ``flex_attention`` with lists or a mask mod, or ``flash_attn_func`` with a window."""
+    if isinstance(way, Unplanned):
+        way.refuse()
     if isinstance(way, Aligned):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return flash_attn_func(
@@ -230,6 +249,8 @@ def _unmasked(
 ) -> Tensor:
     """Attention of a layer without a mask: everything is visible unless the layer is causal."""
     causal = _is_causal(module, is_causal) and query.shape[2] > 1
+    if causal:
+        refuse_unplanned("no mask")
     refuse_dropped((query.shape[2], key.shape[2]), "no mask", lambda way: _is_plain(way, causal, query.shape[2]))
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -254,6 +275,7 @@ def _given(
     key: Tensor,
     value: Tensor,
     mask: Any,
+    module: torch.nn.Module,
     scaling: float | None,
     softcap: float | None,
     sink: Tensor | None,
@@ -262,6 +284,9 @@ def _given(
 ) -> Tensor:
     """Attention with the user's own mask, which must include causality and padding."""
     refuse_dropped((query.shape[2], key.shape[2]), f"a {type(mask).__name__}")
+    if getattr(mask, "plan", None) is None and _is_causal(module, None):
+        refuse_unplanned(f"a {type(mask).__name__} as its mask")
+    refuse_bias(mask, bias)
     added = None if bias is None else dense_masks.fitted("position_bias", bias, query, key)
     if isinstance(mask, torch_flex.BlockMask):
         return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), dropout, block_mask=mask)

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn.integrations.transformers import forward_passes
 from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way", "mark_used", "refuse_dropped"]
+__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Unplanned", "Way", "mark_used", "refuse_dropped"]
 
 
 class Aligned(NamedTuple):
@@ -50,7 +50,21 @@ class Masked(NamedTuple):
     mask_mod: Callable
 
 
-Way = Aligned | Cached | Listed | Masked
+class Unplanned(NamedTuple):
+    """A mask that the active plan of context parallelism does not have, refused if a layer receives it: models also make masks that none
+    of their layers has. kind: of the layers. names: of the plan's masks."""
+
+    kind: str
+    names: tuple[str, ...]
+
+    def refuse(self) -> NoReturn:
+        raise ValueError(
+            f"a layer of {self.kind} has no mask in the active plan, which has {list(self.names)}; wanted "
+            "anyattn.distributed.plan(anyattn.distributed.transformers_masks(model.config, batch), ...)"
+        )
+
+
+Way = Aligned | Cached | Listed | Masked | Unplanned
 
 
 class FewRows(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["Form", "form_of"]
+__all__ = ["Form", "form_of", "kind_of"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,20 @@ def form_of(mask_function: Callable) -> Form:
     for part in _conjuncts(mask_function):
         form = _joined(form, _read(part))
     return form
+
+
+def kind_of(mask_function: Callable) -> tuple[str | None, bool]:
+    """The kind of layers, as configs name it, whose mask this is, leaving out what keeps packed sequences apart; and whether it is causal.
+
+    None for a mask with functions that are not recognised, which counts as causal.
+    """
+    form = form_of(mask_function)
+    parts = [_captured(f, "mask_function") if getattr(f, "__code__", None) is _REMAPPED else f for f in form.rest]
+    for part in parts:
+        form = _joined(replace(form, rest=()), form_of(part))
+    if form.rest:
+        return None, True
+    return ("full_attention" if form.left is None else "sliding_attention"), form.causal
 
 
 _bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)

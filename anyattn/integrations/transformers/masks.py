@@ -17,6 +17,7 @@ from anyattn.integrations.transformers import forward_passes, hooks
 from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
 from anyattn.integrations.transformers.mask_functions import Form, form_of
 from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
+from anyattn.integrations.transformers.planned import planned_mask
 from anyattn.integrations.transformers.positions import text_positions
 from anyattn.mods import masks
 from anyattn.mods.algebra import and_masks
@@ -60,6 +61,10 @@ def describe_mask(
     is_read = _can_read(device, attention_mask, q_offset)
     if is_read and isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
+    planned = planned_mask(batch_size, (q_length, kv_length), q_offset, mask_function)
+    if planned is not None:
+        forward_passes.expect(planned)
+        return planned
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     description = _described(sizes, mask_function, attention_mask, is_read, config)
     if hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned and form_of(mask_function).depends_on_places:
