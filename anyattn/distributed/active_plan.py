@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anyattn.distributed.context_plan import ContextPlan
+if TYPE_CHECKING:
+    from anyattn.distributed.context_plan import ContextPlan
 
 __all__ = ["active", "active_plan"]
 
@@ -35,6 +36,8 @@ def active(plan: ContextPlan) -> Iterator[ContextPlan]:
     ...     plan.length
     64
     """
+    from anyattn.distributed.context_plan import ContextPlan
+
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan is a {type(plan).__name__}; wanted the result of anyattn.distributed.plan")
     if plan.ranks > 1:

@@ -63,7 +63,11 @@ def test_examples_of_a_page_run_one_after_the_other(name: str) -> None:
 
 
 def test_only_what_needs_another_machine_or_a_download_is_left_out() -> None:
-    assert {name for name, found in EXAMPLES.items() if any(s.left_out for s in found)} <= {"context-parallel.md", "cute.md", "transformers.md"}
+    assert {name for name, found in EXAMPLES.items() if any(s.left_out for s in found)} <= {
+        "context-parallel.md",
+        "cute.md",
+        "transformers.md",
+    }
 
 
 def test_pages_of_errors_say_what_is_raised() -> None:
