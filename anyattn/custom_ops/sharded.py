@@ -67,8 +67,8 @@ def _fake(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
 @operator(AttendSharded, fake=_fake)
 def attend_sharded(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of this rank's rows; max_scores is empty unless wanted. Every rank runs it."""
-    channel = mask_of_handle(operands.handle).plan.channel
-    with channel.reporting_failure():
+    mask = mask_of_handle(operands.handle)
+    with mask.plan.channel.reporting_failure(int(mask.share.has_messages), mask.plan.asks_first):  # type: ignore[union-attr]
         call, inputs = _call(operands)
         found = local_attention.forward(call._replace(keeps_keys=False), inputs)
     return found.out, found.lse, found.lse.new_empty(0) if found.max_scores is None else found.max_scores
@@ -88,8 +88,8 @@ def attend_sharded_backward(operands: AttendSharded, results: Results) -> list[T
     sources = (*operands[:4], *operands.score.score_tensors)
     needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources, wants, strict=True)]
     q, k, v, sink, *captured = needed
-    channel = mask_of_handle(operands.handle).plan.channel
-    with channel.reporting_failure():
+    mask = mask_of_handle(operands.handle)
+    with mask.plan.channel.reporting_failure(2 * int(mask.share.has_messages), False):  # type: ignore[union-attr]
         call, inputs = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
         of_forward = local_attention.Results(results.out, results.lse, None, None)
         found = local_attention.backward(call, inputs, of_forward, results.dout, results.dlse)
@@ -119,7 +119,7 @@ def sharded_with_mods(
     check_backend(backend)
     flex_call = FlexCall(*call)
     query, key, value = autocast.arguments(flex_call.query, flex_call.key, flex_call.value)
-    flex.tensors(query, key, value, bool(flex_call.enable_gqa))
+    key, value = flex.tensors(query, key, value, bool(flex_call.enable_gqa))
     attention.refuse_dropout(flex_call.dropout)
     sink = flex.sink_logits(flex_call.sink, query)
     for mod in (score, mask):

@@ -26,7 +26,8 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
 
     call: its ``block_mask`` is a ``ShardedMask``. Raises as ``checked``; an error of one rank is reported on the ranks that wait for it.
     """
-    with call.block_mask.plan.channel.reporting_failure():
+    plan, share = call.block_mask.plan, call.block_mask.share
+    with plan.channel.reporting_failure(int(share is not None and share.has_messages), plan.asks_first):
         if kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
             return None
         sharded, inputs = checked(call, backend, options)
@@ -45,8 +46,8 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     """
     mask, query = call.block_mask, call.query
     plan, share = mask.plan, mask.share
-    flex.tensors(query, call.key, call.value, call.enable_gqa)
-    _check_shard(share, query, call.key)
+    key, value = flex.tensors(query, call.key, call.value, call.enable_gqa)
+    _check_shard(share, query, key)
     refuse_dropout(call.dropout)
     if not share.is_unwritten:
         raise ValueError(
@@ -58,11 +59,12 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     sink = flex.sink_logits(call.sink, query)
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
-    plan.agree_on_call(query, call.key, call.value, (bare and bare.key, extra and extra.key, call.scale, bool(call.deterministic)))
+    plan.agree_on_call(query, key, value, (score is None, extra is None, call.scale, bool(call.deterministic)))
+    keeps = plan.keeps_keys(share)
     sharded = ShardedCall(
-        share, plan.channel, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, plan.keeps_keys(share),
-    )  # fmt: skip
-    return sharded, Inputs(query, call.key, call.value, sink, captured)
+        share, plan.channel, share.block_masks, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, keeps
+    )
+    return sharded, Inputs(query, key, value, sink, captured)
 
 
 def refuse_dropout(dropout: Seeded | None) -> None:
@@ -98,7 +100,11 @@ class _Sharded(torch.autograd.Function):
         inputs = Inputs(q, k, v, sink, tuple(captured))
         out, lse, highest, message = local_attention.forward(call, inputs)
         ctx.call = call
-        ctx.save_for_backward(*tensors, out, lse, message)
+        # the backward pass reads the masks' tensors again; saved, they are checked for writes
+        masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
+        of_masks = [t for m in masks for t in getattr(m, "tensors", ()) if not t.is_inference()]
+        ctx.inputs = len(tensors)
+        ctx.save_for_backward(*tensors, out, lse, message, *of_masks)
         ctx.set_materialize_grads(False)
         if highest is not None:
             ctx.mark_non_differentiable(highest)
@@ -107,10 +113,12 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     @without_default_device
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, _: Any = None) -> Any:  # type: ignore[override]
-        *tensors, out, lse, message = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, (out, lse, message) = saved[: ctx.inputs], saved[ctx.inputs : ctx.inputs + 3]
         is_graph_wanted = torch.is_grad_enabled()
         needed = ctx.needs_input_grad[1:]
-        with ctx.call.channel.reporting_failure(), torch.no_grad():
+        messages = int(ctx.call.share.has_messages) * (1 + int(message is None))
+        with ctx.call.channel.reporting_failure(messages, False), torch.no_grad():
             wanting: Any = [autograd.requiring_grad(t, n) for t, n in zip(tensors, needed, strict=True)]
             q, k, v, sink, *captured = wanting
             inputs = Inputs(q, k, v, sink, tuple(captured))

@@ -19,6 +19,10 @@ _POLL = 1e-4
 _TIMEOUT = dist.default_pg_timeout.total_seconds()
 
 
+class _WaitError(RuntimeError):
+    """A wait for another rank has ended without it."""
+
+
 class Channel:
     """The messages of one process group. Every rank calls its methods in the same order, as torch's collectives want it.
 
@@ -28,8 +32,11 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore(f"anyattn/{group.group_name}", dist.distributed_c10d._get_default_store())
-        self._questions = 0
-        self._has_failed = False
+        self._questions: list[str] = []
+        self._steps = 0  # agreements and messages that this rank has begun
+        self._messages = 0  # of them, exchanges
+        self._doubts = 0  # times that the ranks have compared their steps after an error
+        self._is_in_doubt = False
         self._is_cuda = dist.get_backend(group) == "nccl"
 
     def agree(self, what: str, number: int, cure: str) -> None:
@@ -37,11 +44,11 @@ class Channel:
 
         The numbers travel through the group's store, not over the device: no stream waits.
         """
-        self._forget_failure()
-        name = f"agree/{self._questions}"
-        if self._questions > 1:  # every rank has asked the last question, so all have read the answers to the one before
-            self._store.delete_key(f"agree/{self._questions - 2}/{self.rank}")
-        self._questions += 1
+        self._begin()
+        name, last = f"agree/{self._steps}", self._questions
+        if len(last) > 1:  # every rank has asked the last question, so all have read the answers to the one before
+            self._store.delete_key(f"{last.pop(0)}/{self.rank}")
+        last.append(name)
         self._store.set(f"{name}/{self.rank}", f"{number}")
         self._awaited([f"{name}/{r}" for r in range(self.size)], what)
         numbers = [self._store.get(f"{name}/{r}").decode() for r in range(self.size)]
@@ -53,14 +60,15 @@ class Channel:
     def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]) -> Any:
         """Starts to send ``sent`` and to fill ``received``, both of one dimension: per rank, in order, the sizes that are named. Returns
         what ``finish`` takes."""
-        self._forget_failure()
+        self._begin()
+        self._messages += 1
         to, source = ([n * sent.element_size() for n in sizes] for sizes in (received_sizes, sent_sizes))
         # bytes: gloo cannot send every dtype
         return dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), to, source, self.group, async_op=True)
 
     def sum(self, t: Tensor, what: str) -> None:
         """Replaces ``t`` by its sum over the ranks."""
-        self._forget_failure()
+        self._begin()
         self.finish(dist.all_reduce(t, group=self.group, async_op=True), what)
 
     def finish(self, work: Any, what: str) -> None:
@@ -74,35 +82,53 @@ class Channel:
         work.wait()
 
     @contextmanager
-    def reporting_failure(self) -> Iterator[None]:
-        """An exception inside is told to the ranks that wait for this one, and raised."""
+    def reporting_failure(self, messages: int, asks: bool) -> Iterator[None]:
+        """An exception inside is told to the ranks that wait for this one, and raised.
+
+        messages: how many the code inside begins on every rank. asks: whether it begins with an agreement. Where this rank ends before, the
+        ranks compare what they have begun before the next one: the others may not have had the error.
+        """
+        steps, goal = self._steps, self._messages + messages
         try:
             yield
         except Exception as error:
-            self.fail(error)
+            is_early = self._messages < goal or (asks and self._steps == steps)
+            if is_early or isinstance(error, _WaitError):
+                self._store.set(f"failed/{self.rank}", f"rank {self.rank}: {type(error).__name__}: {error}"[:2000])
+                self._is_in_doubt = True
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has raised ``error``."""
-        self._store.set(f"failed/{self.rank}", f"rank {self.rank}: {type(error).__name__}: {error}"[:2000])
-        self._has_failed = True
+    def _begin(self) -> None:
+        """Counts an agreement or message. After an error, which another rank may not have had, the ranks compare their counts first.
 
-    def _forget_failure(self) -> None:
-        """A rank that goes on after an error has not failed."""
-        if self._has_failed:
+        Raises ``RuntimeError`` on all of them if these differ: a message would reach a rank that waits for another one.
+        """
+        if self._is_in_doubt:
+            names = [f"doubt/{self._doubts}/{r}" for r in range(self.size)]
+            self._store.set(names[self.rank], f"{self._steps}")
+            self._awaited(names, "a call after an error", looks_for_failures=False)
+            steps = [int(self._store.get(name)) for name in names]
+            if len(set(steps)) > 1:
+                raise RuntimeError(
+                    f"after an error the ranks have begun {steps} messages, and none can know whose the next one is; wanted a new process "
+                    "group (torch.distributed.new_group) and plans for it, or the error raised on every rank"
+                )
+            self._doubts += 1
+            self._is_in_doubt = False
             self._store.delete_key(f"failed/{self.rank}")
-            self._has_failed = False
+        self._steps += 1
 
-    def _awaited(self, names: list[str], what: str) -> None:
+    def _awaited(self, names: list[str], what: str, looks_for_failures: bool = True) -> None:
         """Waits until the store has all names, which end with the ranks' numbers."""
         start = time.monotonic()
         while not self._store.check(names):
             waited = time.monotonic() - start
             if waited > _PATIENCE:
-                self._raise_failure(what)
-                if waited > _TIMEOUT:
+                if looks_for_failures:
+                    self._raise_failure(what)
+                if waited > (_TIMEOUT if looks_for_failures else 6 * _PATIENCE):
                     late = ", ".join([n.rsplit("/", 1)[1] for n in names if not self._store.check([n])])
-                    raise RuntimeError(f"{what}: rank {late} has not answered in {waited:.0f} s; wanted the same call on every rank")
+                    raise _WaitError(f"{what}: rank {late} has not answered in {waited:.0f} s; wanted the same call on every rank")
                 time.sleep(0.1)
             time.sleep(_POLL)
 
@@ -110,7 +136,7 @@ class Channel:
         failed = [f"failed/{r}" for r in range(self.size) if r != self.rank and self._store.check([f"failed/{r}"])]
         if failed:
             told = "; ".join([self._store.get(name).decode() for name in failed])
-            raise RuntimeError(f"{what} waits for a rank that has failed: {told}")
+            raise _WaitError(f"{what} waits for a rank that has failed: {told}")
 
 
 _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,27 @@ def plan(
     [((0, 256), (768, 1024)), ((256, 768),)]
     """
     group, size = _group(where, ranks)
+    reporting: Any = nullcontext() if group is None else channel_of(group).reporting_failure(0, check and size > 1)
+    with reporting:
+        made = _planned(mask, size, S, chunk, heads, head_dim, weights, overlap, keep_kv, head_offset, device, check)
+        return made if group is None else made.to(group)
+
+
+def _planned(
+    mask: Any,
+    size: int,
+    S: int | None,
+    chunk: int | None,
+    heads: tuple[int, int],
+    head_dim: int,
+    weights: Mapping[str, float] | None,
+    overlap: bool | str,
+    keep_kv: bool | str,
+    head_offset: int,
+    device: torch.device | str | None,
+    check: bool,
+) -> ContextPlan:
+    """``plan`` without a group. size: the number of ranks."""
     masks = _masks(mask, S, size, device)
     length = next(iter(masks.values())).seq_lengths[0]
     unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
@@ -78,8 +100,7 @@ def plan(
     costs = CostModel.of(heads, head_dim, size)
     placement = place(combined(list(works.values()), [weights[n] for n in works]), size, costs)
     options = _Options(costs, 2 * heads[0] * head_dim, overlap, keep_kv, head_offset, bool(check))
-    made = ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
-    return made if group is None else made.to(group)
+    return ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
 
 
 class _Options(NamedTuple):
@@ -130,7 +151,7 @@ class ContextPlan:
         made._channel = channel_of(group)
         made._shares = {name: made._share(m, made._demands[name]) for name, m in made._masks.items()}
         made._made = {name: sharded(m, made, made._shares[name]) for name, m in made._masks.items()}
-        if made._options.check and size > 1:
+        if made.checks_calls:
             made._channel.agree("the plan", made.digest, "plan() with the same mask and arguments on every rank")
         return made
 
@@ -281,9 +302,19 @@ class ContextPlan:
 
     # ---- calls
 
+    @property
+    def checks_calls(self) -> bool:
+        """Whether ranks compare their plans and the first of calls that are alike."""
+        return self.ranks > 1 and self._options.check
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the next call begins with such a comparison."""
+        return self.checks_calls and not self._calls
+
     def agree_on_call(self, query: Tensor, key: Tensor, value: Tensor, facts: tuple) -> None:
         """Raises on every rank, before the first message of such a call, if what its tensors have in common differs between the ranks."""
-        if self.ranks == 1 or not self._options.check:
+        if not self.checks_calls:
             return
         shapes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3], query.dtype, facts)
         if shapes in self._calls:

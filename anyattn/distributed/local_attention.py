@@ -13,22 +13,24 @@ from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.exchange import Remote, awaited_gradients, awaited_keys, copy_rows, remote_keys, return_gradients, send_keys
 from anyattn.distributed.layout import Interval, Segment
-from anyattn.distributed.placed_mods import placed
+from anyattn.distributed.placed_mods import placed, tensor_slots
 from anyattn.distributed.share import Share
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sparsity.block_mask import BlockMask
 from anyattn.tensors.strides import empty_in_order
 
 __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward"]
 
 
 class ShardedCall(NamedTuple):
-    """A ``flex_attention`` call on a shard, without its tensors. score, mask: by global positions, without the captured tensors of score.
-    keeps_keys: received keys are kept for the backward pass; else they are fetched again."""
+    """A ``flex_attention`` call on a shard, without its tensors. block_masks: of the segments. score, mask: by global positions, without
+    the captured tensors of score. keeps_keys: received keys are kept for the backward pass; else they are fetched again."""
 
     share: Share
     channel: Channel
+    block_masks: tuple[BlockMask, ...]
     score: TracedMod | None
     mask: TracedMod | None
     scale: Any
@@ -114,7 +116,10 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
             for intervals, sums in ((share.rows, of_own), (route.keys, of_remote)):
                 for interval, total in zip(intervals, sums):
                     total.add(interval, segment.keys, dk, dv)
-        of_others = [_added(a, b) for a, b in zip(of_others, [*more, *[None] * (len(of_others) - len(more))], strict=True)]
+        of_others[0] = _added(of_others[0], more[0])
+        for grad, slot in zip(more[1:], () if call.score is None else tensor_slots(call.score, len(inputs.captured), share.places[at])):
+            if slot < len(inputs.captured):  # else the table of rows
+                of_others[1 + slot] = _added(of_others[1 + slot], grad)
     returned: Remote = []
     if has_messages:
         if pending is None:
@@ -132,13 +137,13 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
 
 def _problem(call: ShardedCall, at: int, inputs: Inputs, keys: Tensor, values: Tensor) -> tuple[Problem, Plan]:
     """The problem and the plan of a segment's call, warm ones from the call cache."""
-    share, segment, place = call.share, call.share.segments[at], call.share.places[at]
+    segment, place = call.share.segments[at], call.share.places[at]
     score = call.score
     if score is not None:
         score = placed(TracedMod.of_fields({**vars(score), "tensors": inputs.captured}), place)
     mask = None if call.mask is None else placed(call.mask, place)
     arguments = FlexCall(
-        _cut(inputs.q, segment), keys, values, score, share.block_masks[at], mask, None, call.scale, True, inputs.sink, True,
+        _cut(inputs.q, segment), keys, values, score, call.block_masks[at], mask, None, call.scale, True, inputs.sink, True,
         call.wants_max, call.deterministic,
     )  # fmt: skip
     return flex_call(arguments, call.backend, call.options, is_operator=True)  # type: ignore[return-value]

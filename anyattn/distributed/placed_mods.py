@@ -17,7 +17,7 @@ from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod, compact
 
-__all__ = ["Place", "placed"]
+__all__ = ["Place", "placed", "tensor_slots"]
 
 Intervals = tuple[tuple[int, int], ...]
 _INVARIANT = frozenset(("sub", "eq", "ne", "lt", "le", "gt", "ge"))  # of two positions
@@ -52,10 +52,9 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
     if place.is_identity:
         return mod
     numbers = (*mod.scalars, *_numbers(place))
-    form = _Form(
-        min(len(place.rows), _MOST_COMPARED + 1), place.rows[0][0] != 0, place.keys[0] != 0, place.first_head != 0,
-        len(place.rows) == 1 and place.rows[0][0] == place.keys[0], place.rows == (place.keys,), mod.kind,
-    )  # fmt: skip
+    form = _form(mod.kind, place, True)
+    if any(_is_short(mod.tensors[part.slot], part, place) for part in _parts_of(mod.expr, form).values()):
+        form = _form(mod.kind, place, False)
     expr, scalars, slots, parts, pattern = _rewritten(mod.expr, len(mod.scalars), len(mod.tensors), form)
     tensors = [*mod.tensors, *[_part(mod.tensors[part.slot], part, place) for part in parts]]
     if len(place.rows) > _MOST_COMPARED:
@@ -66,9 +65,17 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
     return TracedMod(mod.kind, expr, tuple([numbers[s] for s in scalars]), tuple([tensors[s] for s in slots]), mod.name, source)
 
 
+def tensor_slots(score: TracedMod, tensors: int, place: Place) -> list[int]:
+    """Which of the ``tensors`` that a score mod captures each tensor of ``placed(score, place)`` is; a number beyond them for the table of
+    rows."""
+    if place.is_identity:
+        return list(range(tensors))
+    return _rewritten(score.expr, len(score.scalars), tensors, _form("score", place, True)).slots
+
+
 class _Form(NamedTuple):
     """What the text of a rewritten program depends on. intervals: of rows, or one more than are compared. has_one_offset, has_same: rows
-    and keys begin at the same position, and are the same."""
+    and keys begin at the same position, and are the same. has_parts: whether views of captured tensors replace them."""
 
     intervals: int
     has_first_row: bool
@@ -76,7 +83,15 @@ class _Form(NamedTuple):
     has_first_head: bool
     has_one_offset: bool
     has_same: bool
+    has_parts: bool
     kind: str
+
+
+def _form(kind: str, place: Place, has_parts: bool) -> _Form:
+    first_row, first_key = place.rows[0][0], place.keys[0]
+    intervals, is_one = min(len(place.rows), _MOST_COMPARED + 1), len(place.rows) == 1
+    has_one_offset, has_same = is_one and first_row == first_key, place.rows == (place.keys,)
+    return _Form(intervals, first_row != 0, first_key != 0, place.first_head != 0, has_one_offset, has_same, has_parts, kind)
 
 
 class _Part(NamedTuple):
@@ -106,6 +121,12 @@ def _numbers(place: Place) -> list[int]:
 def _table(rows: Intervals, device: torch.device) -> Tensor:
     """int32: the global position of each local row."""
     return torch.cat([torch.arange(a, b, dtype=torch.int32, device=device) for a, b in rows])
+
+
+def _is_short(tensor: Tensor, part: _Part, place: Place) -> bool:
+    """Whether a tensor ends before the rows or keys do: the mask hides positions beyond it."""
+    ends = dict.fromkeys(part.by_row, place.rows[0][1]) | dict.fromkeys(part.by_key, place.keys[1])
+    return any(tensor.shape[dim] < end for dim, end in ends.items())
 
 
 def _part(tensor: Tensor, part: _Part, place: Place) -> Tensor:
@@ -174,7 +195,7 @@ def _parts_of(expr: Expr, form: _Form) -> dict[int, _Part]:
     """The loads of a mask, by position, that views of captured tensors replace."""
     parts = {}
     for at, node in enumerate(expr.nodes):
-        if node.op != "load" or form.kind != "mask":
+        if node.op != "load" or form.kind != "mask" or not form.has_parts:
             continue
         by = {dim: expr.nodes[a].attr for dim, a in enumerate(node.args) if expr.nodes[a].op == "index"}
         by_row = tuple([d for d, name in by.items() if name == "q_idx" and form.has_first_row and form.intervals == 1])

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from anyattn.distributed.share import Share
-from anyattn.sparsity.block_mask import BlockMask
+from anyattn.sparsity.block_mask import LISTS, BlockMask
 
 __all__ = ["ShardedMask", "mask_of_handle", "sharded"]
+
+
+_FIELDS = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *LISTS))
 
 
 class ShardedMask(BlockMask):
@@ -25,6 +28,12 @@ class ShardedMask(BlockMask):
     plan: Any = None  # the ``ContextPlan``
     share: Share | None = None  # what this rank computes; None without a group
     handle: Tensor  # by which compiled graphs find the mask
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_same = isinstance(value, Tensor) and value.data_ptr() == self.__dict__[name].data_ptr() if name in _FIELDS else True
+        if not is_same:
+            raise TypeError(f"{name} of a plan's mask cannot be assigned; wanted anyattn.distributed.plan of the mask with another {name}")
+        super().__setattr__(name, value)
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise TypeError("a mask of a plan cannot be indexed; wanted anyattn.distributed.plan(mask[...], ...) of the part of the whole mask")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.layout import Layout
@@ -54,6 +55,7 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         layout, channel = ctx.layout, ctx.channel
         moved = grad.movedim(ctx.dim, 0).to(torch.promote_types(grad.dtype, torch.float32))
@@ -96,6 +98,7 @@ class _Reduced(torch.autograd.Function):
         return t.view_as(t)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         ctx.channel.sum(wide, "the sum of a captured tensor's gradient")

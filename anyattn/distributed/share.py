@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,10 @@ from torch.nn.attention.flex_attention import noop_mask
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, local_rows, segments_of, sources_of
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, marked
 from anyattn.sparsity.lists import both_ways, grid_of_lists
+from anyattn.sparsity.made_of import captures
 
 __all__ = ["Share"]
 
@@ -41,6 +42,8 @@ class Share:
         self.length = sum(stop - start for start, stop in self.rows)
         self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in self.segments])
         self._versions = _versions(mask)
+        # what the mask captured, those tensors (their ids are not used again while they are kept), and the masks made of it
+        self._parts: tuple[tuple, tuple[Tensor, ...], tuple[BlockMask, ...]] | None = None
 
     def _hull(self, segment: Segment) -> Interval | tuple[Source, ...]:
         """The rank's own rows that are a segment's keys, or where else they come from."""
@@ -57,9 +60,17 @@ class Share:
         """Whether torch has counted no write to the global mask's lists since the plan was made of them."""
         return _versions(self.mask) == self._versions
 
-    @cached_property
+    @property
     def block_masks(self) -> tuple[BlockMask, ...]:
-        """The block mask of each segment: its part of the global lists, and the mask by global positions."""
+        """The block mask of each segment: its part of the global lists, and the mask by global positions, with its captures as they are
+        now."""
+        structure, numbers, tensors = captures(self.mask.mask_mod)
+        now = (structure, tuple(numbers), tuple(map(type, numbers)), negative_zeros(tuple(numbers)), tuple(map(id, tensors)))
+        if self._parts is None or self._parts[0] != now:
+            self._parts = now, tuple(tensors), self._cut_lists()
+        return self._parts[2]
+
+    def _cut_lists(self) -> tuple[BlockMask, ...]:
         traced = trace(self.mask.mask_mod, "mask", device=self.device)
         lists: Any = self.mask._lists_4d().values()
         classes = grid_of_lists(*lists)

@@ -73,6 +73,11 @@ def dropout(mesh: Any) -> Any:
     return _attend(mesh, _plan(mesh), dropout_p=0.1)
 
 
+def assigned(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    plan.mask.mask_mod = masks.sliding_window(3, 0)
+
+
 def indexed(mesh: Any) -> Any:
     return _plan(mesh).mask[:, :, 0]
 
@@ -119,6 +124,7 @@ EVERY_RANK: dict[Callable[[Any], Any], str] = {
     mesh_of_two_dimensions: "ValueError: where is a DeviceMesh of 2 dimensions ('dp', 'cp'); wanted one dimension, such as mesh['cp']",
     written_lists: "ValueError: the block mask's lists were written to",
     dropout: "NotImplementedError: dropout_p",
+    assigned: "TypeError: mask_mod of a plan's mask cannot be assigned",
     indexed: "TypeError: a mask of a plan cannot be indexed",
     oblong: "ValueError: mask has 203 queries and 406 keys",
     chunk_of_no_blocks: "ValueError: chunk=24; wanted a multiple of 16",
@@ -145,6 +151,18 @@ def one_rank_fails(mesh: Any) -> str:
     if mesh.get_local_rank() == 1:
         q, k, v = (t[:, :, :-1] for t in (q, k, v))
     return _message(lambda: anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True))
+
+
+def one_rank_fails_and_goes_on(mesh: Any) -> list[str]:
+    """Rank 1 passes tensors that are not its rows, catches its error, and all ranks call again."""
+    channel._PATIENCE = 0.5
+    plan = _plan(mesh)
+    _attend(mesh, plan)
+    q, k, v = plan.shard(*tensors(), dim=2)
+    cut = int(mesh.get_local_rank() == 1)
+    bad = [t[:, :, : t.shape[2] - cut] for t in (q, k, v)]
+    first = _message(lambda: anyattn.flex_attention(*bad, None, plan.mask, enable_gqa=True))
+    return [first, *[_message(lambda: _attend(mesh, plan)) for _ in range(2)]]
 
 
 def one_rank_dies(mesh: Any) -> str:

@@ -29,6 +29,19 @@ def test_a_rank_that_fails_alone_is_named_to_the_others() -> None:
         assert "waits for a rank that has failed: rank 1: ValueError: query has " in text
 
 
+def test_after_an_error_of_one_rank_no_message_reaches_a_wrong_call() -> None:
+    ranks = new_ranks(2)
+    try:
+        texts = ranks.run(faults.one_rank_fails_and_goes_on)
+    finally:
+        ranks.close()
+    assert texts[1][0].startswith("ValueError: query has ")
+    assert "waits for a rank that has failed: rank 1" in texts[0][0]
+    for each in texts:
+        for text in each[1:]:
+            assert "none can know whose the next one is; wanted a new process group" in text
+
+
 def test_a_rank_that_dies_leaves_no_rank_waiting() -> None:
     ranks = new_ranks(2)
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,3 +61,13 @@ def test_new_documents_compile_nothing(backend: str) -> None:
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_data_parallelism_sums_the_gradients_of_all_ranks(how: str) -> None:
     assert all(map(all, on_ranks(4, training.gradients, how)))
+
+
+@pytest.mark.parametrize("program", [uses.rebound, uses.shared_keys, uses.many_intervals], ids=lambda f: f.__name__)
+def test_calls_that_a_plan_must_not_remember_or_cut_wrongly(program: Callable[[Any], list[bool]]) -> None:
+    assert all(map(all, on_ranks(2, program)))
+
+
+def test_gathered_tensors_have_no_second_derivative() -> None:
+    for text in on_ranks(2, uses.second_derivative_of_gathered):
+        assert "once_differentiable" in text

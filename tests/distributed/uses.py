@@ -185,3 +185,96 @@ def one_rank(mesh: Any) -> list[bool]:
     plan = ad.plan(mask, mesh)
     got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
     return [plan.mask is mask, *[torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]]
+
+
+def rebound(mesh: Any) -> list[bool]:
+    """A mask's captured number and tensor change after the first call: whether later calls read them, and written tensors raise."""
+    q, k, v = tensors()
+    state: dict[str, Any] = {}
+
+    def make(width: int, ids: Tensor) -> Callable:
+        def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i >= j) & (i - j < width) & (ids[i] == ids[j])
+
+        def set_to(new_width: int, new_ids: Tensor) -> None:
+            nonlocal width, ids
+            width, ids = new_width, new_ids
+
+        state["set"] = set_to
+        return mod
+
+    ids = torch.arange(S, device="cpu") // 60
+    mask = mask_of(make(40, ids))
+    plan = ad.plan(mask, mesh)
+    local, found = plan.shard(q, k, v, dim=2), []
+    for change in ((40, ids), (33, ids), (33, ids % 2)):
+        state["set"](*change)
+        got = whole(plan, run(*local, plan.mask))
+        found.append(all(_close(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)))
+    ids_now = ids % 2
+    state["set"](33, ids_now)
+    out = anyattn.flex_attention(*[t.detach().requires_grad_() for t in local], None, plan.mask, enable_gqa=True)
+    ids_now.zero_()
+    return [*found, "modified by an inplace operation" in _error(lambda: out.sum().backward())]
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def shared_keys(mesh: Any) -> list[bool]:
+    """Keys of one batch entry for two of queries; and a mask whose ids end before the sequence does."""
+    q, k, v = tensors()
+    q = torch.cat((q, q.flip(2)))
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh)
+    got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
+    found = [_close(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]
+    ids = torch.arange(150, device="cpu") // 40
+    short = anyattn.BlockMask.from_block_map(
+        torch.ones(13, 13, dtype=torch.bool, device="cpu"), BLOCK_SIZE=16, seq_lengths=(S, S),
+        mask_mod=lambda b, h, i, j: (i < 150) & (j < 150) & (ids[i] == ids[j]),
+    )  # fmt: skip
+    plan = ad.plan(short, mesh)
+    q = q[:1]
+    got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask)[:1])
+    return [*found, _close(got[0], run(q, k, v, short)[0])]
+
+
+def many_intervals(mesh: Any) -> list[bool]:
+    """Rows in more intervals than are compared, under a mask that joins them in one call, with learned tables in the score."""
+    q, k, v = tensors()
+    tables = [torch.linspace(-1, 1, n, device="cpu").requires_grad_() for n in (S, 2 * S)]
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * torch.sigmoid(tables[0][i]) + tables[1][i - j + S]
+
+    mask = mask_of(masks.causal(), block=4)
+    plan = ad.plan(mask, mesh)
+    owner = torch.arange(len(plan._placement.owner), device="cpu").numpy() % mesh.size()
+    plan = type(plan)(plan._masks, plan._demands, plan._placement._replace(owner=owner), plan.ranks, plan.chunk, plan._options).to(mesh)
+    grads = []
+    for is_shard in (True, False):
+        for t in tables:
+            t.grad = None
+        local = plan.shard(q, k, v, dim=2) if is_shard else (q, k, v)
+        run(*local, plan.mask if is_shard else mask, score)
+        grads.append([t.grad.clone() for t in tables])
+    return [_close(ad_sum(mesh, a), b) for a, b in zip(*grads, strict=True)]
+
+
+def ad_sum(mesh: Any, t: Tensor) -> Tensor:
+    leaf = torch.zeros_like(t).requires_grad_()
+    ad.reduced(leaf, mesh).backward(t)
+    return leaf.grad  # type: ignore[return-value]
+
+
+def second_derivative_of_gathered(mesh: Any) -> str:
+    plan = ad.plan(mask_of(masks.causal()), mesh)
+    leaf = plan.shard(torch.linspace(0, 1, S, device="cpu"), dim=0).requires_grad_()
+    (grad,) = torch.autograd.grad((plan.gather(leaf) ** 3).sum() + (leaf**2).sum(), leaf, create_graph=True)
+    return _error(lambda: grad.pow(2).sum().backward())
