@@ -163,7 +163,7 @@ class ContextPlan:
 
     @property
     def rank(self) -> int:
-        return self.channel.rank
+        return 0 if self.ranks == 1 else self.channel.rank
 
     @property
     def digest(self) -> int:

@@ -179,12 +179,14 @@ def _gate(gate: Tensor) -> Callable:
 
 
 def one_rank(mesh: Any) -> list[bool]:
-    """On one rank: the same bits, and the mask itself."""
+    """On one rank, with and without a group: the same bits, and the mask itself."""
     q, k, v = tensors()
     mask = mask_of(masks.causal())
-    plan = ad.plan(mask, mesh)
-    got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
-    return [plan.mask is mask, *[torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]]
+    found = []
+    for plan in (ad.plan(mask, mesh), ad.plan(mask, ranks=1)):
+        got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
+        found += [plan.mask is mask, *[torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]]
+    return found
 
 
 def rebound(mesh: Any) -> list[bool]:

@@ -59,8 +59,8 @@ MUTANTS = by_name(
     Mutant("dp_of_dropped_weights", f"{_BACKWARD}:_row_tile", "call.drops.apply(dp, tile)", "pass", "dropout"),
     Mutant(
         "dv_not_scaled", f"{_BACKWARD}:_row_tile",
-        "_accumulate(operands.dv[:, here], __, dout, factor)",
-        "_accumulate(operands.dv[:, here], __, dout, 1.0)", "dropout",
+        "_accumulate(operands.dv[:, here], __, wide_dout, factor)",
+        "_accumulate(operands.dv[:, here], __, wide_dout, 1.0)", "dropout",
     ),
     Mutant(
         "a_warm_call_drops_what_the_first_did", "call_cache.calls:RememberedCall.filled",
@@ -131,10 +131,10 @@ MUTANTS = by_name(
     Mutant("delta_dropped", f"{_BACKWARD}:_Statistics.of", "dout.to(stat) * out", "dout.to(stat) * out * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "dlse is None", "True", "full"),
     Mutant("delta_in_16_bits", f"{_BACKWARD}:_with_delta", "range(width, width + 3)", "range(width, width + 1)", "one_key_half"),
-    Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, narrow, q, scale)", "_accumulate(__, narrow, q, 1.0)", "full"),
+    Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, __1, wide_q, scale)", "_accumulate(__, __1, wide_q, 1.0)", "full"),
     Mutant(
         "dv_two_percent_off", f"{_BACKWARD}:_row_tile",
-        "_accumulate(__, __1, dout, factor)", "_accumulate(__, __1, dout, 1.02 * factor)", "full",
+        "_accumulate(__, __1, wide_dout, factor)", "_accumulate(__, __1, wide_dout, 1.02 * factor)", "full",
     ),
     Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),
     Mutant("hidden_derivative_kept", f"{_BACKWARD}:_row_tile", "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative"),
