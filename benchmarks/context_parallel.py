@@ -15,6 +15,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -251,8 +252,6 @@ def _difference(rank: Rank, run: str, got: list[Tensor], want: list[Tensor], mas
 
 def _time(rank: Rank, call: Callable[[], Any]) -> float:
     """ms of one call by the slowest rank."""
-    import time
-
     dist.barrier()
     if rank.device.type == "cuda":
         torch.cuda.synchronize()

@@ -8,6 +8,7 @@ strings: mask programs are one text (``codec.joined``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -40,7 +41,20 @@ from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
-__all__ = ["attend", "flex_with_mods", "masks_of_operands", "mods_of_operands", "never_empty", "operands_of", "options_of", "options_text"]
+__all__ = [
+    "attend",
+    "fake_gradients",
+    "fake_results",
+    "flex_with_mods",
+    "masks_of_operands",
+    "mods_of_operands",
+    "never_empty",
+    "operands_of",
+    "options_of",
+    "options_text",
+    "requiring",
+    "sources_of",
+]
 
 _FAR = (
     "a mod of a compiled graph captures the numbers {}, for which its arithmetic exceeds 64 bits or raises a Python exception, such as a "
@@ -192,7 +206,8 @@ def _call(operands: Attend) -> tuple[Problem, Plan]:
     return problem, plan
 
 
-def _fake(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
+def fake_results(operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operators of ``Attend`` and of ``AttendSharded`` return, without values."""
     tensor_kinds.refuse_forward_mode()
     q, rows = operands.q, operands.q.shape[:3]
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -200,7 +215,7 @@ def _fake(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, q.new_empty(rows if operands.wants_max else (0,), dtype=stat)
 
 
-@operator(Attend, fake=_fake)
+@operator(Attend, fake=fake_results)
 def attend(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
     tensor_kinds.refuse_forward_mode()
@@ -212,25 +227,33 @@ def attend(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
 attend.direct = opaque(warm_attend.direct(attend))
 
 
-def _fake_backward(operands: Attend, results: Results) -> list[Tensor]:
+def sources_of(operands: Any) -> tuple[Tensor | None, ...]:
+    """The arguments of ``Attend`` or ``AttendSharded`` that may receive gradients, in the order of ``Results.wants``."""
+    return (*operands[:4], *operands.score.score_tensors)
+
+
+def requiring(operands: Any, wants: Sequence[bool]) -> Any:
+    """The arguments with ``requires_grad`` where a gradient is wanted: the graph's tensors themselves do not require it."""
+    needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources_of(operands), wants, strict=True)]
+    q, k, v, sink, *captured = needed
+    return operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured))
+
+
+def fake_gradients(operands: Any, results: Results) -> list[Tensor]:
     q, k, v = operands[:3]
     of_others = (operands.sink, *operands.score.score_tensors)
     gradients = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(gradients, results.wants, strict=True)]
 
 
-@operator(Attend, Results, fake=_fake_backward, left_out={"wants_max": False})
+@operator(Attend, Results, fake=fake_gradients, left_out={"wants_max": False})
 def attend_backward(operands: Attend, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False."""
     wants = results.wants
-    sources = (*operands[:4], *operands.score.score_tensors)
-    # the graph's tensors themselves do not require grad
-    sources_needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources, wants, strict=True)]
-    q, k, v, sink, *captured = sources_needed
-    problem, chosen = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
+    problem, chosen = _call(requiring(operands, wants))
     grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # for the placeholders in empty lists
-    return returned(grads, wants, sources, q)
+    return returned(grads, wants, sources_of(operands), operands.q)
 
 
 differentiable(attend, attend_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops.arguments import Masks, Results, Score
-from anyattn.custom_ops.flex import mods_of_operands, operands_of, options_of, options_text
+from anyattn.custom_ops.flex import (
+    fake_gradients,
+    fake_results,
+    mods_of_operands,
+    operands_of,
+    options_of,
+    options_text,
+    requiring,
+    sources_of,
+)
 from anyattn.custom_ops.flops import count_operator
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.distributed import attention, local_attention
@@ -23,8 +30,6 @@ from anyattn.distributed.sharded_mask import mask_of_handle
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.planner import check_backend
 from anyattn.tensors import autocast
-from anyattn.tensors import kinds as tensor_kinds
-from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
 __all__ = ["attend_sharded", "sharded_with_mods"]
@@ -56,15 +61,7 @@ def _call(operands: AttendSharded) -> tuple[ShardedCall, Inputs]:
     return attention.checked(call, backend or None, options_of(options))
 
 
-def _fake(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
-    tensor_kinds.refuse_forward_mode()
-    q, rows = operands.q, operands.q.shape[:3]
-    stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out, lse = empty_in_order(q, last=operands.v.shape[3]), q.new_empty(rows, dtype=stat)
-    return out, lse, q.new_empty(rows if operands.wants_max else (0,), dtype=stat)
-
-
-@operator(AttendSharded, fake=_fake)
+@operator(AttendSharded, fake=fake_results)
 def attend_sharded(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of this rank's rows; max_scores is empty unless wanted. Every rank runs it."""
     mask = mask_of_handle(operands.handle)
@@ -74,27 +71,17 @@ def attend_sharded(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
     return found.out, found.lse, found.lse.new_empty(0) if found.max_scores is None else found.max_scores
 
 
-def _fake_backward(operands: AttendSharded, results: Results) -> list[Tensor]:
-    q, k, v = operands[:3]
-    of_others = (operands.sink, *operands.score.score_tensors)
-    gradients = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
-    return [g if g is not None and w else q.new_empty(0) for g, w in zip(gradients, results.wants, strict=True)]
-
-
-@operator(AttendSharded, Results, fake=_fake_backward, left_out={"wants_max": False})
+@operator(AttendSharded, Results, fake=fake_gradients, left_out={"wants_max": False})
 def attend_sharded_backward(operands: AttendSharded, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False. Every rank runs it; keys are fetched again."""
     wants = results.wants
-    sources = (*operands[:4], *operands.score.score_tensors)
-    needed: list[Any] = [autograd.requiring_grad(t, w) for t, w in zip(sources, wants, strict=True)]
-    q, k, v, sink, *captured = needed
     mask = mask_of_handle(operands.handle)
     with mask.plan.channel.reporting_failure(2 * int(mask.share.has_messages), False):  # type: ignore[union-attr]
-        call, inputs = _call(operands._replace(q=q, k=k, v=v, sink=sink, score=operands.score._replace(score_tensors=captured)))
+        call, inputs = _call(requiring(operands, wants))
         of_forward = local_attention.Results(results.out, results.lse, None, None)
         found = local_attention.backward(call, inputs, of_forward, results.dout, results.dlse)
     grads = [*found[:4], *found.captured]
-    return returned(grads + [None] * (len(wants) - len(grads)), wants, sources, q)
+    return returned(grads + [None] * (len(wants) - len(grads)), wants, sources_of(operands), operands.q)
 
 
 differentiable(attend_sharded, attend_sharded_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))

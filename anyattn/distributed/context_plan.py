@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,35 +73,17 @@ def plan(
     group, size = _group(where, ranks)
     reporting: Any = nullcontext() if group is None else channel_of(group).reporting_failure(0, check and size > 1)
     with reporting:
-        made = _planned(mask, size, S, chunk, heads, head_dim, weights, overlap, keep_kv, head_offset, device, check)
+        masks = _masks(mask, S, size, device)
+        length = next(iter(masks.values())).seq_lengths[0]
+        unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
+        chunk = _chunk(chunk, unit, length, size)
+        weights = _weights(weights, masks)
+        works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
+        costs = CostModel.of(heads, head_dim, size)
+        placement = place(combined(list(works.values()), [weights[n] for n in works]), size, costs)
+        options = _Options(costs, 2 * heads[0] * head_dim, overlap, keep_kv, head_offset, bool(check))
+        made = ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
         return made if group is None else made.to(group)
-
-
-def _planned(
-    mask: Any,
-    size: int,
-    S: int | None,
-    chunk: int | None,
-    heads: tuple[int, int],
-    head_dim: int,
-    weights: Mapping[str, float] | None,
-    overlap: bool | str,
-    keep_kv: bool | str,
-    head_offset: int,
-    device: torch.device | str | None,
-    check: bool,
-) -> ContextPlan:
-    """``plan`` without a group. size: the number of ranks."""
-    masks = _masks(mask, S, size, device)
-    length = next(iter(masks.values())).seq_lengths[0]
-    unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
-    chunk = _chunk(chunk, unit, length, size)
-    weights = _weights(weights, masks)
-    works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-    costs = CostModel.of(heads, head_dim, size)
-    placement = place(combined(list(works.values()), [weights[n] for n in works]), size, costs)
-    options = _Options(costs, 2 * heads[0] * head_dim, overlap, keep_kv, head_offset, bool(check))
-    return ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
 
 
 class _Options(NamedTuple):
@@ -126,17 +109,28 @@ class ContextPlan:
     """
 
     def __init__(
-        self, masks: dict[str, BlockMask], demands: dict[str, Demand], placement: Placement, ranks: int, chunk: int, options: _Options
+        self,
+        masks: dict[str, BlockMask],
+        demands: dict[str, Demand],
+        placement: Placement,
+        ranks: int,
+        chunk: int,
+        options: _Options,
+        channel: Channel | None = None,
     ):
         for name, value in (("overlap", options.overlap), ("keep_kv", options.keep_kv)):
             if value not in _CHOICES:
                 raise ValueError(f"{name}={value!r}; wanted True, False or 'auto'")
         self._masks, self._demands, self._placement, self._options = masks, demands, placement, options
         self.ranks, self.chunk = ranks, chunk
-        self._channel: Channel | None = None
+        self._channel = channel
         self._calls: set[tuple] = set()
-        self._shares: dict[str, Share] = {}
-        self._made = {name: sharded(m, self, None) for name, m in masks.items()}
+        self._made = self._sharded()
+
+    def _sharded(self) -> dict[str, ShardedMask]:
+        """The masks of the plan, with this rank's share of each if the plan has a group."""
+        has_group = self._channel is not None
+        return {n: sharded(m, self, self._share(m, self._demands[n]) if has_group else None) for n, m in self._masks.items()}
 
     # ---- the group
 
@@ -147,12 +141,10 @@ class ContextPlan:
             raise ValueError(
                 f"the group has {size} ranks but the plan was made for {self.ranks}; wanted a group of {self.ranks}, or a new plan"
             )
-        made = ContextPlan(self._masks, self._demands, self._placement, self.ranks, self.chunk, self._options)
-        made._channel = channel_of(group)
-        made._shares = {name: made._share(m, made._demands[name]) for name, m in made._masks.items()}
-        made._made = {name: sharded(m, made, made._shares[name]) for name, m in made._masks.items()}
+        channel = channel_of(group)
+        made = ContextPlan(self._masks, self._demands, self._placement, self.ranks, self.chunk, self._options, channel)
         if made.checks_calls:
-            made._channel.agree("the plan", made.digest, "plan() with the same mask and arguments on every rank")
+            channel.agree("the plan", made.digest, "plan() with the same mask and arguments on every rank")
         return made
 
     @property
@@ -218,7 +210,7 @@ class ContextPlan:
         """The length of the sequence."""
         return int(next(iter(self._masks.values())).seq_lengths[0])
 
-    @property
+    @cached_property
     def _rows(self) -> Layout:
         return self._layout(next(iter(self._demands.values())))
 
@@ -294,11 +286,11 @@ class ContextPlan:
         return f"ContextPlan({self.length} positions, {where}, {self._placement.name}, chunks of {self.chunk})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_channel": None, "_shares": {}, "_made": None, "_calls": set()}
+        return {**vars(self), "_channel": None, "_made": None, "_calls": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._made = {name: sharded(m, self, None) for name, m in self._masks.items()}
+        self._made = self._sharded()
 
     # ---- calls
 
@@ -403,8 +395,8 @@ def _weights(weights: Mapping[str, float] | None, masks: dict[str, BlockMask]) -
 def reduced(t: Tensor, where: Any) -> Tensor:
     """``t`` itself, whose gradient is summed over the ranks of ``where``, in float32.
 
-    Gradients of what a mod captures are this rank's share, as those of a model's parameters are, which data parallelism sums. For a tensor
-    that nobody sums, such as one that is trained by hand, this does. where: as in ``plan``.
+    The gradient of a captured tensor is this rank's share. Data parallelism sums those of a model's parameters; ``reduced`` sums that of
+    another tensor, such as one that a program updates itself. where: as in ``plan``.
     """
     group, _ = _group(where, None)
     return sharding.reduced(t, channel_of(group))

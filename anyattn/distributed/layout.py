@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "local_rows", "overlap", "segments_of", "sources_of"]
+__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "length_of", "local_rows", "overlap", "segments_of", "sources_of"]
 
 Interval = tuple[int, int]  # [start, stop) of global positions
 _MOST_SEGMENTS = 6  # local attention calls of a rank; each costs a launch and, at its ends, partly filled multiprocessors
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
+        return length_of(self.rows)
 
     @property
     def key_length(self) -> int:
@@ -76,14 +76,14 @@ class Layout(NamedTuple):
 
     def received(self, rank: int) -> int:
         """The number of keys that ``rank`` receives."""
-        return sum(stop - start for start, stop in self._intervals(self.needs[rank] & (self.owner != rank)))
+        return length_of(self._intervals(self.needs[rank] & (self.owner != rank)))
 
     def route(self, rank: int) -> Route:
         """What ``rank`` sends and receives."""
         to = [self._travels(rank, r) for r in range(self.ranks)]
         came = [self._travels(r, rank) for r in range(self.ranks)]
         own = self.rows_of(rank)
-        lengths = [tuple([sum(stop - start for start, stop in part) for part in parts]) for parts in (to, came)]
+        lengths = [tuple(map(length_of, parts)) for parts in (to, came)]
         rows = tuple([local_rows(own, i) for part in to for i in part])
         return Route(lengths[0], lengths[1], rows, tuple([i for part in came for i in part]))
 
@@ -99,6 +99,10 @@ class Layout(NamedTuple):
         """The global intervals of chosen chunks, neighbours joined."""
         edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
         return tuple([(int(a) * self.chunk, min(int(b) * self.chunk, self.length)) for a, b in edges.reshape(-1, 2)])
+
+
+def length_of(intervals: Iterable[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def local_rows(rows: Sequence[Interval], interval: Interval) -> Interval:

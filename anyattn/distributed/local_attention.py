@@ -12,7 +12,7 @@ from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.exchange import Remote, awaited_gradients, awaited_keys, copy_rows, remote_keys, return_gradients, send_keys
-from anyattn.distributed.layout import Interval, Segment
+from anyattn.distributed.layout import Interval, Segment, local_rows
 from anyattn.distributed.placed_mods import placed, tensor_slots
 from anyattn.distributed.share import Share
 from anyattn.mods.tracing.trace import TracedMod
@@ -104,11 +104,9 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
     of_own, of_remote = [_Sum() for _ in share.rows], [_Sum() for _ in route.keys]
     dq: list[Any] = [None] * len(share.segments)
     of_others: list[Any] = [None] * (1 + len(inputs.captured))
-    pending = None
-    for at in reversed(share.order):
+
+    def visit(at: int) -> None:
         segment = share.segments[at]
-        if has_messages and pending is None and segment.is_local:
-            pending = return_gradients([s.total(i, k, v) for s, i in zip(of_remote, route.keys)], k, v, route, channel)
         problem, plan = _problem(call, at, inputs, *_keys_of(share, at, k, v, remote))
         cut = [_cut(t, segment) for t in (results.out, results.lse, dout, dlse)]
         dq[at], dk, dv, *more = autograd.backward(problem.like(wide_kv_grads=True), plan, *cut)
@@ -120,11 +118,17 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
         for grad, slot in zip(more[1:], () if call.score is None else tensor_slots(call.score, len(inputs.captured), share.places[at])):
             if slot < len(inputs.captured):  # else the table of rows
                 of_others[1 + slot] = _added(of_others[1 + slot], grad)
-    returned: Remote = []
+
+    for at in reversed(share.order):
+        if not share.segments[at].is_local:
+            visit(at)
+    pending = None
     if has_messages:
-        if pending is None:
-            pending = return_gradients([s.total(i, k, v) for s, i in zip(of_remote, route.keys)], k, v, route, channel)
-        returned = awaited_gradients(pending, k, v, route, channel)
+        pending = return_gradients([s.total(i, k, v) for s, i in zip(of_remote, route.keys)], k, v, route, channel)
+    for at in reversed(share.order):
+        if share.segments[at].is_local:
+            visit(at)
+    returned: Remote = [] if pending is None else awaited_gradients(pending, k, v, route, channel)
     of_q = _rows(dq, q, q.shape[3], q.dtype) if q.requires_grad else None
     of_k = of_v = None
     if k.requires_grad or v.requires_grad:
@@ -175,13 +179,14 @@ def _keys_of(share: Share, at: int, k: Tensor, v: Tensor, remote: Remote | None)
     length, hull = share.segments[at].key_length, share.hulls[at]
     if len(hull) == 2 and isinstance(hull[0], int):
         return _own(k, *hull), _own(v, *hull)  # type: ignore[misc]
-    sources: Any = hull
+    # a hull's gap may lie in what other segments receive; before that has come it is left out
+    sources: Any = [source for source in hull if source.message is None or remote is not None]  # type: ignore[union-attr]
     buffers = _keys_in_order(k, length), _keys_in_order(v, length)
     if sum(source.at[1] - source.at[0] for source in sources) < length:  # a tile of a kernel may reach into keys that no row needs
         for buffer in buffers:
             buffer.zero_()
     for (start, stop), message, (first, last) in sources:
-        pair = (k.detach(), v.detach()) if message is None or remote is None else remote[message]
+        pair = (k.detach(), v.detach()) if message is None else remote[message]  # type: ignore[index]
         for buffer, source in zip(buffers, pair):
             copy_rows(buffer[:, :, start:stop], source[:, :, first:last])
     return buffers[0].requires_grad_(k.requires_grad), buffers[1].requires_grad_(v.requires_grad)
@@ -233,10 +238,7 @@ class _Sum:
 
 def _home(share: Share, own: list[tuple[Tensor, Tensor]], returned: Remote, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of k and v: own sums and, in the order of the ranks, those that other ranks return, rounded once."""
-    first, places = 0, []
-    for start, stop in share.rows:
-        places.append((first, first + stop - start))
-        first += stop - start
+    places = [local_rows(share.rows, interval) for interval in share.rows]
     for (start, stop), pair in zip(share.route.rows, returned):
         (begin, _), sums = next((place, sums) for place, sums in zip(places, own) if place[0] <= start and stop <= place[1])
         for total, more in zip(sums, pair):

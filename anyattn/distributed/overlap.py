@@ -8,10 +8,10 @@ import numpy as np
 
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.placement import CostModel, Work
+from anyattn.distributed.placement.cost import CALL_SECONDS
 
 __all__ = ["Demand", "demand_of", "overlap_pays"]
 
-_LAUNCH = 60e-6  # of a further call: its launch, and multiprocessors that idle at its end; measured 50 to 100 us on an H100
 _GAIN = 0.02  # of the time, at least: two calls of a rank's rows take some 3 % longer than one (causal, S 64k, an H100: 12.26 and 11.9 ms)
 _MEMORY = 2.5e12  # bytes/s, reading and writing: outputs of several calls are copied into one
 
@@ -44,7 +44,7 @@ def overlap_pays(layout: Layout, demand: Demand, costs: CostModel, row_bytes: in
         message = layout.received(rank) * costs.key_bytes / costs.bandwidth
         local, rest = float(seconds[is_local].sum()), float(seconds[own & ~is_local].sum())
         rows = int(own.sum()) * layout.chunk
-        split = _LAUNCH + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0
+        split = CALL_SECONDS + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0
         with_overlap.append(max(local, message) + rest + split)
         without.append(local + rest + message)
     return bool(np.max(with_overlap) < (1 - _GAIN) * np.max(without))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.layout import Layout
+from anyattn.distributed.layout import Layout, length_of
 
 __all__ = ["gathered", "reduced", "shard_of"]
 
@@ -28,7 +28,7 @@ def shard_of(t: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
 
 def gathered(t: Tensor, layout: Layout, channel: Channel, dim: int) -> Tensor:
     """The rows of all ranks in global order. Its gradient is the sum of the ranks' gradients of the result, at this rank's rows."""
-    rows = sum(stop - start for start, stop in layout.rows_of(channel.rank))
+    rows = length_of(layout.rows_of(channel.rank))
     if t.shape[dim] != rows:
         raise ValueError(
             f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {channel.rank}"
@@ -42,7 +42,7 @@ class _Gathered(torch.autograd.Function):
         ctx.layout, ctx.channel, ctx.dim = layout, channel, dim
         moved = t.movedim(dim, 0).contiguous()
         width = _width(t, dim)
-        lengths = [_length(layout, r) for r in range(channel.size)]
+        lengths = [length_of(layout.rows_of(r)) for r in range(channel.size)]
         received = torch.empty(layout.length * width, dtype=t.dtype, device=t.device)
         sent = moved.reshape(-1).repeat(channel.size)
         work = channel.exchange(sent, [moved.numel()] * channel.size, received, [n * width for n in lengths])
@@ -61,9 +61,9 @@ class _Gathered(torch.autograd.Function):
         moved = grad.movedim(ctx.dim, 0).to(torch.promote_types(grad.dtype, torch.float32))
         width = _width(grad, ctx.dim)
         sent = torch.cat([moved[start:stop] for start, stop in _by_rank(layout)]).reshape(-1)
-        mine = _length(layout, channel.rank) * width
+        mine = length_of(layout.rows_of(channel.rank)) * width
         received = torch.empty(mine * channel.size, dtype=moved.dtype, device=grad.device)
-        sizes = [_length(layout, r) * width for r in range(channel.size)]
+        sizes = [length_of(layout.rows_of(r)) * width for r in range(channel.size)]
         channel.finish(channel.exchange(sent, sizes, received, [mine] * channel.size), "returning gradients of gathered rows")
         total = received.view(channel.size, -1).sum(0) if mine else received
         return total.view(-1, *moved.shape[1:]).movedim(0, ctx.dim).to(grad.dtype), None, None, None
@@ -75,10 +75,6 @@ def _width(t: Tensor, dim: int) -> int:
     for d, n in enumerate(t.shape):
         size *= n if d != dim % t.ndim else 1
     return size
-
-
-def _length(layout: Layout, rank: int) -> int:
-    return sum(stop - start for start, stop in layout.rows_of(rank))
 
 
 def _by_rank(layout: Layout) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from anyattn.distributed.layout import Interval, Layout, Segment, Source, local_rows, segments_of, sources_of
+from anyattn.distributed.layout import Interval, Layout, Segment, Source, length_of, local_rows, segments_of, sources_of
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import negative_zeros
@@ -39,7 +39,7 @@ class Share:
         self.most_received = max(map(layout.received, range(layout.ranks)))
         self.hulls = tuple([self._hull(segment) for segment in self.segments])
         self.order = sorted(range(len(self.segments)), key=lambda i: not self.segments[i].is_local)
-        self.length = sum(stop - start for start, stop in self.rows)
+        self.length = length_of(self.rows)
         self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in self.segments])
         self._versions = _versions(mask)
         # what the mask captured, those tensors (their ids are not used again while they are kept), and the masks made of it

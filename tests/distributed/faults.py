@@ -14,16 +14,9 @@ from anyattn import distributed as ad
 from anyattn import masks
 from anyattn.distributed import channel
 from tests.distributed.uses import S, mask_of, tensors
+from tests.support.ranks import message_of
 
 __all__ = ["EVERY_RANK"]
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _plan(mesh: Any, **options: Any) -> Any:
@@ -138,7 +131,7 @@ EVERY_RANK: dict[Callable[[Any], Any], str] = {
 
 def message(mesh: Any, mistake: Callable[[Any], Any]) -> tuple[str, bool]:
     """The message of a mistake, and whether the ranks compute as before after it."""
-    text = _message(lambda: mistake(mesh))
+    text = message_of(lambda: mistake(mesh))
     plan = _plan(mesh)
     return text, bool(torch.isfinite(plan.unshard(_attend(mesh, plan), dim=2)).all())
 
@@ -150,7 +143,7 @@ def one_rank_fails(mesh: Any) -> str:
     q, k, v = plan.shard(*tensors(), dim=2)
     if mesh.get_local_rank() == 1:
         q, k, v = (t[:, :, :-1] for t in (q, k, v))
-    return _message(lambda: anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True))
+    return message_of(lambda: anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True))
 
 
 def one_rank_fails_and_goes_on(mesh: Any) -> list[str]:
@@ -161,8 +154,8 @@ def one_rank_fails_and_goes_on(mesh: Any) -> list[str]:
     q, k, v = plan.shard(*tensors(), dim=2)
     cut = int(mesh.get_local_rank() == 1)
     bad = [t[:, :, : t.shape[2] - cut] for t in (q, k, v)]
-    first = _message(lambda: anyattn.flex_attention(*bad, None, plan.mask, enable_gqa=True))
-    return [first, *[_message(lambda: _attend(mesh, plan)) for _ in range(2)]]
+    first = message_of(lambda: anyattn.flex_attention(*bad, None, plan.mask, enable_gqa=True))
+    return [first, *[message_of(lambda: _attend(mesh, plan)) for _ in range(2)]]
 
 
 def one_rank_dies(mesh: Any) -> str:
@@ -171,4 +164,4 @@ def one_rank_dies(mesh: Any) -> str:
     _attend(mesh, plan)
     if mesh.get_local_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _message(lambda: _attend(mesh, plan))
+    return message_of(lambda: _attend(mesh, plan))

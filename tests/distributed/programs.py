@@ -13,7 +13,7 @@ from anyattn import masks
 from tests.support import compiling
 from tests.support.cases import VARIANTS, Case, Expected
 
-__all__ = ["attention", "compiled", "tensors_of"]
+__all__ = ["attention", "compiled", "summed", "tensors_of"]
 
 
 def tensors_of(want: Expected) -> tuple[Any, ...]:

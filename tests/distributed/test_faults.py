@@ -19,22 +19,16 @@ def test_a_mistake_is_told_on_every_rank_and_leaves_the_group_whole(mistake: Cal
 
 
 def test_a_rank_that_fails_alone_is_named_to_the_others() -> None:
-    ranks = new_ranks(3)
-    try:
+    with new_ranks(3) as ranks:
         texts = ranks.run(faults.one_rank_fails)
-    finally:
-        ranks.close()
     assert texts[1].startswith("ValueError: query has ")
     for text in (texts[0], texts[2]):
         assert "waits for a rank that has failed: rank 1: ValueError: query has " in text
 
 
 def test_after_an_error_of_one_rank_no_message_reaches_a_wrong_call() -> None:
-    ranks = new_ranks(2)
-    try:
+    with new_ranks(2) as ranks:
         texts = ranks.run(faults.one_rank_fails_and_goes_on)
-    finally:
-        ranks.close()
     assert texts[1][0].startswith("ValueError: query has ")
     assert "waits for a rank that has failed: rank 1" in texts[0][0]
     for each in texts:
@@ -43,10 +37,6 @@ def test_after_an_error_of_one_rank_no_message_reaches_a_wrong_call() -> None:
 
 
 def test_a_rank_that_dies_leaves_no_rank_waiting() -> None:
-    ranks = new_ranks(2)
-    try:
-        with pytest.raises(RankError) as raised:
-            ranks.run(faults.one_rank_dies)
-    finally:
-        ranks.close()
+    with new_ranks(2) as ranks, pytest.raises(RankError) as raised:
+        ranks.run(faults.one_rank_dies)
     assert raised.value.messages[1] == "its process has ended"

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import anyattn
 from anyattn import distributed as ad
 from anyattn import masks, scores
+from tests.distributed.programs import summed
+from tests.support.ranks import message_of
 
 S, HEADS = 203, 4
 
@@ -217,15 +219,7 @@ def rebound(mesh: Any) -> list[bool]:
     state["set"](33, ids_now)
     out = anyattn.flex_attention(*[t.detach().requires_grad_() for t in local], None, plan.mask, enable_gqa=True)
     ids_now.zero_()
-    return [*found, "modified by an inplace operation" in _error(lambda: out.sum().backward())]
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return [*found, "modified by an inplace operation" in message_of(lambda: out.sum().backward())]
 
 
 def shared_keys(mesh: Any) -> list[bool]:
@@ -266,17 +260,11 @@ def many_intervals(mesh: Any) -> list[bool]:
         local = plan.shard(q, k, v, dim=2) if is_shard else (q, k, v)
         run(*local, plan.mask if is_shard else mask, score)
         grads.append([t.grad.clone() for t in tables])
-    return [_close(ad_sum(mesh, a), b) for a, b in zip(*grads, strict=True)]
-
-
-def ad_sum(mesh: Any, t: Tensor) -> Tensor:
-    leaf = torch.zeros_like(t).requires_grad_()
-    ad.reduced(leaf, mesh).backward(t)
-    return leaf.grad  # type: ignore[return-value]
+    return [_close(summed(a, mesh), b) for a, b in zip(*grads, strict=True)]
 
 
 def second_derivative_of_gathered(mesh: Any) -> str:
     plan = ad.plan(mask_of(masks.causal()), mesh)
     leaf = plan.shard(torch.linspace(0, 1, S, device="cpu"), dim=0).requires_grad_()
     (grad,) = torch.autograd.grad((plan.gather(leaf) ** 3).sum() + (leaf**2).sum(), leaf, create_graph=True)
-    return _error(lambda: grad.pow(2).sum().backward())
+    return message_of(lambda: grad.pow(2).sum().backward())

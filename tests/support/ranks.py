@@ -6,7 +6,8 @@ import atexit
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,7 +15,16 @@ import torch.multiprocessing as mp
 
 from tests.support.limits import HANG
 
-__all__ = ["RankError", "new_ranks", "on_ranks"]
+__all__ = ["RankError", "message_of", "new_ranks", "on_ranks"]
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """The type and the message of the exception that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 class RankError(Exception):
@@ -80,9 +90,14 @@ def on_ranks(size: int, program: Callable[..., Any], *arguments: Any, device: st
         raise
 
 
-def new_ranks(size: int) -> Ranks:
+@contextmanager
+def new_ranks(size: int) -> Iterator[Ranks]:
     """Processes of one test's own, which may kill them."""
-    return Ranks(size)
+    ranks = Ranks(size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
 
 
 def _serve(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:

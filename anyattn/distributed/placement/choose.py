@@ -11,7 +11,7 @@ from anyattn.distributed.placement.bisected import bisected
 from anyattn.distributed.placement.bound import bound_of
 from anyattn.distributed.placement.candidates import contiguous, fold
 from anyattn.distributed.placement.chunks import Chunks, chunks_of
-from anyattn.distributed.placement.cost import CostModel, Load, load_of
+from anyattn.distributed.placement.cost import CALL_SECONDS, CostModel, Load, load_of
 from anyattn.distributed.placement.evened import evened
 from anyattn.distributed.placement.stats import PlanStats
 from anyattn.distributed.placement.work import Work
@@ -22,7 +22,6 @@ _TOLERANCE = 0.03  # of the load, by bisection
 _WORDS_SEARCHED = 2**14  # of bits, on all levels of bisection
 _NEARLY_EVEN, _NEARLY_LEAST = 1.01, 0.02  # load, and excess over the bound in all-gathers, at which no bisection is tried
 _PER_ALL_GATHER = 0.08  # of the ideal time: what messages cost others than attention
-_PIECE_SECONDS = 60e-6  # a further local call: its launch, idle multiprocessors at its end, copies of its rows; 50 to 100 us on an H100
 _LEAST_PER_PIECE, _MOST_PER_PIECE = 0.001, 0.02  # of the ideal time; in short sequences uneven load costs more than calls
 _EVEN = 1.03  # a load above it costs twice: no other part of a model is that uneven
 _STEP = 1e-6  # differences of value below it are ties, which the earlier candidate wins
@@ -87,7 +86,7 @@ def _value(load: Load, length: int) -> int:
     by their pieces alone; messages, which others share; and uneven load, which waits elsewhere too."""
     slowdown = float(load.attention.max()) / load.ideal if load.ideal else 1.0
     share = int(load.received.sum()) / (max(len(load.rows) - 1, 1) * length)
-    per_piece = min(max(_PIECE_SECONDS / load.ideal, _LEAST_PER_PIECE), _MOST_PER_PIECE) if load.ideal else _LEAST_PER_PIECE
+    per_piece = min(max(CALL_SECONDS / load.ideal, _LEAST_PER_PIECE), _MOST_PER_PIECE) if load.ideal else _LEAST_PER_PIECE
     pieces = int(load.pieces.max()) - 1
     return round((slowdown + max(load.balance - _EVEN, 0.0) + _PER_ALL_GATHER * share + per_piece * pieces) / _STEP)
 

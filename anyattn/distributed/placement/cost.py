@@ -8,11 +8,12 @@ import numpy as np
 
 from anyattn.distributed.placement.chunks import Chunks, popcount
 
-__all__ = ["CostModel", "Load", "load_of"]
+__all__ = ["CALL_SECONDS", "CostModel", "Load", "load_of"]
 
 _NEAR_RANKS = 8  # GPUs that a switch such as NVSwitch connects
 _NEAR, _FAR = 330e9, 50e9  # bytes/s in one direction: NVLink of an H100, and one 400 Gbit/s network card a GPU
 _FLOPS = 600e12  # of a forward pass in bfloat16 on an H100
+CALL_SECONDS = 60e-6  # a further local call: its launch, idle multiprocessors at its end, copies of its rows; 50 to 100 us on an H100
 _OVERLAP_LOSS = 0.1  # of the shorter of computing and receiving is not hidden
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyattn.distributed.active_plan import active_plan
 from anyattn.distributed.batches import is_of_shard
+from anyattn.distributed.layout import length_of
 from anyattn.integrations.transformers import forward_passes
 from anyattn.integrations.transformers.description import Listed, MaskDescription, Unplanned
 from anyattn.integrations.transformers.mask_functions import kind_of
@@ -39,7 +40,7 @@ def planned_mask(batch: int, lengths: tuple[int, int], offset: int | Tensor, mas
             "model(**plan.shard_batch(batch), attention_mask=plan.mask), or plan.mask['full_attention'] where all layers are of one kind"
         )
     kind, is_causal = kind_of(mask_function)
-    rows = plan.length if plan.ranks == 1 else len(plan.positions)
+    rows = length_of(plan.rows_of(plan.rank))
     if not is_causal and lengths != (rows, rows):
         return None
     if lengths != (rows, rows) or (not isinstance(offset, Tensor) and offset != 0):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from anyattn import distributed as ad
 from anyattn import masks
 from anyattn.integrations.transformers import NAME
+from tests.support.ranks import message_of
 from tests.support.transformers_models import by_module, decoder, tokens
 
 BLOCK = 8  # of masks: the sequences are short
@@ -95,19 +96,11 @@ def trained(mesh: Any, folder: str, port: int) -> list[tuple[float, float]]:
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def message(mesh: Any, mistake: Callable[..., Any], name: str, batch: dict[str, Any]) -> str:
     """The message of the error that a mistake raises."""
     model = decoder(name)
     model.set_attn_implementation(NAME)
-    return _message(lambda: mistake(model, batch, planned(model, batch, mesh)))
+    return message_of(lambda: mistake(model, batch, planned(model, batch, mesh)))
 
 
 def without_active(model: Any, batch: dict[str, Any], plan: Any) -> Any:
