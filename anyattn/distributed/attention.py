@@ -16,6 +16,7 @@ from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.tensors import kinds
+from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
 
 __all__ = ["attend", "checked", "refuse_dropout"]
@@ -49,6 +50,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     key, value = flex.tensors(query, call.key, call.value, call.enable_gqa)
     _check_shard(share, query, key)
     refuse_dropout(call.dropout)
+    key, value = innermost(key), innermost(value)  # rows of which are moved
     if not share.is_unwritten:
         raise ValueError(
             "the block mask's lists were written to after anyattn.distributed.plan had read them; wanted a new plan of the changed mask"

@@ -1,17 +1,19 @@
-"""Keys and values that travel, forward, and their gradients, back: packed, sent, and put where local attention calls read them."""
+"""What travels: messages of keys and values, and of their gradients, back; and the moves of rows into and out of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.layout import Interval, Route
+from anyattn.distributed.layout import Interval, Route, Source
+from anyattn.distributed.row_moves import Move, Part, RowMoves, part_of, summed
+from anyattn.distributed.share import Share, is_interval
 
-__all__ = ["Pending", "Remote", "awaited_gradients", "awaited_keys", "copy_rows", "remote_keys", "return_gradients", "send_keys"]
+__all__ = ["Hulls", "KeyMoves", "Pending", "Piece", "awaited", "exchanged", "key_moves"]
 
 
 class Pending(NamedTuple):
@@ -22,80 +24,170 @@ class Pending(NamedTuple):
     received: Tensor
 
 
-Remote = list[tuple[Tensor, Tensor]]  # keys (B, Hkv, length, D) and values (B, Hkv, length, Dv) of each interval of ``Route.keys``
-
-
-def send_keys(k: Tensor, v: Tensor, route: Route, channel: Channel) -> Pending:
-    """Starts to send each rank the rows of ``k`` and ``v`` that it needs, (B, Hkv, rows of this rank, D or Dv)."""
-    width = _width(k, v)
-    flat = torch.empty(sum(route.sent) * width, dtype=k.dtype, device=k.device)
-    for (start, stop), (to_k, to_v) in zip(route.rows, _views(flat, route.rows, k, v)):
-        copy_rows(to_k, k[:, :, start:stop])
-        copy_rows(to_v, v[:, :, start:stop])
-    return _started(flat, route.sent, route.received, width, channel)
-
-
-def awaited_keys(pending: Pending, channel: Channel) -> Tensor:
-    """Waits for the message of ``send_keys`` of the other ranks."""
-    channel.finish(pending.work, "attention's exchange of keys")
-    return pending.received
-
-
-def remote_keys(message: Tensor, k: Tensor, v: Tensor, route: Route) -> Remote:
-    """The keys and values in a received message."""
-    return _views(message, route.keys, k, v)
-
-
-def return_gradients(grads: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor, route: Route, channel: Channel) -> Pending:
-    """Starts to send the gradients of received keys and values home, in float32 (float64). grads: of keys and values, for each interval
-    of ``Route.keys``."""
-    width = _width(k, v)
-    flat = torch.empty(sum(route.received) * width, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    for (to_k, to_v), (x, y) in zip(_views(flat, route.keys, k, v), grads):
-        copy_rows(to_k, x)
-        copy_rows(to_v, y)
-    return _started(flat, route.received, route.sent, width, channel)
-
-
-def awaited_gradients(pending: Pending, k: Tensor, v: Tensor, route: Route, channel: Channel) -> Remote:
-    """Waits for the gradients of this rank's keys from other ranks: one pair for each of ``Route.rows``, in the order of the ranks."""
-    channel.finish(pending.work, "attention's exchange of gradients")
-    return _views(pending.received, route.rows, k, v)
-
-
-def _started(flat: Tensor, sent: tuple[int, ...], received: tuple[int, ...], width: int, channel: Channel) -> Pending:
+def exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int], width: int, channel: Channel) -> Pending:
+    """Starts an exchange. sent, received: keys to and from each rank, of ``width`` elements."""
     to = torch.empty(sum(received) * width, dtype=flat.dtype, device=flat.device)
     return Pending(channel.exchange(flat, [n * width for n in sent], to, [n * width for n in received]), flat, to)
 
 
-def copy_rows(to: Tensor, source: Tensor) -> None:
-    """``to.copy_(source)``. Parts of tensors are not contiguous, and torch then moves one element a thread: on a GPU elements of 16 bytes
-    are moved instead where the rows allow it, at twice the bandwidth or more."""
-    size = to.element_size()
-    if to.is_cuda and to.dtype is source.dtype and not (to.shape[-1] * size) % 16 and _is_aligned(to) and _is_aligned(source):
-        to, source = to.detach().view(torch.complex128), source.detach().view(torch.complex128)
-    to.copy_(source)
+def awaited(pending: Pending, channel: Channel, what: str) -> Tensor:
+    """The received message."""
+    channel.finish(pending.work, f"attention's exchange of {what}")
+    return pending.received
 
 
-def _is_aligned(t: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes and has its elements side by side."""
-    size = t.element_size()
-    return t.stride(-1) == 1 and not t.data_ptr() % 16 and all(not (s * size) % 16 for s in t.stride()[:-1])
+class Piece(NamedTuple):
+    """Gradients of the keys and values of an interval, (B, Hkv, length, D) and (B, Hkv, length, Dv)."""
+
+    keys: Interval
+    dk: Tensor
+    dv: Tensor
+
+    def part(self, number: int, which: int) -> tuple[Interval, Part]:
+        """The interval, and where its gradients lie: of keys (which: 0), tensor ``2 * number``, or of values, the next."""
+        return self.keys, part_of(2 * number + which, self.dv if which else self.dk)
 
 
-def _width(k: Tensor, v: Tensor) -> int:
-    """Elements of one key and its value, over batch entries and heads."""
-    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+class Hulls(NamedTuple):
+    """Keys and values of segments that lie in memory of their own, all made in one launch.
+
+    size: elements of that memory. places: for each segment, shape, strides and offset of its keys, and of its values. moves: from k, v and
+    the received message.
+    """
+
+    size: int
+    places: dict[int, tuple[tuple, tuple]]
+    moves: RowMoves
+
+    def made(self, k: Tensor, v: Tensor, message: Tensor | None) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each segment its keys and values. message: None if no segment needs it."""
+        if not self.places:
+            return {}
+        memory = torch.empty(self.size, dtype=k.dtype, device=k.device)
+        self.moves.run((k, v) if message is None else (k, v, message), (memory,))
+        return {at: (memory.as_strided(*of_k), memory.as_strided(*of_v)) for at, (of_k, of_v) in self.places.items()}
 
 
-def _views(flat: Tensor, intervals: Sequence[Interval], k: Tensor, v: Tensor) -> Remote:
-    """Per interval, the places of its keys (B, Hkv, length, D) and of its values (B, Hkv, length, Dv) in a message."""
-    views, at = [], 0
-    (batch, heads, _, width), width_v = k.shape, v.shape[3]
-    for start, stop in intervals:
-        rows = stop - start
-        cut = at + batch * heads * rows * width
-        end = cut + batch * heads * rows * width_v
-        views.append((flat[at:cut].view(batch, heads, rows, width), flat[cut:end].view(batch, heads, rows, width_v)))
-        at = end
-    return views
+class KeyMoves:
+    """The moves of a share's keys for tensors k (B, Hkv, rows, D) and v (B, Hkv, rows, Dv) of these shapes and strides.
+
+    A message has for each interval its keys, (B, Hkv, length, D), and then its values.
+    """
+
+    def __init__(self, share: Share, k: Tensor, v: Tensor):
+        self._share = share
+        self._batch, self._heads = k.shape[:2]
+        self._widths = k.shape[3], v.shape[3]
+        self._own = part_of(0, k), part_of(1, v)
+        self._is_row_first = k.stride(2) > k.stride(1), v.stride(2) > v.stride(1)
+        self._packing = self._moves(self._packed(share.route))
+        self.local, self.remote = self._hulls(True), self._hulls(False)
+        self._sums: dict[tuple, RowMoves] = {}
+
+    @property
+    def width(self) -> int:
+        """Elements of one key and its value, over batch entries and heads."""
+        return self._batch * self._heads * sum(self._widths)
+
+    def send(self, k: Tensor, v: Tensor, channel: Channel) -> Pending:
+        """Starts to send each rank the rows of k and v that it needs."""
+        route = self._share.route
+        flat = torch.empty(sum(route.sent) * self.width, dtype=k.dtype, device=k.device)
+        self._packing.run((k, v), (flat,))
+        return exchanged(flat, route.sent, route.received, self.width, channel)
+
+    def return_gradients(self, pieces: Sequence[Piece], like: Tensor, dtype: torch.dtype, channel: Channel) -> Pending:
+        """Starts to send the gradients of received keys home: sums of ``pieces``. like: a tensor on their device. dtype: of the sums."""
+        route = self._share.route
+        flat = torch.empty(sum(route.received) * self.width, dtype=dtype, device=like.device)
+        sources = [t for piece in pieces for t in (piece.dk, piece.dv)]
+        key = ("return", *[(piece.keys, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
+        if key not in self._sums:
+            moves = []
+            for interval, *targets in self._in_message(route.keys, 0):
+                for which, target in enumerate(targets):
+                    given = [piece.part(i, which) for i, piece in enumerate(pieces)]
+                    moves += summed(target, interval, given, self._widths[which])
+            self._sums[key] = self._moves(moves)
+        self._sums[key].run(sources, (flat,))
+        return exchanged(flat, route.received, route.sent, self.width, channel)
+
+    def home(self, pieces: Sequence[Piece], returned: Tensor | None, grads: tuple[Tensor, Tensor]) -> None:
+        """Writes the gradients of k and v: the sums of ``pieces`` and, in the order of the ranks, of what other ranks return, rounded
+        once."""
+        share = self._share
+        sources = [t for piece in pieces for t in (piece.dk, piece.dv)] + ([] if returned is None else [returned])
+        key = ("home", *[(piece.keys, piece.dk.stride(), piece.dv.stride()) for piece in pieces], *[g.stride() for g in grads])
+        if key not in self._sums:
+            come = [] if returned is None else list(self._in_message(share.route.rows, 2 * len(pieces)))
+            moves, first = [], 0
+            for interval in share.rows:
+                local = (first, first + interval[1] - interval[0])
+                for which, grad in enumerate(grads):
+                    given = [piece.part(i, which) for i, piece in enumerate(pieces)]
+                    shift = interval[0] - first  # rows of a message are local ones
+                    given += [((a + shift, b + shift), parts[which]) for (a, b), *parts in come if local[0] <= a and b <= local[1]]
+                    moves += summed(part_of(which, grad, first), interval, given, self._widths[which])
+                first = local[1]
+            self._sums[key] = self._moves(moves)
+        self._sums[key].run(sources, grads)
+
+    def _moves(self, moves: list[Move]) -> RowMoves:
+        return RowMoves(moves, self._batch, self._heads)
+
+    def _in_message(self, intervals: Sequence[Interval], number: int) -> list[tuple[Interval, Part, Part]]:
+        """Each interval, and where its keys and its values lie in a message, tensor ``number``."""
+        found, at = [], 0
+        for start, stop in intervals:
+            parts = []
+            for width in self._widths:
+                of_head = (stop - start) * width
+                parts.append(Part(number, at, (self._heads * of_head, of_head, width)))
+                at += self._batch * self._heads * of_head
+            found.append(((start, stop), parts[0], parts[1]))
+        return found
+
+    def _packed(self, route: Route) -> list[Move]:
+        return [
+            Move(target, (own.after(start),), stop - start, width)
+            for (start, stop), *targets in self._in_message(route.rows, 0)
+            for target, own, width in zip(targets, self._own, self._widths)
+        ]
+
+    def _hulls(self, is_local: bool) -> Hulls:
+        """The hulls of segments that do, or do not, run before messages have come, where these are no view of the rank's own keys.
+
+        A hull's gap may lie in what other segments receive; where nothing has come it is 0, since a tile of a kernel may reach into keys
+        that no row needs.
+        """
+        share = self._share
+        received = [parts for _, *parts in self._in_message(share.route.keys, 2)]
+        places, moves, size = {}, [], 0
+        for at, (segment, hull) in enumerate(zip(share.segments, share.hulls)):
+            if segment.is_local is not is_local or is_interval(hull):
+                continue
+            found = []
+            for which, (width, rows_first) in enumerate(zip(self._widths, self._is_row_first)):
+                of_head = segment.key_length * width
+                strides = (self._heads * of_head, *((width, self._heads * width) if rows_first else (of_head, width)))
+                target = Part(0, size, strides)
+                given: list[tuple[Interval, Part]] = []
+                for source in cast(tuple[Source, ...], hull):
+                    if source.message is None:
+                        given.append((source.at, self._own[which].after(source.rows[0])))
+                    elif not is_local:
+                        given.append((source.at, received[source.message][which].after(source.rows[0])))
+                moves += summed(target, (0, segment.key_length), given, width)
+                found.append(((self._batch, self._heads, segment.key_length, width), (*strides, 1), size))
+                size += self._batch * self._heads * of_head
+            places[at] = found[0], found[1]
+        return Hulls(size, places, self._moves(moves))
+
+
+def key_moves(share: Share, k: Tensor, v: Tensor) -> KeyMoves:
+    """The moves of these tensors, made once for equal shapes and strides."""
+    key = k.shape, k.stride(), v.shape, v.stride()
+    found = share.moves.get(key)
+    if found is None:
+        found = share.moves[key] = KeyMoves(share, k, v)
+    return found  # type: ignore[no-any-return]

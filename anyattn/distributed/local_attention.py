@@ -11,15 +11,16 @@ from torch import Tensor
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.exchange import Remote, awaited_gradients, awaited_keys, copy_rows, remote_keys, return_gradients, send_keys
-from anyattn.distributed.layout import Interval, Segment, local_rows
+from anyattn.distributed.exchange import Piece, awaited, key_moves
+from anyattn.distributed.layout import Segment
 from anyattn.distributed.placed_mods import placed, tensor_slots
-from anyattn.distributed.share import Share
+from anyattn.distributed.row_moves import Move, RowMoves, part_of
+from anyattn.distributed.share import Share, is_interval
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import BlockMask
-from anyattn.tensors.strides import empty_in_order
+from anyattn.tensors.strides import empty_in_order, innermost
 
 __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward"]
 
@@ -73,21 +74,21 @@ class Gradients(NamedTuple):
 def forward(call: ShardedCall, inputs: Inputs) -> Results:
     """The attention of this rank's rows; the same call runs on every rank."""
     share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    pending = send_keys(k, v, share.route, channel) if share.has_messages else None
+    moves = key_moves(share, k, v)
+    pending = moves.send(k, v, channel) if share.has_messages else None
+    keys = moves.local.made(k, v, None)
+    message: Tensor | None = None
     found: list[Any] = [None] * len(share.segments)
-    remote: Remote | None = None
     for at in share.order:
-        if pending is not None and remote is None and not share.segments[at].is_local:
-            remote = remote_keys(awaited_keys(pending, channel), k, v, share.route)
-        problem, plan = _problem(call, at, inputs, *_keys_of(share, at, k, v, remote))
-        found[at] = autograd.forward(problem, plan)
-    if pending is not None and remote is None:  # every row was computed: the messages are for others
-        awaited_keys(pending, channel)
-    stat = torch.promote_types(q.dtype, torch.float32)
-    out = _rows([r.out for r in found], q, v.shape[3], q.dtype)
-    lse = _rows([r.lse for r in found], q[..., 0], None, stat)
-    highest = _rows([r.max_scores for r in found], q[..., 0], None, stat) if call.wants_max else None
-    return Results(out, lse, highest, pending.received if pending is not None and call.keeps_keys else None)
+        if pending is not None and message is None and not share.segments[at].is_local:
+            message = awaited(pending, channel, "keys")
+            keys |= moves.remote.made(k, v, message)
+        found[at] = autograd.forward(*_problem(call, at, inputs, *_keys_of(share, at, k, v, keys)))
+    if pending is not None and message is None:  # every row was computed: the messages are for others
+        message = awaited(pending, channel, "keys")
+    out = _rows(share, [r.out for r in found], q, v.shape[3])
+    lse, highest = (_statistics(parts, q) for parts in ([r.lse for r in found], [r.max_scores for r in found]))
+    return Results(out, lse, highest if call.wants_max else None, message if call.keeps_keys else None)
 
 
 def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -96,24 +97,26 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
     The calls with remote keys run first: the gradients of these keys travel during the others.
     """
     share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    route, has_messages = share.route, share.has_messages
-    remote: Remote | None = None
-    if has_messages:
-        message = awaited_keys(send_keys(k, v, route, channel), channel) if results.message is None else results.message
-        remote = remote_keys(message, k, v, route)
-    of_own, of_remote = [_Sum() for _ in share.rows], [_Sum() for _ in route.keys]
+    moves, message = key_moves(share, k, v), results.message
+    if share.has_messages and message is None:
+        message = awaited(moves.send(k, v, channel), channel, "keys")
+    keys = moves.remote.made(k, v, message)
+    keys |= moves.local.made(k, v, None)
+    wants_keys = k.requires_grad or v.requires_grad
+    pieces: list[Piece] = []
     dq: list[Any] = [None] * len(share.segments)
     of_others: list[Any] = [None] * (1 + len(inputs.captured))
 
     def visit(at: int) -> None:
         segment = share.segments[at]
-        problem, plan = _problem(call, at, inputs, *_keys_of(share, at, k, v, remote))
+        of_k, of_v = _keys_of(share, at, k, v, keys)
+        if wants_keys:  # both: their sums travel together
+            of_k, of_v = autograd.requiring_grad(of_k, True), autograd.requiring_grad(of_v, True)  # type: ignore[assignment]
+        problem, plan = _problem(call, at, inputs, of_k, of_v)
         cut = [_cut(t, segment) for t in (results.out, results.lse, dout, dlse)]
         dq[at], dk, dv, *more = autograd.backward(problem.like(wide_kv_grads=True), plan, *cut)
         if dk is not None and dv is not None:
-            for intervals, sums in ((share.rows, of_own), (route.keys, of_remote)):
-                for interval, total in zip(intervals, sums):
-                    total.add(interval, segment.keys, dk, dv)
+            pieces.append(Piece(segment.keys, innermost(dk), innermost(dv)))
         of_others[0] = _added(of_others[0], more[0])
         for grad, slot in zip(more[1:], () if call.score is None else tensor_slots(call.score, len(inputs.captured), share.places[at])):
             if slot < len(inputs.captured):  # else the table of rows
@@ -123,16 +126,17 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
         if not share.segments[at].is_local:
             visit(at)
     pending = None
-    if has_messages:
-        pending = return_gradients([s.total(i, k, v) for s, i in zip(of_remote, route.keys)], k, v, route, channel)
+    if share.has_messages:
+        pending = moves.return_gradients(pieces, k, torch.promote_types(k.dtype, torch.float32), channel)
     for at in reversed(share.order):
         if share.segments[at].is_local:
             visit(at)
-    returned: Remote = [] if pending is None else awaited_gradients(pending, k, v, route, channel)
-    of_q = _rows(dq, q, q.shape[3], q.dtype) if q.requires_grad else None
+    returned = None if pending is None else awaited(pending, channel, "gradients")
+    of_q = _rows(share, dq, q, q.shape[3]) if q.requires_grad else None
     of_k = of_v = None
-    if k.requires_grad or v.requires_grad:
-        of_k, of_v = _home(share, [s.total(i, k, v) for s, i in zip(of_own, share.rows)], returned, k, v)
+    if wants_keys:
+        of_k, of_v = empty_in_order(k), empty_in_order(v)
+        moves.home(pieces, returned, (of_k, of_v))
     return Gradients(of_q, of_k, of_v, of_others[0], tuple(of_others[1:]))
 
 
@@ -162,92 +166,40 @@ def _cut(t: Any, segment: Segment) -> Any:
     return t.requires_grad_() if requires_grad else t
 
 
-def _rows(parts: Sequence[Tensor], like: Tensor, last: int | None, dtype: torch.dtype) -> Tensor:
-    """Results of all segments as one tensor, in the order of the rows, which is the order of the segments."""
+def _rows(share: Share, parts: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
+    """Results of all segments (B, H, rows, width) as one tensor, in the order of the rows, which is that of the segments."""
     if len(parts) == 1:
         return parts[0]
-    joined = empty_in_order(like, last=last, dtype=dtype) if last is not None else torch.empty(like.shape, dtype=dtype, device=like.device)
-    first = 0
-    for part in parts:
-        copy_rows(joined.narrow(2, first, part.shape[2]), part)
-        first += part.shape[2]
+    parts, joined = [*map(innermost, parts)], empty_in_order(q, last=width, dtype=q.dtype)
+    key = "rows", joined.shape, joined.stride(), *[part.stride() for part in parts]
+    if key not in share.moves:
+        firsts = [segment.first for segment in share.segments]
+        moves = [
+            Move(part_of(0, joined, first), (part_of(i, part),), part.shape[2], width) for i, (first, part) in enumerate(zip(firsts, parts))
+        ]
+        share.moves[key] = RowMoves(moves, *q.shape[:2])
+    share.moves[key].run(parts, (joined,))
     return joined
 
 
-def _keys_of(share: Share, at: int, k: Tensor, v: Tensor, remote: Remote | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of a segment's hull: a view of the rank's own where it has all of them, else a copy of its own and received ones."""
-    length, hull = share.segments[at].key_length, share.hulls[at]
-    if len(hull) == 2 and isinstance(hull[0], int):
-        return _own(k, *hull), _own(v, *hull)  # type: ignore[misc]
-    # a hull's gap may lie in what other segments receive; before that has come it is left out
-    sources: Any = [source for source in hull if source.message is None or remote is not None]  # type: ignore[union-attr]
-    buffers = _keys_in_order(k, length), _keys_in_order(v, length)
-    if sum(source.at[1] - source.at[0] for source in sources) < length:  # a tile of a kernel may reach into keys that no row needs
-        for buffer in buffers:
-            buffer.zero_()
-    for (start, stop), message, (first, last) in sources:
-        pair = (k.detach(), v.detach()) if message is None else remote[message]  # type: ignore[index]
-        for buffer, source in zip(buffers, pair):
-            copy_rows(buffer[:, :, start:stop], source[:, :, first:last])
-    return buffers[0].requires_grad_(k.requires_grad), buffers[1].requires_grad_(v.requires_grad)
+def _statistics(parts: Sequence[Tensor | None], q: Tensor) -> Any:
+    """The same for a statistic (B, H, rows) that a segment may lack, in float32 (float64)."""
+    if not parts:
+        return torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)  # type: ignore[arg-type]
+
+
+def _keys_of(share: Share, at: int, k: Tensor, v: Tensor, made: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values of a segment's hull: a view of the rank's own where it has all of them, else memory with own and received ones."""
+    hull = share.hulls[at]
+    if is_interval(hull):
+        return _own(k, *hull), _own(v, *hull)  # type: ignore[misc, arg-type]
+    of_k, of_v = made[at]
+    return of_k.requires_grad_(k.requires_grad), of_v.requires_grad_(v.requires_grad)
 
 
 def _own(t: Tensor, start: int, stop: int) -> Tensor:
     return t if (start, stop) == (0, t.shape[2]) else t.detach()[:, :, start:stop].requires_grad_(t.requires_grad)
-
-
-def _keys_in_order(like: Tensor, length: int) -> Tensor:
-    """Memory for ``length`` keys (B, Hkv, length, D), with positions outside of heads if they are so in ``like``."""
-    batch, heads, _, width = like.shape
-    if like.stride(2) > like.stride(1):
-        return torch.empty((batch, length, heads, width), dtype=like.dtype, device=like.device).transpose(1, 2)
-    return torch.empty((batch, heads, length, width), dtype=like.dtype, device=like.device)
-
-
-# ---- gradients
-
-
-class _Sum:
-    """The gradients of an interval of keys and of their values, from several segments, in float32 (float64)."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Interval, Tensor, Tensor]] = []  # the interval inside this one
-
-    def add(self, interval: Interval, hull: Interval, dk: Tensor, dv: Tensor) -> None:
-        """Adds what a segment's hull has of the interval."""
-        start, stop = max(interval[0], hull[0]), min(interval[1], hull[1])
-        if start < stop:
-            rows = slice(start - hull[0], stop - hull[0])
-            self._parts.append(((start - interval[0], stop - interval[0]), dk[:, :, rows], dv[:, :, rows]))
-
-    def total(self, interval: Interval, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums: the part that covers the whole interval, which is written to, with the others added; else zeros with all of them."""
-        length, parts = interval[1] - interval[0], self._parts
-        whole = next((i for i, (at, *_) in enumerate(parts) if at == (0, length)), None)
-        if whole is None:
-            wide = torch.promote_types(k.dtype, torch.float32)
-            x, y = (torch.zeros((*t.shape[:2], length, t.shape[3]), dtype=wide, device=t.device) for t in (k, v))
-        else:
-            _, x, y = parts.pop(whole)
-        for (start, stop), more_x, more_y in parts:
-            x[:, :, start:stop] += more_x
-            y[:, :, start:stop] += more_y
-        self._parts = []
-        return x, y
-
-
-def _home(share: Share, own: list[tuple[Tensor, Tensor]], returned: Remote, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v: own sums and, in the order of the ranks, those that other ranks return, rounded once."""
-    places = [local_rows(share.rows, interval) for interval in share.rows]
-    for (start, stop), pair in zip(share.route.rows, returned):
-        (begin, _), sums = next((place, sums) for place, sums in zip(places, own) if place[0] <= start and stop <= place[1])
-        for total, more in zip(sums, pair):
-            total[:, :, start - begin : stop - begin] += more
-    grads = empty_in_order(k), empty_in_order(v)
-    for (start, stop), sums in zip(places, own):
-        for grad, total in zip(grads, sums):
-            grad[:, :, start:stop].copy_(total)
-    return grads
 
 
 def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, m
 from anyattn.sparsity.lists import both_ways, grid_of_lists
 from anyattn.sparsity.made_of import captures
 
-__all__ = ["Share"]
+__all__ = ["Share", "is_interval"]
 
 
 class Share:
@@ -41,6 +41,7 @@ class Share:
         self.order = sorted(range(len(self.segments)), key=lambda i: not self.segments[i].is_local)
         self.length = length_of(self.rows)
         self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in self.segments])
+        self.moves: dict[tuple, Any] = {}  # ``exchange.key_moves`` of calls, by shapes and strides of their keys
         self._versions = _versions(mask)
         # what the mask captured, those tensors (their ids are not used again while they are kept), and the masks made of it
         self._parts: tuple[tuple, tuple[Tensor, ...], tuple[BlockMask, ...]] | None = None
@@ -87,6 +88,11 @@ class Share:
         part = block_mask_of_lists(both_ways(cut, separate, False), mod, lengths, (tile_m, tile_n))
         part._told_apart = getattr(self.mask, "_told_apart", ())
         return marked(part, self.mask.is_exact)
+
+
+def is_interval(hull: Interval | tuple[Source, ...]) -> bool:
+    """Whether a segment's keys are a view of the rank's own."""
+    return len(hull) == 2 and isinstance(hull[0], int)
 
 
 def _blocks(interval: Interval, tile: int) -> Interval:

@@ -61,6 +61,7 @@ PARTS = {
         (
             *(f"{KERNELS}/test_forward_interpreted.py", "backends/triton/codegen/test_assumptions_interpreted.py"),
             *("documents/test_kernels_interpreted.py", "sequences/test_tile_order_interpreted.py"),
+            "distributed/test_row_moves_interpreted.py",
             *("sparsity/kernels/test_block_lists_interpreted.py", "sparsity/kernels/test_varlen_lists_interpreted.py"),
         ),
         insists=False,
