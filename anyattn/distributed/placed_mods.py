@@ -36,10 +36,6 @@ class Place(NamedTuple):
     first_head: int
     device: torch.device
 
-    @property
-    def is_identity(self) -> bool:
-        return len(self.rows) == 1 and self.rows[0][0] == self.keys[0] == self.first_head == 0
-
 
 def placed(mod: TracedMod, place: Place) -> TracedMod:
     """The mod of a local call whose ``mod`` is written for global b, h, q_idx and kv_idx.
@@ -49,8 +45,6 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
     >>> placed(window, Place(((64, 128),), (32, 128), 0, torch.device("cpu"))).scalars
     (64, 32)
     """
-    if place.is_identity:
-        return mod
     numbers = (*mod.scalars, *_numbers(place))
     form = _form(mod.kind, place, True)
     if any(_is_short(mod.tensors[part.slot], part, place) for part in _parts_of(mod.expr, form).values()):
@@ -68,8 +62,6 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
 def tensor_slots(score: TracedMod, tensors: int, place: Place) -> list[int]:
     """Which of the ``tensors`` that a score mod captures each tensor of ``placed(score, place)`` is; a number beyond them for the table of
     rows."""
-    if place.is_identity:
-        return list(range(tensors))
     return _rewritten(score.expr, len(score.scalars), tensors, _form("score", place, True)).slots
 
 
