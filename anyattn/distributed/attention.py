@@ -10,11 +10,13 @@ from torch import Tensor
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
 from anyattn.distributed import local_attention
+from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.local_attention import Inputs, Results, ShardedCall
 from anyattn.distributed.share import Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod
+from anyattn.sparsity.made_of import captures
 from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
@@ -50,7 +52,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     key, value = flex.tensors(query, call.key, call.value, call.enable_gqa)
     _check_shard(share, query, key)
     refuse_dropout(call.dropout)
-    key, value = innermost(key), innermost(value)  # rows of which are moved
+    query, key, value = innermost(query), innermost(key), innermost(value)  # rows of which are moved
     if not share.is_unwritten:
         raise ValueError(
             "the block mask's lists were written to after anyattn.distributed.plan had read them; wanted a new plan of the changed mask"
@@ -62,9 +64,15 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
     plan.agree_on_call(query, key, value, (score is None, extra is None, call.scale, bool(call.deterministic)))
+    is_plain = extra is None and backend is None and not options and not call.wants_max and query.shape[0] == 1
+    of_documents = share.by_documents if is_plain else None
+    if of_documents is not None and not runs_documents(bare, [t.shape for t in captured], query.shape[1]):
+        of_documents = None
+    calls = share.by_lists if of_documents is None else of_documents
+    masks = share.block_masks if calls is share.by_lists else ()
     keeps = plan.keeps_keys(share)
     sharded = ShardedCall(
-        share, plan.channel, share.block_masks, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, keeps
+        share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, keeps
     )
     return sharded, Inputs(query, key, value, sink, captured)
 
@@ -105,6 +113,8 @@ class _Sharded(torch.autograd.Function):
         # the backward pass reads the masks' tensors again; saved, they are checked for writes
         masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
         of_masks = [t for m in masks for t in getattr(m, "tensors", ()) if not t.is_inference()]
+        if not call.block_masks:
+            of_masks += captures(call.share.mask.mask_mod)[2]
         ctx.inputs = len(tensors)
         ctx.save_for_backward(*tensors, out, lse, message, *of_masks)
         ctx.set_materialize_grads(False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.layout import Interval, Route, Source
 from anyattn.distributed.row_moves import Move, Part, RowMoves, part_of, summed
-from anyattn.distributed.share import Share, is_interval
+from anyattn.distributed.share import LocalCalls, Share, is_interval
 
 __all__ = ["Hulls", "KeyMoves", "Pending", "Piece", "awaited", "exchanged", "key_moves"]
 
@@ -37,15 +37,19 @@ def awaited(pending: Pending, channel: Channel, what: str) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """Gradients of the keys and values of an interval, (B, Hkv, length, D) and (B, Hkv, length, Dv)."""
+    """Gradients of the keys and values of intervals, (B, Hkv, length, D) and (B, Hkv, length, Dv), that lie one behind the other."""
 
-    keys: Interval
+    spans: tuple[Interval, ...]
     dk: Tensor
     dv: Tensor
 
-    def part(self, number: int, which: int) -> tuple[Interval, Part]:
-        """The interval, and where its gradients lie: of keys (which: 0), tensor ``2 * number``, or of values, the next."""
-        return self.keys, part_of(2 * number + which, self.dv if which else self.dk)
+    def parts(self, number: int, which: int) -> list[tuple[Interval, Part]]:
+        """The intervals, and where their gradients lie: of keys (which: 0), tensor ``2 * number``, or of values, the next."""
+        whole, found, first = part_of(2 * number + which, self.dv if which else self.dk), [], 0
+        for start, stop in self.spans:
+            found.append(((start, stop), whole.after(first)))
+            first += stop - start
+        return found
 
 
 class Hulls(NamedTuple):
@@ -74,8 +78,8 @@ class KeyMoves:
     A message has for each interval its keys, (B, Hkv, length, D), and then its values.
     """
 
-    def __init__(self, share: Share, k: Tensor, v: Tensor):
-        self._share = share
+    def __init__(self, share: Share, calls: LocalCalls, k: Tensor, v: Tensor):
+        self._share, self._calls = share, calls
         self._batch, self._heads = k.shape[:2]
         self._widths = k.shape[3], v.shape[3]
         self._own = part_of(0, k), part_of(1, v)
@@ -101,12 +105,12 @@ class KeyMoves:
         route = self._share.route
         flat = torch.empty(sum(route.received) * self.width, dtype=dtype, device=like.device)
         sources = [t for piece in pieces for t in (piece.dk, piece.dv)]
-        key = ("return", *[(piece.keys, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
+        key = ("return", *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
         if key not in self._sums:
             moves = []
             for interval, *targets in self._in_message(route.keys, 0):
                 for which, target in enumerate(targets):
-                    given = [piece.part(i, which) for i, piece in enumerate(pieces)]
+                    given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
                     moves += summed(target, interval, given, self._widths[which])
             self._sums[key] = self._moves(moves)
         self._sums[key].run(sources, (flat,))
@@ -117,14 +121,14 @@ class KeyMoves:
         once."""
         share = self._share
         sources = [t for piece in pieces for t in (piece.dk, piece.dv)] + ([] if returned is None else [returned])
-        key = ("home", *[(piece.keys, piece.dk.stride(), piece.dv.stride()) for piece in pieces], *[g.stride() for g in grads])
+        key = ("home", *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces], *[g.stride() for g in grads])
         if key not in self._sums:
             come = [] if returned is None else list(self._in_message(share.route.rows, 2 * len(pieces)))
             moves, first = [], 0
             for interval in share.rows:
                 local = (first, first + interval[1] - interval[0])
                 for which, grad in enumerate(grads):
-                    given = [piece.part(i, which) for i, piece in enumerate(pieces)]
+                    given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
                     shift = interval[0] - first  # rows of a message are local ones
                     given += [((a + shift, b + shift), parts[which]) for (a, b), *parts in come if local[0] <= a and b <= local[1]]
                     moves += summed(part_of(which, grad, first), interval, given, self._widths[which])
@@ -163,7 +167,7 @@ class KeyMoves:
         share = self._share
         received = [parts for _, *parts in self._in_message(share.route.keys, 2)]
         places, moves, size = {}, [], 0
-        for at, (segment, hull) in enumerate(zip(share.segments, share.hulls)):
+        for at, (segment, hull) in enumerate(zip(self._calls.segments, self._calls.hulls)):
             if segment.is_local is not is_local or is_interval(hull):
                 continue
             found = []
@@ -184,10 +188,10 @@ class KeyMoves:
         return Hulls(size, places, self._moves(moves))
 
 
-def key_moves(share: Share, k: Tensor, v: Tensor) -> KeyMoves:
+def key_moves(share: Share, calls: LocalCalls, k: Tensor, v: Tensor) -> KeyMoves:
     """The moves of these tensors, made once for equal shapes and strides."""
-    key = k.shape, k.stride(), v.shape, v.stride()
-    found = share.moves.get(key)
+    key = "keys", calls is share.by_lists, k.shape, k.stride(), v.shape, v.stride()
+    found = share.kept.get(key)
     if found is None:
-        found = share.moves[key] = KeyMoves(share, k, v)
+        found = share.kept[key] = KeyMoves(share, calls, k, v)
     return found  # type: ignore[no-any-return]

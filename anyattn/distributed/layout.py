@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "length_of", "local_rows", "overlap", "segments_of", "sources_of"]
+__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "hull_of", "length_of", "local_rows", "overlap", "segments_of"]
 
 Interval = tuple[int, int]  # [start, stop) of global positions
 _MOST_SEGMENTS = 6  # local attention calls of a rank; each costs a launch and, at its ends, partly filled multiprocessors
@@ -31,12 +31,17 @@ class Segment(NamedTuple):
         return length_of(self.rows)
 
     @property
+    def spans(self) -> tuple[Interval, ...]:
+        """The intervals of keys that lie one behind the other in the call's."""
+        return (self.keys,)
+
+    @property
     def key_length(self) -> int:
         return self.keys[1] - self.keys[0]
 
 
 class Source(NamedTuple):
-    """A part of a segment's keys. at: the interval inside the hull. message: which received interval it comes from, None for the rank's own
+    """A part of a call's keys. at: the interval inside of them. message: which received interval it comes from, None for the rank's own
     keys. rows: the interval inside that, or inside the rank's own rows."""
 
     at: Interval
@@ -121,15 +126,23 @@ def overlap(intervals: Iterable[Interval], other: Interval) -> list[Interval]:
     return [(a, b) for a, b in cut if a < b]
 
 
-def sources_of(rows: Sequence[Interval], keys: Sequence[Interval], hull: Interval) -> tuple[Source, ...]:
-    """Where the keys of a hull come from. rows: the rank's own. keys: the received intervals."""
-    found = []
-    for part in overlap(rows, hull):
-        found.append(Source((part[0] - hull[0], part[1] - hull[0]), None, local_rows(rows, part)))
-    for i, interval in enumerate(keys):
-        for part in overlap((interval,), hull):
-            inside = (part[0] - interval[0], part[1] - interval[0])
-            found.append(Source((part[0] - hull[0], part[1] - hull[0]), i, inside))
+def hull_of(rows: Sequence[Interval], keys: Sequence[Interval], spans: Sequence[Interval]) -> Interval | tuple[Source, ...]:
+    """Where the keys of a call come from: the interval of the rank's own rows that they are, or a source for each part.
+
+    rows: the rank's own. keys: the received intervals. spans: of the call's keys, one behind the other.
+    """
+    own = [local_rows(rows, span) for span in spans if any(start <= span[0] and span[1] <= stop for start, stop in rows)]
+    if len(own) == len(spans) and all(a[1] == b[0] for a, b in itertools.pairwise(own)):
+        return own[0][0], own[-1][1]
+    found, base = [], 0
+    for span in spans:
+        shift = base - span[0]
+        for part in overlap(rows, span):
+            found.append(Source((part[0] + shift, part[1] + shift), None, local_rows(rows, part)))
+        for i, interval in enumerate(keys):
+            for part in overlap((interval,), span):
+                found.append(Source((part[0] + shift, part[1] + shift), i, (part[0] - interval[0], part[1] - interval[0])))
+        base += span[1] - span[0]
     return tuple(found)
 
 

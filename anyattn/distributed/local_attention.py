@@ -8,29 +8,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import autograd
+from anyattn import autograd, planner
 from anyattn.call_cache.attention import FlexCall, flex_call
+from anyattn.call_cache.signature import tensor_key
+from anyattn.distributed.by_documents import DocumentRows
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.exchange import Piece, awaited, key_moves
 from anyattn.distributed.layout import Segment
 from anyattn.distributed.placed_mods import placed, tensor_slots
 from anyattn.distributed.row_moves import Move, RowMoves, part_of
-from anyattn.distributed.share import Share, is_interval
+from anyattn.distributed.share import LocalCalls, Share, is_interval
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import BlockMask
 from anyattn.tensors.strides import empty_in_order, innermost
+from anyattn.validate import flex
 
 __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward"]
 
 
 class ShardedCall(NamedTuple):
-    """A ``flex_attention`` call on a shard, without its tensors. block_masks: of the segments. score, mask: by global positions, without
-    the captured tensors of score. keeps_keys: received keys are kept for the backward pass; else they are fetched again."""
+    """A ``flex_attention`` call on a shard, without its tensors. calls: the local ones. block_masks: of the segments; none of documents.
+    score, mask: by global positions, without the captured tensors of score. keeps_keys: received keys are kept for the backward pass; else
+    they are fetched again."""
 
     share: Share
     channel: Channel
+    calls: LocalCalls
     block_masks: tuple[BlockMask, ...]
     score: TracedMod | None
     mask: TracedMod | None
@@ -73,20 +78,20 @@ class Gradients(NamedTuple):
 
 def forward(call: ShardedCall, inputs: Inputs) -> Results:
     """The attention of this rank's rows; the same call runs on every rank."""
-    share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    moves = key_moves(share, k, v)
+    share, channel, calls, (q, k, v, *_) = call.share, call.channel, call.calls, inputs
+    moves = key_moves(share, calls, k, v)
     pending = moves.send(k, v, channel) if share.has_messages else None
     keys = moves.local.made(k, v, None)
     message: Tensor | None = None
-    found: list[Any] = [None] * len(share.segments)
-    for at in share.order:
-        if pending is not None and message is None and not share.segments[at].is_local:
+    found: list[Any] = [None] * len(calls.segments)
+    for at in calls.order:
+        if pending is not None and message is None and not calls.segments[at].is_local:
             message = awaited(pending, channel, "keys")
             keys |= moves.remote.made(k, v, message)
-        found[at] = autograd.forward(*_problem(call, at, inputs, *_keys_of(share, at, k, v, keys)))
+        found[at] = autograd.forward(*_problem(call, at, inputs, *_keys_of(calls, at, k, v, keys)))
     if pending is not None and message is None:  # every row was computed: the messages are for others
         message = awaited(pending, channel, "keys")
-    out = _rows(share, [r.out for r in found], q, v.shape[3])
+    out = _rows(call, [r.out for r in found], q, v.shape[3])
     lse, highest = (_statistics(parts, q) for parts in ([r.lse for r in found], [r.max_scores for r in found]))
     return Results(out, lse, highest if call.wants_max else None, message if call.keeps_keys else None)
 
@@ -96,43 +101,43 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
 
     The calls with remote keys run first: the gradients of these keys travel during the others.
     """
-    share, channel, (q, k, v, *_) = call.share, call.channel, inputs
-    moves, message = key_moves(share, k, v), results.message
+    share, channel, calls, (q, k, v, *_) = call.share, call.channel, call.calls, inputs
+    moves, message = key_moves(share, calls, k, v), results.message
     if share.has_messages and message is None:
         message = awaited(moves.send(k, v, channel), channel, "keys")
     keys = moves.remote.made(k, v, message)
     keys |= moves.local.made(k, v, None)
     wants_keys = k.requires_grad or v.requires_grad
     pieces: list[Piece] = []
-    dq: list[Any] = [None] * len(share.segments)
+    dq: list[Any] = [None] * len(calls.segments)
     of_others: list[Any] = [None] * (1 + len(inputs.captured))
 
     def visit(at: int) -> None:
-        segment = share.segments[at]
-        of_k, of_v = _keys_of(share, at, k, v, keys)
+        segment = calls.segments[at]
+        of_k, of_v = _keys_of(calls, at, k, v, keys)
         if wants_keys:  # both: their sums travel together
             of_k, of_v = autograd.requiring_grad(of_k, True), autograd.requiring_grad(of_v, True)  # type: ignore[assignment]
         problem, plan = _problem(call, at, inputs, of_k, of_v)
         cut = [_cut(t, segment) for t in (results.out, results.lse, dout, dlse)]
         dq[at], dk, dv, *more = autograd.backward(problem.like(wide_kv_grads=True), plan, *cut)
         if dk is not None and dv is not None:
-            pieces.append(Piece(segment.keys, innermost(dk), innermost(dv)))
+            pieces.append(Piece(segment.spans, innermost(dk), innermost(dv)))
         of_others[0] = _added(of_others[0], more[0])
-        for grad, slot in zip(more[1:], () if call.score is None else tensor_slots(call.score, len(inputs.captured), share.places[at])):
-            if slot < len(inputs.captured):  # else the table of rows
+        for grad, slot in zip(more[1:], _slots(call, at, len(inputs.captured))):
+            if slot < len(inputs.captured):  # else a table of rows
                 of_others[1 + slot] = _added(of_others[1 + slot], grad)
 
-    for at in reversed(share.order):
-        if not share.segments[at].is_local:
+    for at in reversed(calls.order):
+        if not calls.segments[at].is_local:
             visit(at)
     pending = None
     if share.has_messages:
         pending = moves.return_gradients(pieces, k, torch.promote_types(k.dtype, torch.float32), channel)
-    for at in reversed(share.order):
-        if share.segments[at].is_local:
+    for at in reversed(calls.order):
+        if calls.segments[at].is_local:
             visit(at)
     returned = None if pending is None else awaited(pending, channel, "gradients")
-    of_q = _rows(share, dq, q, q.shape[3]) if q.requires_grad else None
+    of_q = _rows(call, dq, q, q.shape[3]) if q.requires_grad else None
     of_k = of_v = None
     if wants_keys:
         of_k, of_v = empty_in_order(k), empty_in_order(v)
@@ -144,11 +149,14 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
 
 
 def _problem(call: ShardedCall, at: int, inputs: Inputs, keys: Tensor, values: Tensor) -> tuple[Problem, Plan]:
-    """The problem and the plan of a segment's call, warm ones from the call cache."""
-    segment, place = call.share.segments[at], call.share.places[at]
-    score = call.score
+    """The problem and the plan of a local call, warm ones from the call cache."""
+    segment, score = call.calls.segments[at], call.score
     if score is not None:
-        score = placed(TracedMod.of_fields({**vars(score), "tensors": inputs.captured}), place)
+        score = TracedMod.of_fields({**vars(score), "tensors": inputs.captured})
+    if isinstance(segment, DocumentRows):
+        return _over_documents(call, segment, score, inputs, keys, values)
+    place = call.share.places[at]
+    score = None if score is None else placed(score, place)
     mask = None if call.mask is None else placed(call.mask, place)
     arguments = FlexCall(
         _cut(inputs.q, segment), keys, values, score, call.block_masks[at], mask, None, call.scale, True, inputs.sink, True,
@@ -157,7 +165,37 @@ def _problem(call: ShardedCall, at: int, inputs: Inputs, keys: Tensor, values: T
     return flex_call(arguments, call.backend, call.options, is_operator=True)  # type: ignore[return-value]
 
 
-def _cut(t: Any, segment: Segment) -> Any:
+def _over_documents(
+    call: ShardedCall, rows: DocumentRows, score: TracedMod | None, inputs: Inputs, keys: Tensor, values: Tensor
+) -> tuple[Problem, Plan]:
+    """The problem of a call over documents. A share keeps its plan, for the properties on which that depends."""
+    q, sink = inputs.q, inputs.sink
+    score = None if score is None else rows.inside(score)
+    predicates = () if rows.rest is None else (rows.rest,)
+    scale = flex.scale_of("scale", call.scale, q.shape[3], q.dtype)
+    problem = Problem(q, keys, values, scale, score, predicates, None, sink, True, False, call.deterministic, rows.sequences)
+    of_score = None if score is None else (score.expr, score.scalars, tuple([(t.shape, t.dtype, t.requires_grad) for t in score.tensors]))
+    given = tuple([None if t is None else tensor_key(t) for t in (q, keys, values, sink)])
+    key = "plan", given, of_score, scale, call.deterministic
+    plan = call.share.kept.get(key)
+    if plan is None:
+        plan = planner.planned(problem, None, {})
+        if plan.is_reusable:
+            call.share.kept[key] = plan
+    return problem, plan
+
+
+def _slots(call: ShardedCall, at: int, tensors: int) -> list[int]:
+    """Which captured tensor each tensor of a local call's score mod is; a number beyond them for a table of rows."""
+    segment = call.calls.segments[at]
+    if call.score is None:
+        return []
+    if isinstance(segment, DocumentRows):
+        return segment.slots(call.score, tensors)
+    return tensor_slots(call.score, tensors, call.share.places[at])
+
+
+def _cut(t: Any, segment: Segment | DocumentRows) -> Any:
     """The rows of a segment, in a tensor (B, H, rows of this rank, ...)."""
     if t is None or segment.length == t.shape[2]:
         return t
@@ -166,19 +204,19 @@ def _cut(t: Any, segment: Segment) -> Any:
     return t.requires_grad_() if requires_grad else t
 
 
-def _rows(share: Share, parts: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
+def _rows(call: ShardedCall, parts: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
     """Results of all segments (B, H, rows, width) as one tensor, in the order of the rows, which is that of the segments."""
     if len(parts) == 1:
         return parts[0]
     parts, joined = [*map(innermost, parts)], empty_in_order(q, last=width, dtype=q.dtype)
     key = "rows", joined.shape, joined.stride(), *[part.stride() for part in parts]
-    if key not in share.moves:
-        firsts = [segment.first for segment in share.segments]
+    if key not in call.share.kept:
+        firsts = [segment.first for segment in call.calls.segments]
         moves = [
             Move(part_of(0, joined, first), (part_of(i, part),), part.shape[2], width) for i, (first, part) in enumerate(zip(firsts, parts))
         ]
-        share.moves[key] = RowMoves(moves, *q.shape[:2])
-    share.moves[key].run(parts, (joined,))
+        call.share.kept[key] = RowMoves(moves, *q.shape[:2])
+    call.share.kept[key].run(parts, (joined,))
     return joined
 
 
@@ -189,9 +227,9 @@ def _statistics(parts: Sequence[Tensor | None], q: Tensor) -> Any:
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)  # type: ignore[arg-type]
 
 
-def _keys_of(share: Share, at: int, k: Tensor, v: Tensor, made: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _keys_of(calls: LocalCalls, at: int, k: Tensor, v: Tensor, made: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Keys and values of a segment's hull: a view of the rank's own where it has all of them, else memory with own and received ones."""
-    hull = share.hulls[at]
+    hull = calls.hulls[at]
     if is_interval(hull):
         return _own(k, *hull), _own(v, *hull)  # type: ignore[misc, arg-type]
     of_k, of_v = made[at]

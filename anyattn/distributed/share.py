@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from anyattn.distributed.layout import Interval, Layout, Segment, Source, length_of, local_rows, segments_of, sources_of
+from anyattn.distributed.by_documents import DocumentRows, documents_of
+from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import negative_zeros
@@ -17,7 +19,19 @@ from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, m
 from anyattn.sparsity.lists import both_ways, grid_of_lists
 from anyattn.sparsity.made_of import captures
 
-__all__ = ["Share", "is_interval"]
+__all__ = ["LocalCalls", "Share", "is_interval"]
+
+
+RUN_DOCUMENTS = ["cuda"]  # devices on which one process runs documents as sequences too
+
+
+class LocalCalls(NamedTuple):
+    """The local attention calls of a rank. hulls: for each, the interval of own rows that are its keys, or the sources of its keys.
+    order: in which they run, those without remote keys first."""
+
+    segments: tuple[Segment | DocumentRows, ...]
+    hulls: tuple[Interval | tuple[Source, ...], ...]
+    order: tuple[int, ...]
 
 
 class Share:
@@ -26,31 +40,43 @@ class Share:
     mask: the global block mask. layout: who owns and who needs which keys. visits: bool (chunks, chunks), which chunks of keys a chunk of
     rows sees. first_head: the global query head of local head 0. overlaps: of ``segments_of``.
 
-    length: the number of rows. hulls: for each segment, the interval of own rows that are its keys, or the sources of its keys.
-    most_received: keys, by the rank that receives most. order: in which segments run, those without remote keys first.
+    length: the number of rows. most_received: keys, by the rank that receives most. by_lists: its local calls. places: of their mods.
     """
 
     def __init__(self, mask: BlockMask, layout: Layout, visits: np.ndarray, rank: int, first_head: int, overlaps: bool):
         self.mask, self.layout, self.rank, self.first_head = mask, layout, rank, first_head
         self.rows = layout.rows_of(rank)
-        self.segments = segments_of(layout, visits, rank, overlaps)
         self.route = layout.route(rank)
         self.has_messages = layout.has_messages
         self.most_received = max(map(layout.received, range(layout.ranks)))
-        self.hulls = tuple([self._hull(segment) for segment in self.segments])
-        self.order = sorted(range(len(self.segments)), key=lambda i: not self.segments[i].is_local)
         self.length = length_of(self.rows)
-        self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in self.segments])
-        self.moves: dict[tuple, Any] = {}  # ``exchange.key_moves`` of calls, by shapes and strides of their keys
+        segments = segments_of(layout, visits, rank, overlaps)
+        self.by_lists: LocalCalls = self._calls(segments)
+        self.places = tuple([Place(s.rows, s.keys, first_head, self.device) for s in segments])
+        self._by_documents = self._calls_by_documents(visits)
+        self.kept: dict[tuple, Any] = {}  # moves and plans of calls, by properties of their tensors
         self._versions = _versions(mask)
         # what the mask captured, those tensors (their ids are not used again while they are kept), and the masks made of it
         self._parts: tuple[tuple, tuple[Tensor, ...], tuple[BlockMask, ...]] | None = None
 
-    def _hull(self, segment: Segment) -> Interval | tuple[Source, ...]:
-        """The rank's own rows that are a segment's keys, or where else they come from."""
-        if any(start <= segment.keys[0] and segment.keys[1] <= stop for start, stop in self.rows):
-            return local_rows(self.rows, segment.keys)
-        return sources_of(self.rows, self.route.keys, segment.keys)
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.by_lists.segments  # type: ignore[return-value]
+
+    @property
+    def by_documents(self) -> LocalCalls | None:
+        """One call whose sequences are documents, if the mask is one of documents and its ids have not been written to."""
+        return self._by_documents if self._by_documents is not None and self.mask.is_exact else None
+
+    def _calls(self, segments: Sequence[Segment | DocumentRows]) -> LocalCalls:
+        hulls = tuple([hull_of(self.rows, self.route.keys, s.spans) for s in segments])
+        return LocalCalls(tuple(segments), hulls, tuple(sorted(range(len(segments)), key=lambda i: not segments[i].is_local)))
+
+    def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:
+        if self.device.type not in RUN_DOCUMENTS or not self.length or self.first_head or not self.mask.is_exact:
+            return None
+        found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank)
+        return None if found is None else self._calls([found])
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,7 @@ import anyattn
 from anyattn import distributed as ad
 from anyattn import masks
 from tests.support import compiling
-from tests.support.cases import VARIANTS, Case, Expected
+from tests.support.cases import Case, Expected
 
 __all__ = ["attention", "compiled", "summed", "tensors_of"]
 
@@ -28,7 +28,7 @@ def attention(
     device = mesh.device_type
     q, k, v, dout, dlse, sink, *drawn = [None if t is None else t.to(device) for t in (*tensors[:-1], *tensors[-1])]
     captured = [t.clone().requires_grad_() if t.is_floating_point() else t for t in drawn]
-    mods = VARIANTS[case.variant].mods(captured, case.shape)
+    mods = case.recipe.mods(captured, case.shape)
     batch, heads, S = q.shape[:3]
     every = mods["mask"] or (lambda b, h, q, k: q == q)
     plan = ad.plan(anyattn.create_block_mask(every, batch, heads, S, S, device=device, BLOCK_SIZE=block), mesh, **plan_options)

@@ -210,6 +210,10 @@ class Case:
     kind: str
     seed: int = 0
 
+    @property
+    def recipe(self) -> Variant:
+        return VARIANTS[self.variant]
+
     def __str__(self) -> str:
         s = self.shape
         return f"{self.variant}-b{s.batch}h{s.heads_q}:{s.heads_kv}s{s.seqlen_q}:{s.seqlen_k}d{s.head_dim}:{s.head_dim_v}-{self.kind}"
@@ -252,7 +256,7 @@ def expected(
     with_lse: False for a call that does not return lse: then a backend may take another path, and lse has no gradient. device: of the
     computation and the results; random numbers are drawn on the CPU.
     """
-    shape, variant = case.shape, VARIANTS[case.variant]
+    shape, variant = case.shape, case.recipe
     q, k, v, dout = (t.to(device) for t in inputs(case.kind, shape, dtype, case.seed))
     g = torch.Generator().manual_seed(case.seed + 1)
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,144 @@
+"""A rank's rows as one local call whose sequences are documents, where the mask is one of documents.
+
+One GPU runs documents as sequences (``documents``), a rank that ran its segments by lists took 1.1 times as long, and each segment was a
+launch. Here the pieces of documents that a rank owns are the sequences of one call: their keys, each document's own ones, lie one behind
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from anyattn.distributed.layout import Interval, Layout, length_of, overlap
+from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
+from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.tracing.trace import TracedMod, compact
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+
+__all__ = ["DocumentRows", "documents_of", "runs_documents"]
+
+_MEAN, _FEWEST = 128, 8  # rows of a document on average, at least, and documents of any length: ``documents.sequences.places_of``
+
+
+class _Pieces(NamedTuple):
+    """rows, keys: global intervals of each sequence. is_local: all keys are the rank's own."""
+
+    rows: tuple[Interval, ...]
+    keys: tuple[Interval, ...]
+    is_local: bool
+
+
+class DocumentRows:
+    """The rows of a rank as sequences. rest: the mask inside a document, None if it hides nothing.
+
+    The attributes of ``layout.Segment`` that moves read are here: first, length, spans, is_local.
+    """
+
+    first = 0
+
+    def __init__(self, pieces: _Pieces, rest: TracedMod | None, device: torch.device):
+        self.spans, self.is_local = pieces.keys, pieces.is_local
+        self.length = length_of(pieces.rows)
+        lengths = [[stop - start for start, stop in intervals] for intervals in (pieces.rows, pieces.keys)]
+        first = [rows[0] - keys[0] for rows, keys in zip(pieces.rows, pieces.keys, strict=True)]
+        ends = [[0, *np.cumsum(n).tolist()] for n in lengths]
+        self._tables = torch.tensor([*ends, [*first, 0]], dtype=torch.int32, device="cpu").to(device)
+        sizes = StoredSizes(len(first), self.length, ends[1][-1], max(lengths[0]), max(lengths[1]))
+        stored = StoredSequences(LengthTables(self._tables[0], self._tables[1], None, None), sizes, device=device)
+        self.sequences: Sequences = stored if device.type == "cuda" else stored.read()
+        self._is_shifted = any(first)
+        self.rest = None if rest is None else self.inside(rest)
+
+    @property
+    def key_length(self) -> int:
+        return length_of(self.spans)
+
+    def inside(self, mod: TracedMod) -> TracedMod:
+        """A mod that depends on distances alone, for positions that count from a piece's first row and key."""
+        if not self._is_shifted:
+            return mod
+        expr, scalars, slots = _shifted(mod.expr, len(mod.tensors))
+        tensors = (*mod.tensors, self._tables[2])
+        return TracedMod(mod.kind, expr, tuple([mod.scalars[s] for s in scalars]), tuple([tensors[s] for s in slots]), mod.name, None)
+
+    def slots(self, mod: TracedMod, tensors: int) -> list[int]:
+        """Which of the ``tensors`` that a mod captures each tensor of ``inside(mod)`` is; a number beyond them for the table of rows."""
+        return _shifted(mod.expr, tensors)[2] if self._is_shifted else list(range(tensors))
+
+
+@lru_cache(maxsize=256)
+def _shifted(expr: Expr, tensors: int) -> tuple[Expr, list[int], list[int]]:
+    """A program whose q_idx is behind its own by the entry of the last table at b. Also which of the mod's numbers and tensors, followed by
+    that table, are its own, in order."""
+    builder = Builder()
+    by = builder.cast(builder.add("load", builder.add("index", dtype=torch.int64, attr="b"), dtype=torch.int32, attr=tensors), torch.int64)
+    row = builder.add("add", builder.add("index", dtype=torch.int64, attr="q_idx"), by)
+    replaced = {at: row for at, node in enumerate(expr.nodes) if node.op == "index" and node.attr == "q_idx"}
+    copied = builder.build(builder.copy(expr, replace=replaced))
+    return compact(copied, range(tensors + 1))  # type: ignore[arg-type, return-value]
+
+
+def runs_documents(score: TracedMod | None, sizes: Sequence[Sequence[int]], heads: int) -> bool:
+    """Whether a score mod may run over pieces of documents: it depends on distances alone, and reads tensors, which have these sizes, by
+    the head alone."""
+    if score is None:
+        return True
+    for node in score.expr.nodes:
+        if node.op in ("tensor", "native"):
+            return False
+        if node.op == "load":
+            indices = [score.expr.nodes[a] for a in node.args]
+            if [(n.op, n.attr) for n in indices] != [("index", "h")] or sizes[node.attr][0] < heads:  # type: ignore[call-overload]
+                return False
+    return ignores_origin(score.expr)
+
+
+def documents_of(traced: TracedMod, layout: Layout, visits: np.ndarray, rank: int) -> DocumentRows | None:
+    """The rows of a rank as sequences; None if the mask is not one of documents, if an id has several runs, or if there are many documents.
+
+    traced: the mask. visits: bool (chunks, chunks), which chunks of keys a chunk of rows sees. Reads the ids.
+    """
+    form = document_form(traced.expr)
+    if form is None:
+        return None
+    ids, rest = traced.tensors[form.ids], rest_of(traced, form)
+    if rest is not None and (rest.tensors or ranges_unread(rest) is None):
+        return None
+    if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1) or ids.shape[-1] < layout.length:
+        return None
+    pieces = _pieces(ids.reshape(-1)[: layout.length].cpu().numpy(), layout, visits, rank)
+    return None if pieces is None else DocumentRows(pieces, rest, ids.device)
+
+
+def _pieces(ids: np.ndarray, layout: Layout, visits: np.ndarray, rank: int) -> _Pieces | None:
+    begins = np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1))
+    if len(np.unique(ids[begins])) < len(begins):
+        return None
+    edges = [*begins.tolist(), layout.length]
+    own = layout.rows_of(rank)
+    rows, keys = [], []
+    for start, stop in own:
+        at = int(np.searchsorted(begins, start, side="right")) - 1
+        while at < len(begins) and edges[at] < stop:
+            row = (max(start, edges[at]), min(stop, edges[at + 1]))
+            seen = np.flatnonzero(visits[row[0] // layout.chunk : (row[1] - 1) // layout.chunk + 1].any(0))
+            if not len(seen):
+                return None
+            low, high = int(seen[0]) * layout.chunk, (int(seen[-1]) + 1) * layout.chunk
+            key = (max(edges[at], low), min(edges[at + 1], high))
+            if key[0] >= key[1]:
+                return None
+            rows.append(row)
+            keys.append(key)
+            at += 1
+    if not rows or len(rows) > max(_FEWEST, length_of(own) // _MEAN):
+        return None
+    is_local = all(length_of(overlap(own, key)) == key[1] - key[0] for key in keys)
+    return _Pieces(tuple(rows), tuple(keys), is_local)

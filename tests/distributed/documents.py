@@ -1,0 +1,99 @@
+"""Cases of document masks, and what ranks run that take documents as sequences on a CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn import distributed as ad
+from anyattn import masks
+from anyattn.distributed import share
+from tests.distributed.programs import attention
+from tests.support.cases import Case, Shape, Variant
+
+__all__ = ["DOCUMENTS", "DocumentCase", "run", "uses"]
+
+
+def _ids(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
+    """Documents of 1 to some 80 positions, whose ids are in no order; and a bias for each head."""
+    runs = (torch.rand(shape.seqlen_q, generator=g, device="cpu") < 6 / shape.seqlen_q).long().cumsum(0)
+    bias = torch.rand(shape.heads_q, generator=g, dtype=torch.float64, device="cpu")
+    return torch.randperm(shape.seqlen_q, generator=g, device="cpu")[runs], bias
+
+
+def _only_ids(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
+    return _ids(shape, g)[:1]
+
+
+def _same(shape: Shape, ids: Tensor, *_: Tensor) -> Callable:
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
+def _causal(shape: Shape, ids: Tensor, *_: Tensor) -> Callable:
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+
+def _window(shape: Shape, ids: Tensor, *_: Tensor) -> Callable:
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (q - k <= 30) & (k - q <= 7)
+
+
+def _alibi(shape: Shape, ids: Tensor, slopes: Tensor, *_: Tensor) -> Callable:
+    return lambda s, b, h, q, k: s - slopes[h] * abs(q - k)
+
+
+def _positions(shape: Shape, ids: Tensor, *_: Tensor) -> Callable:
+    return lambda s, b, h, q, k: s * torch.where(q % 3 == 1, 0.5, 1.0) + 0.01 * k
+
+
+DOCUMENTS = {
+    v.name: v
+    for v in (
+        Variant("documents", _same, make=_only_ids),
+        Variant("causal", _causal, make=_only_ids, has_sink=True),
+        Variant("window", _window, make=_only_ids),
+        Variant("alibi", _causal, _alibi, _ids),
+        Variant("alibi_window", _window, _alibi, _ids, has_sink=True),
+        Variant("positions", _causal, _positions, _only_ids),  # a score of positions is not for documents as sequences
+    )
+}
+
+
+class DocumentCase(Case):
+    @property
+    def recipe(self) -> Variant:
+        return DOCUMENTS[self.variant]
+
+
+def run(mesh: Any, *arguments: Any) -> dict[str, Tensor]:
+    """``programs.attention``, with documents as sequences."""
+    share.RUN_DOCUMENTS.append("cpu")
+    try:
+        return attention(mesh, *arguments)
+    finally:
+        share.RUN_DOCUMENTS.remove("cpu")
+
+
+def uses(mesh: Any) -> list[bool]:
+    """Whether rows are sequences: of documents, after their ids are written to, and of ids with two runs each."""
+    share.RUN_DOCUMENTS.append("cpu")
+    try:
+        ids = torch.arange(300, device="cpu") // 70
+        found = []
+        for given in (ids, ids % 2):
+            mask = anyattn.create_block_mask(masks.document(given) & masks.causal(), None, None, 300, 300, device="cpu", BLOCK_SIZE=16)
+            made = ad.plan(mask, mesh)
+            found.append(made.mask.share.by_documents is not None)
+            if given is ids:
+                whole = torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0), device="cpu")
+                local = made.shard(whole, dim=2)
+                out = anyattn.flex_attention(local, local, local, block_mask=made.mask)
+                given += 1
+                found.append(made.mask.share.by_documents is not None)
+                found.append(bool((anyattn.flex_attention(local, local, local, block_mask=made.mask) - out).abs().max() < 1e-5))
+        return found
+    finally:
+        share.RUN_DOCUMENTS.remove("cpu")

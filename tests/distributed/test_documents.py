@@ -1,0 +1,35 @@
+"""Document masks whose pieces are sequences of one local call, as on GPUs: against the oracle, with all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import documents
+from tests.distributed.documents import DOCUMENTS, DocumentCase
+from tests.distributed.programs import tensors_of
+from tests.support import cases
+from tests.support.cases import KINDS, Shape
+from tests.support.ranks import on_ranks
+
+SHAPES = (Shape(1, 4, 2, 300, 300, 16, 8), Shape(1, 3, 1, 257, 257, 24, 40), Shape(1, 2, 2, 131, 131, 16, 16))
+PLANS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"keep_kv": False})
+MATRIX = [
+    (DocumentCase(name, SHAPES[(i + ranks) % 3], KINDS[(i + ranks) % 3], seed=9 * i + ranks), ranks, PLANS[(i + ranks // 2) % 3])
+    for i, name in enumerate(DOCUMENTS)
+    for ranks in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "plan"), MATRIX, ids=str)
+def test_equals_the_oracle(case: DocumentCase, ranks: int, plan: dict[str, Any]) -> None:
+    want = cases.expected(case, torch.float32)
+    for got in on_ranks(ranks, documents.run, case, tensors_of(want), 16, plan, {}):
+        want.check(got, f"{case} on {ranks} ranks")
+
+
+def test_sequences_are_used_while_the_ids_are_what_they_were() -> None:
+    for found in on_ranks(2, documents.uses):
+        assert found == [True, False, True, False]
