@@ -4,6 +4,10 @@ Each rank is a process. In a round every contestant runs once, in turn, the whol
 same clocks; times are medians over rounds of the slowest rank. efficiency: the time of one GPU / (ranks x time). err: the relative
 difference of out and the gradients from one GPU's, on the rows of a rank.
 
+``--alone``: one GPU plays the ranks, one after the other. No message is sent, noise is written where it would arrive: what is left is the
+efficiency of a rank's own work, its host's included. Times are those of calls in a row, ``start`` that of one on an idle GPU; MiB is the
+peak of a pass beyond its inputs.
+
 Contestants: a plan (``anyattn.distributed``); Ulysses by hand, which exchanges heads for rows and needs as many K/V heads as ranks; a
 zigzag gather by hand, in which each rank has a front and a back piece and gathers all keys.
 """
@@ -283,6 +287,113 @@ def _lines(case: dict[str, Any], ranks: int) -> Iterator[str]:
         yield f"{case['case']:10} {case['length']:7} {contestant:22} {' '.join(cells)} {case['error'][contestant]:8.1e}"
 
 
+# ---- a rank alone
+
+
+class _Nothing:
+    """The work of a message that is not sent."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _silent(channel: Any) -> None:
+    def exchange(sent: Tensor, sent_sizes: Any, received: Tensor, received_sizes: Any) -> _Nothing:
+        received.normal_()
+        return _Nothing()
+
+    channel.exchange, channel.finish, channel.agree = exchange, lambda work, what: work.wait(), lambda *told: None
+
+
+def _alone(_: int, index: int, size: int, device: str, lengths: list[int], only: str, setting: Setting, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from anyattn.distributed.channel import channel_of
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    dist.init_process_group("fake", store=FakeStore(), rank=index, world_size=size)
+    rank = Rank(where, init_device_mesh(device, (size,)), index, size)
+    _silent(channel_of(rank.mesh.get_group()))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for length in lengths:
+        for name in CASES:
+            if re.search(only, name):
+                faulthandler.dump_traceback_later(setting.hang, exit=True)
+                found = {"case": name, "length": length, "rank": index, **_alone_in(rank, name, length, dtype, setting)}
+                with open(f"{folder}/results", "a") as file:
+                    file.write(json.dumps(found) + "\n")
+
+
+def _alone_in(rank: Rank, name: str, length: int, dtype: torch.dtype, setting: Setting) -> dict[str, Any]:
+    """ms of calls in a row and of one on an idle GPU, and the peak MiB, of one GPU and of this rank's part, by pass."""
+    g = torch.Generator(rank.device).manual_seed(1)
+    heads = (setting.heads[0], setting.heads[1], setting.heads[1], setting.heads[0])
+    tensors = [torch.randn(1, n, length, setting.head_dim, device=rank.device, dtype=dtype, generator=g) for n in heads]
+    mod, score = mods_of(name, length, setting, rank.device)
+    mask = anyattn.create_block_mask(mod, None, None, length, length, device=rank.device)
+    runs: dict[str, Callable[[], Any]] = {}
+    for who, make in (("one GPU", one_gpu), ("rank", planned)):
+        call, local, dout = make(rank, tensors, mask, score)
+        leaves = [t.detach().requires_grad_() for t in local]
+
+        def forward(call: Any = call, local: Any = local) -> Any:
+            with torch.no_grad():
+                return call(*local)
+
+        def both(call: Any = call, leaves: Any = leaves, dout: Tensor = dout) -> Any:
+            return torch.autograd.grad(call(*leaves), leaves, dout)
+
+        runs[f"{who}|forward"], runs[f"{who}|both"] = forward, both
+    peaks, times = {}, {run: ([], []) for run in runs}  # type: ignore[var-annotated]
+    for run, do in runs.items():
+        do()
+        if rank.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            do()
+            peaks[run] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    for _ in range(setting.rounds):
+        for run, do in runs.items():
+            faulthandler.dump_traceback_later(setting.hang, exit=True)
+            started = _stretch(rank, do, 1)
+            times[run][0].append(started)
+            times[run][1].append(_stretch(rank, do, max(2, min(40, int(80 / started)))))
+    faulthandler.cancel_dump_traceback_later()
+    return {run: {"ms": median(t[1]), "start": median(t[0]), "MiB": peaks.get(run, 0.0)} for run, t in times.items()}
+
+
+def _stretch(rank: Rank, call: Callable[[], Any], count: int) -> float:
+    """ms of a call, of ``count`` in a row that begin on an idle GPU."""
+    if rank.device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return 1e3 * (time.perf_counter() - start) / count
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def _lines_alone(found: list[dict[str, Any]], ranks: int) -> Iterator[str]:
+    """A line for each case and pass: the slowest rank by each measure."""
+    for name, length in dict.fromkeys((each["case"], each["length"]) for each in found):
+        parts = [each for each in found if (each["case"], each["length"]) == (name, length)]
+        for which in ("forward", "both"):
+            one = [each[f"one GPU|{which}"] for each in parts]
+            mine = [each[f"rank|{which}"] for each in parts]
+            cells = []
+            for measure in ("ms", "start"):
+                shares = [a[measure] / (ranks * b[measure]) for a, b in zip(one, mine, strict=True)]
+                cells.append(f"{one[0][measure]:9.3f} {max(b[measure] for b in mine):9.3f} {min(shares):6.3f}")
+            yield f"{name:10} {length:7} {which:8} {' '.join(cells)} {max(b['MiB'] for b in mine):9.1f}"
+
+
 # ---- the command
 
 
@@ -293,22 +404,33 @@ def _lines(case: dict[str, Any], ranks: int) -> Iterator[str]:
 @click.option("--only", default="", help="Only cases in whose name this regular expression finds something.")
 @click.option("--who", default="", help="Only contestants in whose name it does; one GPU always runs.")
 @click.option("--rounds", default=9, type=click.IntRange(2))
+@click.option("--alone", is_flag=True, help="One GPU plays the ranks, without messages.")
 @click.option("--hang", default=60.0, help="A step that takes longer is a hang; the processes are ended.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
-def main(lengths: str, ranks: int, device: str, only: str, who: str, rounds: int, hang: float, out: Path | None) -> None:
+def main(lengths: str, ranks: int, device: str, only: str, who: str, rounds: int, alone: bool, hang: float, out: Path | None) -> None:
     """Attention over all GPUs of this host."""
     setting = Setting(hang=hang, rounds=rounds)
-    click.echo(f"{'case':10} {'S':>7} {'':22} {'forward':>9} {'eff':>6} {'both':>9} {'eff':>6} {'err':>8}")
+    if alone:
+        click.echo(f"{'case':10} {'S':>7} {'pass':8} {'one GPU':>9} {'rank':>9} {'eff':>6} {'start':>9} {'rank':>9} {'eff':>6} {'MiB':>9}")
+    else:
+        click.echo(f"{'case':10} {'S':>7} {'':22} {'forward':>9} {'eff':>6} {'both':>9} {'eff':>6} {'err':>8}")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_rank, (ranks, device, [int(n) for n in lengths.split(",")], (only, who), setting, folder), nprocs=ranks)
+            for index in range(ranks if alone else 0):
+                mp.spawn(_alone, (index, ranks, device, [int(n) for n in lengths.split(",")], only, setting, folder))
+            if not alone:
+                mp.spawn(_rank, (ranks, device, [int(n) for n in lengths.split(",")], (only, who), setting, folder), nprocs=ranks)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
             click.echo(f"a rank has ended: {str(error).strip().splitlines()[-1]}")
         path = Path(folder, "results")
         found: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if alone:
+        click.echo("\n".join(_lines_alone(found, ranks)))
     if out is not None:
         card = torch.cuda.get_device_name() if device == "cuda" else ""
-        about = machine.describe(f"python -m benchmarks.context_parallel --S {lengths} --ranks {ranks}") | {"card": card}
+        about = machine.describe(f"python -m benchmarks.context_parallel --S {lengths} --ranks {ranks}{' --alone' * alone}") | {
+            "card": card
+        }
         out.write_text(json.dumps({"about": about, "results": found}, indent=1))
 
 

@@ -1,8 +1,8 @@
-"""A rank's rows as one local call whose sequences are documents, where the mask is one of documents.
+"""A rank's rows as one local call whose sequences are pieces of documents, where the mask is one of documents or of distances.
 
-One GPU runs documents as sequences (``documents``), a rank that ran its segments by lists took 1.1 times as long, and each segment was a
-launch. Here the pieces of documents that a rank owns are the sequences of one call: their keys, each document's own ones, lie one behind
-the other.
+One GPU runs documents as sequences (``documents``); a rank that ran its segments by lists took 1.1 times as long, and each segment is a
+launch, whose results are copied into one. Here the pieces of documents that a rank owns are the sequences of one call: their keys, each
+document's own ones, lie one behind the other. Under a mask of distances, such as a window, the whole sequence is one document.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, Store
 
 __all__ = ["DocumentRows", "documents_of", "runs_documents"]
 
+_MOST_KEYS = 1.1  # of the keys that several pieces of one document see together, since those of each piece are copied
 _MEAN, _FEWEST = 128, 8  # rows of a document on average, at least, and documents of any length: ``documents.sequences.places_of``
 
 
@@ -100,21 +101,35 @@ def runs_documents(score: TracedMod | None, sizes: Sequence[Sequence[int]], head
     return ignores_origin(score.expr)
 
 
-def documents_of(traced: TracedMod, layout: Layout, visits: np.ndarray, rank: int) -> DocumentRows | None:
-    """The rows of a rank as sequences; None if the mask is not one of documents, if an id has several runs, or if there are many documents.
+def documents_of(traced: TracedMod, layout: Layout, visits: np.ndarray, rank: int, device: torch.device) -> DocumentRows | None:
+    """The rows of a rank as sequences; None if the mask is of another kind, if an id has several runs, if there are many documents, or if
+    segments are as good: for one piece of a sequence without documents, and for pieces that see the same keys.
 
-    traced: the mask. visits: bool (chunks, chunks), which chunks of keys a chunk of rows sees. Reads the ids.
+    traced: the mask. visits: bool (chunks, chunks), which chunks of keys a chunk of rows sees. device: of the ids, which are read.
     """
     form = document_form(traced.expr)
+    rest = traced if form is None else rest_of(traced, form)
+    if rest is not None and (rest.tensors or not ignores_origin(rest.expr) or ranges_unread(rest) is None):
+        return None
     if form is None:
-        return None
-    ids, rest = traced.tensors[form.ids], rest_of(traced, form)
-    if rest is not None and (rest.tensors or ranges_unread(rest) is None):
-        return None
+        pieces = _pieces(np.zeros(layout.length, np.int8), layout, visits, rank)
+        if pieces is None or len(pieces.rows) < 2 or length_of(pieces.keys) > _MOST_KEYS * _covered(pieces.keys):
+            return None
+        return DocumentRows(pieces, rest, device)
+    ids = traced.tensors[form.ids]
     if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1) or ids.shape[-1] < layout.length:
         return None
-    pieces = _pieces(ids.reshape(-1)[: layout.length].cpu().numpy(), layout, visits, rank)
-    return None if pieces is None else DocumentRows(pieces, rest, ids.device)
+    found = _pieces(ids.reshape(-1)[: layout.length].cpu().numpy(), layout, visits, rank)
+    return None if found is None else DocumentRows(found, rest, device)
+
+
+def _covered(intervals: Sequence[Interval]) -> int:
+    """The number of positions in any of the intervals."""
+    found, end = 0, 0
+    for start, stop in sorted(intervals):
+        found += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    return found
 
 
 def _pieces(ids: np.ndarray, layout: Layout, visits: np.ndarray, rank: int) -> _Pieces | None:

@@ -65,7 +65,7 @@ class Share:
 
     @property
     def by_documents(self) -> LocalCalls | None:
-        """One call whose sequences are documents, if the mask is one of documents and its ids have not been written to."""
+        """One call whose sequences are pieces of documents, if the mask is one of documents or distances, and has not changed since."""
         return self._by_documents if self._by_documents is not None and self.mask.is_exact else None
 
     def _calls(self, segments: Sequence[Segment | DocumentRows]) -> LocalCalls:
@@ -75,7 +75,7 @@ class Share:
     def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:
         if self.device.type not in RUN_DOCUMENTS or not self.length or self.first_head or not self.mask.is_exact:
             return None
-        found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank)
+        found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank, self.device)
         return None if found is None else self._calls([found])
 
     @property

@@ -45,6 +45,10 @@ def _alibi(shape: Shape, ids: Tensor, slopes: Tensor, *_: Tensor) -> Callable:
     return lambda s, b, h, q, k: s - slopes[h] * abs(q - k)
 
 
+def _distance(shape: Shape, *_: Tensor) -> Callable:
+    return lambda b, h, q, k: (q - k <= 9 + h) & (k - q <= 4)
+
+
 def _positions(shape: Shape, ids: Tensor, *_: Tensor) -> Callable:
     return lambda s, b, h, q, k: s * torch.where(q % 3 == 1, 0.5, 1.0) + 0.01 * k
 
@@ -57,6 +61,8 @@ DOCUMENTS = {
         Variant("window", _window, make=_only_ids),
         Variant("alibi", _causal, _alibi, _ids),
         Variant("alibi_window", _window, _alibi, _ids, has_sink=True),
+        Variant("distance", _distance, make=_only_ids),
+        Variant("distance_alibi", _distance, _alibi, _ids, has_sink=True),
         Variant("positions", _causal, _positions, _only_ids),  # a score of positions is not for documents as sequences
     )
 }
@@ -78,22 +84,28 @@ def run(mesh: Any, *arguments: Any) -> dict[str, Tensor]:
 
 
 def uses(mesh: Any) -> list[bool]:
-    """Whether rows are sequences: of documents, after their ids are written to, and of ids with two runs each."""
+    """Whether rows are sequences: of a causal mask, of a window in pieces, of documents, after their ids are written to, whether the new ids
+    count then, and of ids with two runs each."""
     share.RUN_DOCUMENTS.append("cpu")
     try:
         ids = torch.arange(300, device="cpu") // 70
-        found = []
+        sizes: dict[str, Any] = {"device": "cpu", "BLOCK_SIZE": 16}
+        causal, window = (
+            anyattn.create_block_mask(m, None, None, 300, 300, **sizes) for m in (masks.causal(), masks.sliding_window(20, 0))
+        )
+        plan = ad.plan(causal, mesh)
+        found = [m.share.by_documents is not None for m in (plan.mask, plan.also(window))]  # type: ignore[attr-defined]
         for given in (ids, ids % 2):
-            mask = anyattn.create_block_mask(masks.document(given) & masks.causal(), None, None, 300, 300, device="cpu", BLOCK_SIZE=16)
+            mask = anyattn.create_block_mask(masks.document(given) & masks.causal(), None, None, 300, 300, **sizes)
             made = ad.plan(mask, mesh)
             found.append(made.mask.share.by_documents is not None)
             if given is ids:
                 whole = torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0), device="cpu")
                 local = made.shard(whole, dim=2)
                 out = anyattn.flex_attention(local, local, local, block_mask=made.mask)
-                given += 1
+                given[:] = torch.arange(300, device="cpu") // 100
                 found.append(made.mask.share.by_documents is not None)
-                found.append(bool((anyattn.flex_attention(local, local, local, block_mask=made.mask) - out).abs().max() < 1e-5))
+                found.append(torch.equal(anyattn.flex_attention(local, local, local, block_mask=made.mask), out))
         return found
     finally:
         share.RUN_DOCUMENTS.remove("cpu")

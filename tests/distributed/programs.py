@@ -24,17 +24,27 @@ def tensors_of(want: Expected) -> tuple[Any, ...]:
 def attention(
     mesh: Any, case: Case, tensors: tuple[Any, ...], block: int | tuple[int, int], plan_options: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The results of ``flex_attention`` over all ranks, under the names of ``Expected``: rows are gathered, other gradients summed."""
+    """The results of ``flex_attention`` over all ranks, under the names of ``Expected``: rows are gathered, other gradients summed.
+
+    plan_options: of ``plan``; "as_causal": rows lie as under a causal mask.
+    """
     device = mesh.device_type
     q, k, v, dout, dlse, sink, *drawn = [None if t is None else t.to(device) for t in (*tensors[:-1], *tensors[-1])]
     captured = [t.clone().requires_grad_() if t.is_floating_point() else t for t in drawn]
     mods = case.recipe.mods(captured, case.shape)
     batch, heads, S = q.shape[:3]
     every = mods["mask"] or (lambda b, h, q, k: q == q)
-    plan = ad.plan(anyattn.create_block_mask(every, batch, heads, S, S, device=device, BLOCK_SIZE=block), mesh, **plan_options)
+    mask = anyattn.create_block_mask(every, batch, heads, S, S, device=device, BLOCK_SIZE=block)
+    plan_options = dict(plan_options)
+    if plan_options.pop("as_causal", False):
+        plan = ad.plan(anyattn.create_block_mask(masks.causal(), None, None, S, S, device=device, BLOCK_SIZE=block), mesh, **plan_options)
+        shard = plan.also(mask)
+    else:
+        plan = ad.plan(mask, mesh, **plan_options)
+        shard = plan.mask
     local = [plan.shard(t, dim=2).detach().requires_grad_() for t in (q, k, v)]
     sink = None if sink is None else sink.clone().requires_grad_()
-    out, lse = anyattn.flex_attention(*local, mods["score"], plan.mask, enable_gqa=True, return_lse=True, sink=sink, **options)
+    out, lse = anyattn.flex_attention(*local, mods["score"], shard, enable_gqa=True, return_lse=True, sink=sink, **options)
     of_out, of_lse = (plan.shard(t, dim=2) for t in (dout, dlse))
     ((out * of_out).sum() + torch.where(torch.isfinite(lse), lse, 0).mul(of_lse).sum()).backward()
     rows = {"out": out, "lse": lse, "dq": local[0].grad, "dk": local[1].grad, "dv": local[2].grad}

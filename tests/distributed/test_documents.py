@@ -15,9 +15,9 @@ from tests.support.cases import KINDS, Shape
 from tests.support.ranks import on_ranks
 
 SHAPES = (Shape(1, 4, 2, 300, 300, 16, 8), Shape(1, 3, 1, 257, 257, 24, 40), Shape(1, 2, 2, 131, 131, 16, 16))
-PLANS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"keep_kv": False})
+PLANS: tuple[dict[str, Any], ...] = ({"as_causal": True}, {"overlap": True}, {"keep_kv": False, "as_causal": True}, {})
 MATRIX = [
-    (DocumentCase(name, SHAPES[(i + ranks) % 3], KINDS[(i + ranks) % 3], seed=9 * i + ranks), ranks, PLANS[(i + ranks // 2) % 3])
+    (DocumentCase(name, SHAPES[(i + ranks) % 3], KINDS[(i + ranks) % 3], seed=9 * i + ranks), ranks, PLANS[(i + ranks // 2) % 4])
     for i, name in enumerate(DOCUMENTS)
     for ranks in (2, 3, 4)
 ]
@@ -31,5 +31,5 @@ def test_equals_the_oracle(case: DocumentCase, ranks: int, plan: dict[str, Any])
 
 
 def test_sequences_are_used_while_the_ids_are_what_they_were() -> None:
-    for found in on_ranks(2, documents.uses):
-        assert found == [True, False, True, False]
+    for rank, found in enumerate(on_ranks(2, documents.uses)):
+        assert found == [False, rank == 0, True, False, False, False]  # the second rank has one piece
