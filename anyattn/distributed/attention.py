@@ -12,7 +12,7 @@ from anyattn.call_cache.attention import FlexCall
 from anyattn.distributed import local_attention
 from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.local_attention import Inputs, Results, ShardedCall
-from anyattn.distributed.share import Share
+from anyattn.distributed.share import LocalCalls, Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod
@@ -64,17 +64,23 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
     plan.agree_on_call(query, key, value, (score is None, extra is None, call.scale, bool(call.deterministic)))
-    is_plain = extra is None and backend is None and not options and not call.wants_max and query.shape[0] == 1
-    of_documents = share.by_documents if is_plain else None
-    if of_documents is not None and not runs_documents(bare, [t.shape for t in captured], query.shape[1]):
-        of_documents = None
-    calls = share.by_lists if of_documents is None else of_documents
-    masks = share.block_masks if calls is share.by_lists else ()
+    calls = _calls(call, share, score, extra, backend, options)
+    masks = share.block_masks(calls)
     keeps = plan.keeps_keys(share)
     sharded = ShardedCall(
         share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, keeps
     )
     return sharded, Inputs(query, key, value, sink, captured)
+
+
+def _calls(call: FlexCall, share: Share, score: TracedMod | None, mask: TracedMod | None, backend: str | None, options: Any) -> LocalCalls:
+    """How this rank's rows are put together for a call."""
+    if mask is None and backend is None and not options and not call.wants_max and call.query.shape[0] == 1:
+        documents = share.by_documents
+        if documents is not None and runs_documents(score, call.query.shape[1]):
+            return documents
+    reads_rows = score is not None and any(node.op == "index" and node.attr == "q_idx" for node in score.expr.nodes)
+    return share.by_pieces if reads_rows else share.by_lists
 
 
 def refuse_dropout(dropout: Seeded | None) -> None:

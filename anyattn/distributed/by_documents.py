@@ -86,9 +86,8 @@ def _shifted(expr: Expr, tensors: int) -> tuple[Expr, list[int], list[int]]:
     return compact(copied, range(tensors + 1))  # type: ignore[arg-type, return-value]
 
 
-def runs_documents(score: TracedMod | None, sizes: Sequence[Sequence[int]], heads: int) -> bool:
-    """Whether a score mod may run over pieces of documents: it depends on distances alone, and reads tensors, which have these sizes, by
-    the head alone."""
+def runs_documents(score: TracedMod | None, heads: int) -> bool:
+    """Whether a score mod may run over pieces of documents: it depends on distances alone, and reads tensors by the head alone."""
     if score is None:
         return True
     for node in score.expr.nodes:
@@ -96,7 +95,7 @@ def runs_documents(score: TracedMod | None, sizes: Sequence[Sequence[int]], head
             return False
         if node.op == "load":
             indices = [score.expr.nodes[a] for a in node.args]
-            if [(n.op, n.attr) for n in indices] != [("index", "h")] or sizes[node.attr][0] < heads:  # type: ignore[call-overload]
+            if [(n.op, n.attr) for n in indices] != [("index", "h")] or score.tensors[node.attr].shape[0] < heads:  # type: ignore[call-overload]
                 return False
     return ignores_origin(score.expr)
 

@@ -190,7 +190,7 @@ class KeyMoves:
 
 def key_moves(share: Share, calls: LocalCalls, k: Tensor, v: Tensor) -> KeyMoves:
     """The moves of these tensors, made once for equal shapes and strides."""
-    key = "keys", calls is share.by_lists, k.shape, k.stride(), v.shape, v.stride()
+    key = "keys", calls.name, k.shape, k.stride(), v.shape, v.stride()
     found = share.kept.get(key)
     if found is None:
         found = share.kept[key] = KeyMoves(share, calls, k, v)

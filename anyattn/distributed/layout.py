@@ -146,12 +146,12 @@ def hull_of(rows: Sequence[Interval], keys: Sequence[Interval], spans: Sequence[
     return tuple(found)
 
 
-def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool) -> tuple[Segment, ...]:
+def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool, joins: bool = True) -> tuple[Segment, ...]:
     """The local attention calls of a rank. visits: bool (chunks, chunks), which chunks of keys the rows of each chunk see. overlaps:
     whether rows that need no remote key have calls of their own, which run while messages travel.
 
-    A run of chunks is one call if all of them or none of them need remote keys. Calls whose hulls of keys meet are joined, because then
-    their joint hull has no gap; and if there are many, those with the smallest gap.
+    A run of chunks is one call if all of them or none of them need remote keys. Calls whose hulls of keys meet are joined (joins), because
+    then their joint hull has no gap; and if there are many, those with the smallest gap.
     """
     own = layout.owner == rank
     mine = np.flatnonzero(own)
@@ -167,7 +167,7 @@ def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool) -
         columns = np.flatnonzero(seen[part].any(0))
         hull = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (int(mine[part[0]]), int(mine[part[0]]) + 1)
         parts.append(([int(p) for p in part], hull, bool(is_local[part[0]])))
-    parts = _joined(parts)
+    parts = _joined(parts, joins)
     begins = np.concatenate(([0], np.cumsum([min(layout.chunk, layout.length - int(c) * layout.chunk) for c in mine])))
     segments = []
     for places, (low, high), local in parts:
@@ -178,14 +178,14 @@ def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool) -
     return tuple(segments)
 
 
-def _joined(parts: list[tuple[list[int], Interval, bool]]) -> list[tuple[list[int], Interval, bool]]:
+def _joined(parts: list[tuple[list[int], Interval, bool]], joins: bool) -> list[tuple[list[int], Interval, bool]]:
     """Neighbouring parts joined: those that wait alike and whose hulls meet, and beyond ``_MOST_SEGMENTS`` those with the smallest gap."""
     while len(parts) > 1:
         gaps = [max(max(a[1][0], b[1][0]) - min(a[1][1], b[1][1]), 0) for a, b in itertools.pairwise(parts)]
         alike = [a[2] is b[2] for a, b in itertools.pairwise(parts)]
         is_many = len(parts) > _MOST_SEGMENTS
         best = min(range(len(gaps)), key=lambda i: (gaps[i] if alike[i] or is_many else 1 << 62, not alike[i]))
-        if not is_many and (gaps[best] > 0 or not alike[best]):
+        if not is_many and (not joins or gaps[best] > 0 or not alike[best]):
             break
         a, b = parts[best], parts[best + 1]
         hull = (min(a[1][0], b[1][0]), max(a[1][1], b[1][1]))

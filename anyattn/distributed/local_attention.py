@@ -155,7 +155,7 @@ def _problem(call: ShardedCall, at: int, inputs: Inputs, keys: Tensor, values: T
         score = TracedMod.of_fields({**vars(score), "tensors": inputs.captured})
     if isinstance(segment, DocumentRows):
         return _over_documents(call, segment, score, inputs, keys, values)
-    place = call.share.places[at]
+    place = call.calls.places[at]
     score = None if score is None else placed(score, place)
     mask = None if call.mask is None else placed(call.mask, place)
     arguments = FlexCall(
@@ -192,7 +192,7 @@ def _slots(call: ShardedCall, at: int, tensors: int) -> list[int]:
         return []
     if isinstance(segment, DocumentRows):
         return segment.slots(call.score, tensors)
-    return tensor_slots(call.score, tensors, call.share.places[at])
+    return tensor_slots(call.score, tensors, call.calls.places[at])
 
 
 def _cut(t: Any, segment: Segment | DocumentRows) -> Any:
@@ -209,7 +209,7 @@ def _rows(call: ShardedCall, parts: Sequence[Tensor], q: Tensor, width: int) -> 
     if len(parts) == 1:
         return parts[0]
     parts, joined = [*map(innermost, parts)], empty_in_order(q, last=width, dtype=q.dtype)
-    key = "rows", joined.shape, joined.stride(), *[part.stride() for part in parts]
+    key = "rows", call.calls.name, joined.shape, joined.stride(), *[part.stride() for part in parts]
     if key not in call.share.kept:
         firsts = [segment.first for segment in call.calls.segments]
         moves = [

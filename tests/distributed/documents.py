@@ -84,8 +84,8 @@ def run(mesh: Any, *arguments: Any) -> dict[str, Tensor]:
 
 
 def uses(mesh: Any) -> list[bool]:
-    """Whether rows are sequences: of a causal mask, of a window in pieces, of documents, after their ids are written to, whether the new ids
-    count then, and of ids with two runs each."""
+    """Whether rows are sequences: for a causal mask, for a window in pieces, for documents, and after their ids are written to; whether the
+    new ids count then; and for ids with two runs each."""
     share.RUN_DOCUMENTS.append("cpu")
     try:
         ids = torch.arange(300, device="cpu") // 70
