@@ -8,19 +8,21 @@ difference of out and the gradients from one GPU's, on the rows of a rank.
 efficiency of a rank's own work, its host's included. Times are those of calls in a row, ``start`` that of one on an idle GPU; MiB is the
 peak of a pass beyond its inputs.
 
-Contestants: a plan (``anyattn.distributed``); Ulysses by hand, which exchanges heads for rows and needs as many K/V heads as ranks; a
-zigzag gather by hand, in which each rank has a front and a back piece and gathers all keys.
+Contestants: a plan (``anyattn.distributed``), and one that sends heads; Ulysses by hand, which exchanges heads for rows and needs as many
+K/V heads as ranks; a zigzag gather by hand, in which each rank has a front and a back piece and gathers all keys.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -82,9 +84,13 @@ def one_gpu(rank: Rank, tensors: list[Tensor], mask: Any, score: Any) -> Passes:
     return (lambda q, k, v: anyattn.flex_attention(q, k, v, score, mask, enable_gqa=True)), [q, k, v], dout
 
 
-def planned(rank: Rank, tensors: list[Tensor], mask: Any, score: Any) -> Passes:
+def plan_of(rank: Rank, mask: Any, q: Tensor, k: Tensor, transport: str) -> Any:
+    return ad.plan(mask, rank.mesh, heads=(q.shape[1], k.shape[1]), head_dim=q.shape[3], transport=transport)
+
+
+def planned(rank: Rank, tensors: list[Tensor], mask: Any, score: Any, transport: str) -> Passes:
     q, k, v, dout = tensors
-    plan = ad.plan(mask, rank.mesh, heads=(q.shape[1], k.shape[1]), head_dim=q.shape[3])
+    plan = plan_of(rank, mask, q, k, transport)
     *local, dout = plan.shard(q, k, v, dout, dim=2)
     return (lambda q, k, v: anyattn.flex_attention(q, k, v, score, plan.mask, enable_gqa=True)), local, dout
 
@@ -169,9 +175,10 @@ def zigzag(rank: Rank, tensors: list[Tensor], mask: Any, score: Any) -> Passes:
     return call, local, dout
 
 
+PLANS = {"anyattn.distributed": "auto", "anyattn, heads": "heads"}
 CONTESTANTS: dict[str, Callable[..., Passes]] = {
     "one GPU": one_gpu,
-    "anyattn.distributed": planned,
+    **{name: partial(planned, transport=transport) for name, transport in PLANS.items()},
     "Ulysses by hand": ulysses,
     "zigzag gather by hand": zigzag,
 }
@@ -244,9 +251,10 @@ def _case(rank: Rank, name: str, length: int, who: str, setting: Setting) -> dic
 
 def _difference(rank: Rank, run: str, got: list[Tensor], want: list[Tensor], mask: Any) -> float:
     """The greatest relative difference of a plan's out and gradients from one GPU's, over the ranks; 0 for others."""
-    if not run.startswith("anyattn.distributed"):
+    transport = PLANS.get(run.split("|")[0])
+    if transport is None:
         return 0.0
-    plan = ad.plan(mask, rank.mesh, heads=(want[0].shape[1], want[2].shape[1]), head_dim=want[0].shape[3])
+    plan = plan_of(rank, mask, want[0], want[2], transport)
     worst = 0.0
     for a, b in zip(got, want, strict=True):
         rows = plan.shard(b, dim=2).float()
@@ -299,7 +307,7 @@ class _Nothing:
 
 def _silent(channel: Any) -> None:
     def exchange(sent: Tensor, sent_sizes: Any, received: Tensor, received_sizes: Any) -> _Nothing:
-        received.normal_()
+        (received if received.is_floating_point() else received.view(torch.bfloat16)).normal_()
         return _Nothing()
 
     channel.exchange, channel.finish, channel.agree = exchange, lambda work, what: work.wait(), lambda *told: None
@@ -333,8 +341,8 @@ def _alone_in(rank: Rank, name: str, length: int, dtype: torch.dtype, setting: S
     mod, score = mods_of(name, length, setting, rank.device)
     mask = anyattn.create_block_mask(mod, None, None, length, length, device=rank.device)
     runs: dict[str, Callable[[], Any]] = {}
-    for who, make in (("one GPU", one_gpu), ("rank", planned)):
-        call, local, dout = make(rank, tensors, mask, score)
+    for who in ("one GPU", *PLANS):
+        call, local, dout = CONTESTANTS[who](rank, tensors, mask, score)
         leaves = [t.detach().requires_grad_() for t in local]
 
         def forward(call: Any = call, local: Any = local) -> Any:
@@ -381,17 +389,16 @@ def _stretch(rank: Rank, call: Callable[[], Any], count: int) -> float:
 
 
 def _lines_alone(found: list[dict[str, Any]], ranks: int) -> Iterator[str]:
-    """A line for each case and pass: the slowest rank by each measure."""
+    """A line for each case, plan and pass: the slowest rank by each measure."""
     for name, length in dict.fromkeys((each["case"], each["length"]) for each in found):
         parts = [each for each in found if (each["case"], each["length"]) == (name, length)]
-        for which in ("forward", "both"):
-            one = [each[f"one GPU|{which}"] for each in parts]
-            mine = [each[f"rank|{which}"] for each in parts]
+        for plan, which in itertools.product(PLANS, ("forward", "both")):
+            one, mine = ([each[f"{who}|{which}"] for each in parts] for who in ("one GPU", plan))
             cells = []
             for measure in ("ms", "start"):
                 shares = [a[measure] / (ranks * b[measure]) for a, b in zip(one, mine, strict=True)]
                 cells.append(f"{one[0][measure]:9.3f} {max(b[measure] for b in mine):9.3f} {min(shares):6.3f}")
-            yield f"{name:10} {length:7} {which:8} {' '.join(cells)} {max(b['MiB'] for b in mine):9.1f}"
+            yield f"{name:10} {length:7} {plan:19} {which:8} {' '.join(cells)} {max(b['MiB'] for b in mine):9.1f}"
 
 
 # ---- the command
@@ -411,7 +418,9 @@ def main(lengths: str, ranks: int, device: str, only: str, who: str, rounds: int
     """Attention over all GPUs of this host."""
     setting = Setting(hang=hang, rounds=rounds)
     if alone:
-        click.echo(f"{'case':10} {'S':>7} {'pass':8} {'one GPU':>9} {'rank':>9} {'eff':>6} {'start':>9} {'rank':>9} {'eff':>6} {'MiB':>9}")
+        click.echo(
+            f"{'case':10} {'S':>7} {'':19} {'pass':8} {'one GPU':>9} {'rank':>9} {'eff':>6} {'start':>9} {'rank':>9} {'eff':>6} {'MiB':>9}"
+        )
     else:
         click.echo(f"{'case':10} {'S':>7} {'':22} {'forward':>9} {'eff':>6} {'both':>9} {'eff':>6} {'err':>8}")
     with tempfile.TemporaryDirectory() as folder:

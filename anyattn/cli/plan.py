@@ -19,7 +19,9 @@ from anyattn.block_masks import create_block_mask
 from anyattn.cli import limits
 from anyattn.cli.loading import errors_of, named_mods
 from anyattn.cli.pictures import CURVES
-from anyattn.distributed.placement import CostModel, Placement, Work, chunk_of, place, work_of
+from anyattn.distributed.overlap import demand_of
+from anyattn.distributed.placement import CostModel, Placement, Work, chunk_of, work_of
+from anyattn.distributed.transport import TRANSPORTS, Layer, placed_rows
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import trace
 
@@ -62,12 +64,13 @@ class _Numbers(click.ParamType):
 
 
 class Case(NamedTuple):
-    """A mask over a sequence. mask: None, if every row sees every key. heads: of queries and of keys."""
+    """A mask over a sequence. mask: None, if every row sees every key. heads: of queries and of keys. transport: of ``plan``."""
 
     mask: Callable | None
     length: int
     heads: tuple[int, int] = (16, 4)
     head_dim: int = 128
+    transport: str = "auto"
 
     @property
     def differs_by_head(self) -> bool:
@@ -94,7 +97,10 @@ def planned(case: Case, ranks: tuple[int, ...]) -> list[tuple[Placement, Work]]:
     found = []
     for number in ranks:
         work = work_of([lists], [1.0], chunk_of(case.length, number, case.block), case.length)
-        found.append((place(work, number, CostModel.of(case.heads, case.head_dim, number)), work))
+        costs = CostModel.of(case.heads, case.head_dim, number)
+        layer = Layer(lists, work, demand_of(work, costs), 1.0)
+        placement = placed_rows([layer], number, costs, case.heads, case.transport, "auto", 2 * case.heads[0] * case.head_dim)
+        found.append((placement, work))
     return found
 
 
@@ -104,8 +110,11 @@ def planned(case: Case, ranks: tuple[int, ...]) -> list[tuple[Placement, Work]]:
 @click.option("--ranks", default="2,8,64", show_default=True, type=_Numbers("ranks", _MOST_RANKS), help="Sizes of the group.")
 @click.option("--heads", default="16,4", show_default=True, type=_Numbers("heads", 2**12, 2), help="Of queries and of keys.")
 @click.option("--head-dim", default=128, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
+@click.option("--transport", default="auto", show_default=True, type=click.Choice(TRANSPORTS), help="What travels between ranks.")
 @click.option("--out", "outs", multiple=True, type=click.Path(path_type=Path), help="Also write a .png or .svg (may be repeated).")
-def command(mask: str, seqlen: int, ranks: tuple[int, ...], heads: tuple[int, int], head_dim: int, outs: tuple[Path, ...]) -> None:
+def command(
+    mask: str, seqlen: int, ranks: tuple[int, ...], heads: tuple[int, int], head_dim: int, transport: str, outs: tuple[Path, ...]
+) -> None:
     """Place the rows of MASK on ranks: a name of the gallery, a call such as 'causal() & document(...)', or file.py:function.
 
     \b
@@ -116,7 +125,7 @@ def command(mask: str, seqlen: int, ranks: tuple[int, ...], heads: tuple[int, in
         if out.suffix.lower() not in (".png", ".svg"):
             raise click.BadParameter(f"--out {out}: the name must end in .png or .svg")
     mods = named_mods(mask, gallery.Setting(seqlen, heads[0]))
-    case = Case(mods.mask, seqlen, heads, head_dim)
+    case = Case(mods.mask, seqlen, heads, head_dim, transport)
     with errors_of(mask):
         if case.mask is not None:
             limits.check_mask(case.mask, (seqlen, seqlen))

@@ -65,21 +65,22 @@ def _call(operands: AttendSharded) -> tuple[ShardedCall, Inputs]:
 def attend_sharded(operands: AttendSharded) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of this rank's rows; max_scores is empty unless wanted. Every rank runs it."""
     mask = mask_of_handle(operands.handle)
-    with mask.plan.channel.reporting_failure(int(mask.share.has_messages), mask.plan.asks_first):  # type: ignore[union-attr]
+    with mask.plan.channel.reporting_failure(mask.share.messages, mask.plan.asks_first):  # type: ignore[union-attr]
         call, inputs = _call(operands)
-        found = local_attention.forward(call._replace(keeps_keys=False), inputs)
+        found = attention.forward(call._replace(keeps_keys=False), inputs)
     return found.out, found.lse, found.lse.new_empty(0) if found.max_scores is None else found.max_scores
 
 
 @operator(AttendSharded, Results, fake=fake_gradients, left_out={"wants_max": False})
 def attend_sharded_backward(operands: AttendSharded, results: Results) -> list[Tensor]:
-    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False. Every rank runs it; keys are fetched again."""
+    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False. Every rank runs it; what was received is
+    sent again."""
     wants = results.wants
     mask = mask_of_handle(operands.handle)
-    with mask.plan.channel.reporting_failure(2 * int(mask.share.has_messages), False):  # type: ignore[union-attr]
+    with mask.plan.channel.reporting_failure(mask.share.messages_back(False), False):  # type: ignore[union-attr]
         call, inputs = _call(requiring(operands, wants))
         of_forward = local_attention.Results(results.out, results.lse, None, None)
-        found = local_attention.backward(call, inputs, of_forward, results.dout, results.dlse)
+        found = attention.backward(call, inputs, of_forward, results.dout, results.dlse)
     grads = [*found[:4], *found.captured]
     return returned(grads + [None] * (len(wants) - len(grads)), wants, sources_of(operands), operands.q)
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
-from anyattn.distributed import local_attention
+from anyattn.distributed import by_heads, local_attention
 from anyattn.distributed.by_documents import runs_documents
-from anyattn.distributed.local_attention import Inputs, Results, ShardedCall
-from anyattn.distributed.share import LocalCalls, Share
+from anyattn.distributed.head_share import CallShare, HeadShare
+from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
+from anyattn.distributed.share import LocalCalls, MaskShare, Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod
@@ -21,7 +22,7 @@ from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
 
-__all__ = ["attend", "checked", "refuse_dropout"]
+__all__ = ["attend", "backward", "checked", "forward", "refuse_dropout"]
 
 
 def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -30,7 +31,7 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
     call: its ``block_mask`` is a ``ShardedMask``. Raises as ``checked``; an error of one rank is reported on the ranks that wait for it.
     """
     plan, share = call.block_mask.plan, call.block_mask.share
-    with plan.channel.reporting_failure(int(share is not None and share.has_messages), plan.asks_first):
+    with plan.channel.reporting_failure(0 if share is None else share.messages, plan.asks_first):
         if kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
             return None
         sharded, inputs = checked(call, backend, options)
@@ -38,7 +39,17 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
             out, lse, highest = _Sharded.apply(sharded, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
             return out, lse, highest
         with torch.no_grad():
-            return local_attention.forward(sharded._replace(keeps_keys=False), inputs)[:3]
+            return forward(sharded._replace(keeps_keys=False), inputs)[:3]
+
+
+def forward(call: ShardedCall, inputs: Inputs) -> Results:
+    """The attention of this rank's rows, by what travels in the plan. Every rank runs it."""
+    return (by_heads if isinstance(call.share, CallShare) else local_attention).forward(call, inputs)
+
+
+def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Gradients of ``inputs``, which require grad where one is wanted. Every rank runs it."""
+    return (by_heads if isinstance(call.share, CallShare) else local_attention).backward(call, inputs, results, dout, dlse)
 
 
 def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedCall, Inputs]:
@@ -63,17 +74,24 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     sink = flex.sink_logits(call.sink, query)
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
-    plan.agree_on_call(query, key, value, (score is None, extra is None, call.scale, bool(call.deterministic)))
+    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic))
+    if isinstance(share, HeadShare):  # messages have these results and their gradients
+        facts = (*facts, call.wants_lse, call.wants_max)
+    plan.agree_on_call(query, key, value, facts)
+    keeps = plan.keeps_keys(share)
+    share = share.for_heads(query.shape[1], key.shape[1])
     calls = _calls(call, share, score, extra, backend, options)
     masks = share.block_masks(calls)
-    keeps = plan.keeps_keys(share)
     sharded = ShardedCall(
-        share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_max, bool(call.deterministic), backend, options, keeps
-    )
+        share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_lse, call.wants_max, bool(call.deterministic), backend,
+        options, keeps,
+    )  # fmt: skip
     return sharded, Inputs(query, key, value, sink, captured)
 
 
-def _calls(call: FlexCall, share: Share, score: TracedMod | None, mask: TracedMod | None, backend: str | None, options: Any) -> LocalCalls:
+def _calls(
+    call: FlexCall, share: Share | CallShare, score: TracedMod | None, mask: TracedMod | None, backend: str | None, options: Any
+) -> LocalCalls:
     """How this rank's rows are put together for a call."""
     if mask is None and backend is None and not options and not call.wants_max and call.query.shape[0] == 1:
         documents = share.by_documents
@@ -90,7 +108,7 @@ def refuse_dropout(dropout: Seeded | None) -> None:
         )
 
 
-def _check_shard(share: Share, query: Tensor, key: Tensor) -> None:
+def _check_shard(share: MaskShare, query: Tensor, key: Tensor) -> None:
     for name, t in (("query", query), ("key", key)):
         if t.shape[2] == share.length:
             continue
@@ -114,7 +132,7 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> Any:  # type: ignore[override]
         q, k, v, sink, *captured = tensors
         inputs = Inputs(q, k, v, sink, tuple(captured))
-        out, lse, highest, message = local_attention.forward(call, inputs)
+        out, lse, highest, message = forward(call, inputs)
         ctx.call = call
         # the backward pass reads the masks' tensors again; saved, they are checked for writes
         masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
@@ -135,14 +153,14 @@ class _Sharded(torch.autograd.Function):
         tensors, (out, lse, message) = saved[: ctx.inputs], saved[ctx.inputs : ctx.inputs + 3]
         is_graph_wanted = torch.is_grad_enabled()
         needed = ctx.needs_input_grad[1:]
-        messages = int(ctx.call.share.has_messages) * (1 + int(message is None))
+        messages = ctx.call.share.messages_back(message is not None)
         with ctx.call.channel.reporting_failure(messages, False), torch.no_grad():
             wanting: Any = [autograd.requiring_grad(t, n) for t, n in zip(tensors, needed, strict=True)]
             q, k, v, sink, *captured = wanting
             inputs = Inputs(q, k, v, sink, tuple(captured))
             dout, dlse = autograd.in_memory(dout), autograd.in_memory(dlse)
             of_out = torch.zeros_like(out) if dout is None else dout
-            found = local_attention.backward(ctx.call, inputs, Results(out, lse, None, message), of_out, dlse)
+            found = backward(ctx.call, inputs, Results(out, lse, None, message), of_out, dlse)
         grads = [g if n else None for g, n in zip((*found[:4], *found.captured), needed, strict=True)]
         if is_graph_wanted:
             return None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))

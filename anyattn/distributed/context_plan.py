@@ -16,11 +16,13 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.distributed import batches, sharding
 from anyattn.distributed.channel import Channel, channel_of
+from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
-from anyattn.distributed.placement import CostModel, Placement, chunk_of, combined, digest_of, place, work_of
+from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, work_of
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
+from anyattn.distributed.transport import HEADS, Layer, placed_rows
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.sparsity.block_mask import BlockMask, build_block_mask
 
@@ -39,9 +41,10 @@ def plan(
     S: int | None = None,
     ranks: int | None = None,
     chunk: int | None = None,
-    heads: tuple[int, int] = (16, 4),
+    heads: tuple[int, int] | None = None,
     head_dim: int = 128,
     weights: Mapping[str, float] | None = None,
+    transport: str = "auto",
     overlap: bool | str = "auto",
     keep_kv: bool | str = "auto",
     head_offset: int = 0,
@@ -56,9 +59,13 @@ def plan(
     where: the ranks: a ``DeviceMesh`` of one dimension or a ``ProcessGroup``. ranks: instead, their number, for a plan that a data loader's
         worker makes, or a simulation; ``ContextPlan.to(mesh)`` gives it its group.
     S: the length of the sequence. chunk: rows that stay together; by default about S / (32 * ranks), a multiple of the mask's blocks.
-    heads: query and K/V heads, and head_dim, of the cost model. overlap: whether rows that need no other rank's keys have calls of their
-        own, which run while messages travel; "auto": where that is expected to take less time.
-    keep_kv: whether received keys are kept for the backward pass or fetched again; "auto" keeps at most as many as a rank has.
+    heads: query and K/V heads of the calls, and head_dim, for the cost model, by default (16, 4) and 128.
+    transport: "keys": the keys that a rank's rows see travel. "heads" (Ulysses): each rank gets all rows of its part of the query heads and
+        their keys, and sends the results back; the ranks must divide the query heads, and be a multiple or a divisor of the K/V heads.
+        "auto": what is expected to take less time; "keys" unless ``heads`` is passed, since a plan for heads refuses calls with others.
+    overlap: whether rows that need no other rank's keys have calls of their own, which run while messages travel; "auto": where that is
+        expected to take less time.
+    keep_kv: whether what is received is kept for the backward pass or sent again; "auto" keeps at most as many positions as a rank has.
     head_offset: added to h, for tensor parallelism: the global head of this rank's query head 0. device: of masks made here.
     check: compares the plans of the ranks, through the group's store.
 
@@ -79,10 +86,12 @@ def plan(
         chunk = _chunk(chunk, unit, length, size)
         weights = _weights(weights, masks)
         works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-        costs = CostModel.of(heads, head_dim, size)
-        placement = place(combined(list(works.values()), [weights[n] for n in works]), size, costs)
-        options = _Options(costs, 2 * heads[0] * head_dim, overlap, keep_kv, head_offset, bool(check))
-        made = ContextPlan(masks, {n: demand_of(w, costs) for n, w in works.items()}, placement, size, chunk, options)
+        costs, row_bytes = CostModel.of(heads or HEADS, head_dim, size), 2 * (heads or HEADS)[0] * head_dim
+        demands = {n: demand_of(w, costs) for n, w in works.items()}
+        layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
+        placement = placed_rows(layers, size, costs, heads, transport, overlap, row_bytes)
+        options = _Options(costs, row_bytes, overlap, keep_kv, head_offset, bool(check))
+        made = ContextPlan(masks, demands, placement, size, chunk, options)
         return made if group is None else made.to(group)
 
 
@@ -103,7 +112,8 @@ class ContextPlan:
     mask: what the model passes as ``block_mask`` to every ``flex_attention``, with the rows of its rank: a ``BlockMask``, or a dict of them
         as ``plan`` was given one. On one rank it is the mask itself.
     positions: int64 (rows of this rank,), their global positions, ascending. all_positions: int64 (1, S), to be sharded with the tokens.
-    stats: the plan in numbers: rows, load, received keys, pieces of each rank, the bound of received keys, predicted efficiency.
+    transport: what travels, "keys" or "heads". stats: the plan in numbers: rows, load, received keys, pieces of each rank, the bound of
+        received keys, predicted efficiency.
 
     A plan without a group can be pickled, as the masks of it can.
     """
@@ -158,9 +168,14 @@ class ContextPlan:
         return 0 if self.ranks == 1 else self.channel.rank
 
     @property
+    def transport(self) -> str:
+        """What travels: "keys" or "heads"."""
+        return self._placement.stats.transport
+
+    @property
     def digest(self) -> int:
         """A 64-bit number of the plan's inputs and result, the same in every process."""
-        chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)]
+        chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)] + [self.transport == "heads"]
         masks = [part for n, demand in self._demands.items() for part in (np.frombuffer(n.encode(), np.uint8), demand.needs)]
         return digest_of(self.length, self.ranks, self.chunk, chosen, self._placement.owner, *masks)
 
@@ -186,22 +201,23 @@ class ContextPlan:
         demand = demand_of(work_of([other], [1.0], self.chunk), self._options.costs)
         return sharded(other, self, self._share(other, demand))
 
-    def keeps_keys(self, share: Share) -> bool:
-        """Whether received keys are kept for the backward pass; the same on every rank."""
+    def keeps_keys(self, share: Share | HeadShare) -> bool:
+        """Whether what is received is kept for the backward pass; the same on every rank."""
         if self._options.keep_kv != "auto":
             return bool(self._options.keep_kv)
         return share.most_received <= -(-self.length // self.ranks)
 
-    def _share(self, mask: BlockMask, demand: Demand) -> Share:
+    def _share(self, mask: BlockMask, demand: Demand) -> Share | HeadShare:
         layout, options = self._layout(demand), self._options
+        if self.transport == "heads":
+            return HeadShare(mask, layout, self.rank, options.head_offset)
         overlaps = options.overlap
         if overlaps == "auto":
             overlaps = overlap_pays(layout, demand, options.costs, options.row_bytes)
         return Share(mask, layout, demand.needs, self.rank, options.head_offset, bool(overlaps))
 
     def _layout(self, demand: Demand) -> Layout:
-        owner = self._placement.owner
-        return Layout(self.length, self.chunk, owner, np.stack([demand.needs[owner == r].any(0) for r in range(self.ranks)]))
+        return Layout.of(self.length, self.chunk, self._placement.owner, self.ranks, demand.needs)
 
     # ---- rows
 
@@ -269,12 +285,18 @@ class ContextPlan:
     def explain(self) -> str:
         """The plan in words: who has which rows, how even the load is, what travels."""
         lines = [str(self.stats)]
+        if self.transport == "heads":
+            lines.append(
+                "transport: heads; every rank receives all rows of its part of the query heads and of the K/V heads that these see"
+            )
+            return "\n".join([*lines, *[f"rows of rank {r}: {a}:{b}" for r in range(self.ranks) for a, b in self.rows_of(r)]])
+        lines.append("transport: keys; every rank receives the keys that its rows see")
         for name, m in self._made.items():
             layout = self._layout(self._demands[name])
             received = [layout.received(r) for r in range(self.ranks)]
             label = f"mask {name!r}: " if name else ""
             lines.append(f"{label}keys received by rank: {', '.join(map(str, received))}")
-            if m.share is not None:
+            if isinstance(m.share, Share):
                 for s in m.share.segments:
                     rows = " and ".join(f"{a}:{b}" for a, b in s.rows)
                     when = "while messages travel" if s.is_local else "after the messages"

@@ -71,6 +71,11 @@ class Layout(NamedTuple):
     owner: np.ndarray
     needs: np.ndarray
 
+    @classmethod
+    def of(cls, length: int, chunk: int, owner: np.ndarray, ranks: int, visits: np.ndarray) -> Layout:
+        """visits: bool (chunks, chunks), which chunks of keys the rows of each chunk see."""
+        return cls(length, chunk, owner, np.stack([visits[owner == r].any(0) for r in range(ranks)]))
+
     @property
     def ranks(self) -> int:
         return len(self.needs)

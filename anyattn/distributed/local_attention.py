@@ -29,17 +29,18 @@ __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward
 
 
 class ShardedCall(NamedTuple):
-    """A ``flex_attention`` call on a shard, without its tensors. calls: the local ones. block_masks: of the segments; none of documents.
-    score, mask: by global positions, without the captured tensors of score. keeps_keys: received keys are kept for the backward pass; else
-    they are fetched again."""
+    """A ``flex_attention`` call on a shard, without its tensors. share: ``Share``, or ``head_share.CallShare`` where heads travel. calls:
+    the local ones. block_masks: of the segments; none of documents. score, mask: by global positions, without the captured tensors of
+    score. keeps_keys: what is received is kept for the backward pass; else it is sent again."""
 
-    share: Share
+    share: Any
     channel: Channel
     calls: LocalCalls
     block_masks: tuple[BlockMask, ...]
     score: TracedMod | None
     mask: TracedMod | None
     scale: Any
+    wants_lse: bool
     wants_max: bool
     deterministic: bool
     backend: str | None
@@ -58,7 +59,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out, lse, max_scores (None unless wanted) of this rank's rows, and the received message (None if it is not kept)."""
+    """out, lse, max_scores (None unless wanted) of this rank's rows, and what was received (None if it is not kept)."""
 
     out: Tensor
     lse: Tensor
@@ -78,7 +79,8 @@ class Gradients(NamedTuple):
 
 def forward(call: ShardedCall, inputs: Inputs) -> Results:
     """The attention of this rank's rows; the same call runs on every rank."""
-    share, channel, calls, (q, k, v, *_) = call.share, call.channel, call.calls, inputs
+    share: Share = call.share
+    channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves = key_moves(share, calls, k, v)
     pending = moves.send(k, v, channel) if share.has_messages else None
     keys = moves.local.made(k, v, None)
@@ -101,7 +103,8 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
 
     The calls with remote keys run first: the gradients of these keys travel during the others.
     """
-    share, channel, calls, (q, k, v, *_) = call.share, call.channel, call.calls, inputs
+    share: Share = call.share
+    channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves, message = key_moves(share, calls, k, v), results.message
     if share.has_messages and message is None:
         message = awaited(moves.send(k, v, channel), channel, "keys")

@@ -10,7 +10,7 @@ from anyattn.distributed.layout import Layout
 from anyattn.distributed.placement import CostModel, Work
 from anyattn.distributed.placement.cost import CALL_SECONDS
 
-__all__ = ["Demand", "demand_of", "overlap_pays"]
+__all__ = ["Demand", "demand_of", "overlap_pays", "seconds_of"]
 
 _GAIN = 0.02  # of the time, at least: two calls of a rank's rows take some 3 % longer than one (causal, S 64k, an H100: 12.26 and 11.9 ms)
 _MEMORY = 2.5e12  # bytes/s, reading and writing: outputs of several calls are copied into one
@@ -32,9 +32,18 @@ def demand_of(work: Work, costs: CostModel) -> Demand:
 def overlap_pays(layout: Layout, demand: Demand, costs: CostModel, row_bytes: int) -> bool:
     """Whether the slowest rank is expected to end earlier. row_bytes: of one row of the output.
 
-    Without overlap a rank computes for C after it has received for M: with it, C_local of that runs during M, and a further launch and the
-    copy of its rows are added. Between GPUs that NVLink connects this pays for hardly any mask: messages take 1 to 3 % of the time, and the
-    slowest rank often has no row that can be computed before.
+    Between GPUs that NVLink connects this pays for hardly any mask: messages take 1 to 3 % of the time, and the slowest rank often has no
+    row that can be computed before.
+    """
+    with_overlap, without = seconds_of(layout, demand, costs, row_bytes)
+    return with_overlap < (1 - _GAIN) * without
+
+
+def seconds_of(layout: Layout, demand: Demand, costs: CostModel, row_bytes: int) -> tuple[float, float]:
+    """What the slowest rank is expected to take with and without overlap.
+
+    Without it a rank computes for C after it has received for M: with it, C_local of that runs during M, and a further launch and the
+    copy of its rows are added.
     """
     needs, seconds = demand
     with_overlap, without = [], []
@@ -47,4 +56,4 @@ def overlap_pays(layout: Layout, demand: Demand, costs: CostModel, row_bytes: in
         split = CALL_SECONDS + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0
         with_overlap.append(max(local, message) + rest + split)
         without.append(local + rest + message)
-    return bool(np.max(with_overlap) < (1 - _GAIN) * np.max(without))
+    return max(with_overlap), max(without)

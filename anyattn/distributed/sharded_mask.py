@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.share import Share
 from anyattn.sparsity.block_mask import LISTS, BlockMask
 
@@ -22,11 +23,11 @@ class ShardedMask(BlockMask):
     """The mask of the whole sequence, with the plan of who computes which rows of it.
 
     Its lists, ``shape`` and ``seq_lengths`` are those of the whole sequence. ``flex_attention`` takes it with the rows of this rank
-    (``ContextPlan.shard``), and fetches the keys that these rows see from the ranks that have them.
+    (``ContextPlan.shard``), and gets what these rows need from the other ranks.
     """
 
     plan: Any = None  # the ``ContextPlan``
-    share: Share | None = None  # what this rank computes; None without a group
+    share: Share | HeadShare | None = None  # what this rank computes; None without a group
     handle: Tensor  # by which compiled graphs find the mask
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,7 +53,7 @@ class ShardedMask(BlockMask):
         _give_handle(self)
 
 
-def sharded(mask: BlockMask, plan: Any, share: Share | None) -> ShardedMask:
+def sharded(mask: BlockMask, plan: Any, share: Share | HeadShare | None) -> ShardedMask:
     """``mask`` as the mask of ``plan``; share: None where the plan belongs to no group yet."""
     made = object.__new__(ShardedMask)
     made.__dict__.update(vars(mask))

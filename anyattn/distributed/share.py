@@ -19,7 +19,7 @@ from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, m
 from anyattn.sparsity.lists import both_ways, grid_of_lists
 from anyattn.sparsity.made_of import captures
 
-__all__ = ["LocalCalls", "Share", "is_interval"]
+__all__ = ["LocalCalls", "MaskShare", "Share", "is_interval"]
 
 
 RUN_DOCUMENTS = ["cuda"]  # devices on which one process runs documents as sequences too
@@ -37,32 +37,82 @@ class LocalCalls(NamedTuple):
     order: tuple[int, ...]
 
 
-class Share:
-    """What a rank computes under one mask of a plan.
+class MaskShare:
+    """What a rank computes under one mask of a plan, whatever travels.
 
-    mask: the global block mask. layout: who owns and who needs which keys. visits: bool (chunks, chunks), which chunks of keys a chunk of
-    rows sees. first_head: the global query head of local head 0. overlaps: of ``segments_of``.
+    mask: the global block mask. layout: who owns which rows. first_head: the global query head of local head 0.
 
-    length: the number of rows. most_received: keys, by the rank that receives most. by_lists: its local calls. by_pieces: those of which
-    each has one interval of rows, for scores that read q_idx: an offset that depends on the row costs them a third of the time (ALiBi, S
-    64k, an H200: 17.0 and 12.9 ms).
+    rows: the rank's own; length: their number.
     """
 
-    def __init__(self, mask: BlockMask, layout: Layout, visits: np.ndarray, rank: int, first_head: int, overlaps: bool):
+    def __init__(self, mask: BlockMask, layout: Layout, rank: int, first_head: int):
         self.mask, self.layout, self.rank, self.first_head = mask, layout, rank, first_head
         self.rows = layout.rows_of(rank)
-        self.route = layout.route(rank)
-        self.has_messages = layout.has_messages
-        self.most_received = max(map(layout.received, range(layout.ranks)))
         self.length = length_of(self.rows)
-        self.by_lists = self.by_pieces = self._calls("lists", segments_of(layout, visits, rank, overlaps))
-        if any(len(s.rows) > 1 for s in self.segments):
-            self.by_pieces = self._calls("pieces", segments_of(layout, visits, rank, overlaps, joins=False))
-        self._by_documents = self._calls_by_documents(visits)
         self.kept: dict[tuple, Any] = {}  # moves and plans of calls, by properties of their tensors
         self._versions = _versions(mask)
         # by the calls' name: what the mask captured, those tensors (their ids are not used again while they are kept), and the masks
         self._parts: dict[str, tuple[tuple, tuple[Tensor, ...], tuple[BlockMask, ...]]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask.kv_indices.device
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether torch has counted no write to the global mask's lists since the plan was made of them."""
+        return _versions(self.mask) == self._versions
+
+    def block_masks(self, calls: LocalCalls) -> tuple[BlockMask, ...]:
+        """The block mask of each local call: its part of the global lists, and the mask by global positions and heads, with its captures
+        as they are now. None for documents, which need none."""
+        if calls.name == "documents":
+            return ()
+        structure, numbers, tensors = captures(self.mask.mask_mod)
+        now = (structure, tuple(numbers), tuple(map(type, numbers)), negative_zeros(tuple(numbers)), tuple(map(id, tensors)))
+        known = self._parts.get(calls.name)
+        if known is None or known[0] != now:
+            traced = trace(self.mask.mask_mod, "mask", device=self.device)
+            known = self._parts[calls.name] = now, tuple(tensors), self._cut_lists(calls, traced)
+        return known[2]
+
+    def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:
+        """The block masks of the calls. traced: the global mask."""
+        raise NotImplementedError
+
+
+class Share(MaskShare):
+    """What a rank computes where keys travel.
+
+    layout: who needs which keys, too. visits: bool (chunks, chunks), which chunks of keys a chunk of rows sees. overlaps: of
+    ``segments_of``.
+
+    most_received: keys, by the rank that receives most. by_lists: its local calls. by_pieces: those of which each has one interval of rows,
+    for scores that read q_idx: an offset that depends on the row costs them a third of the time (ALiBi, S 64k, an H200: 17.0 and 12.9 ms).
+    """
+
+    def __init__(self, mask: BlockMask, layout: Layout, visits: np.ndarray, rank: int, first_head: int, overlaps: bool):
+        super().__init__(mask, layout, rank, first_head)
+        self.route = layout.route(rank)
+        self.has_messages = layout.has_messages
+        self.most_received = max(map(layout.received, range(layout.ranks)))
+        self.by_lists = self.by_pieces = self._calls("lists", segments_of(layout, visits, rank, overlaps))
+        if any(len(s.rows) > 1 for s in self.segments):
+            self.by_pieces = self._calls("pieces", segments_of(layout, visits, rank, overlaps, joins=False))
+        self._by_documents = self._calls_by_documents(visits)
+
+    @property
+    def messages(self) -> int:
+        """Of a forward pass."""
+        return int(self.has_messages)
+
+    def messages_back(self, is_kept: bool) -> int:
+        """Of a backward pass. is_kept: the forward pass has kept what it received."""
+        return int(self.has_messages) * (1 + int(not is_kept))
+
+    def for_heads(self, queries: int, keys: int) -> Share:
+        """The share of calls with these heads."""
+        return self
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -84,29 +134,7 @@ class Share:
         found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank, self.device)
         return None if found is None else self._calls("documents", [found])
 
-    @property
-    def device(self) -> torch.device:
-        return self.mask.kv_indices.device
-
-    @property
-    def is_unwritten(self) -> bool:
-        """Whether torch has counted no write to the global mask's lists since the plan was made of them."""
-        return _versions(self.mask) == self._versions
-
-    def block_masks(self, calls: LocalCalls) -> tuple[BlockMask, ...]:
-        """The block mask of each segment: its part of the global lists, and the mask by global positions, with its captures as they are
-        now. None for documents, which need none."""
-        if not calls.places:
-            return ()
-        structure, numbers, tensors = captures(self.mask.mask_mod)
-        now = (structure, tuple(numbers), tuple(map(type, numbers)), negative_zeros(tuple(numbers)), tuple(map(id, tensors)))
-        known = self._parts.get(calls.name)
-        if known is None or known[0] != now:
-            known = self._parts[calls.name] = now, tuple(tensors), self._cut_lists(calls)
-        return known[2]
-
-    def _cut_lists(self, calls: LocalCalls) -> tuple[BlockMask, ...]:
-        traced = trace(self.mask.mask_mod, "mask", device=self.device)
+    def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:
         lists: Any = self.mask._lists_4d().values()
         classes = grid_of_lists(*lists)
         return tuple([self._part(classes, traced, *of) for of in zip(calls.segments, calls.places, strict=True)])  # type: ignore[arg-type]

@@ -24,6 +24,15 @@ def test_the_table_and_the_owners_of_causal_attention() -> None:
     assert lines[lines.index("4 ranks") + 1] == "".join(rank * 4 for rank in "01233210")
 
 
+def test_heads_travel_where_that_is_expected_to_take_less_time() -> None:
+    rows = {}
+    for transport in ("auto", "keys", "heads"):
+        code, out, _ = call("plan", "causal", "--S", "64k", "--heads", "16,16", "--ranks", "2,8", "--transport", transport)
+        assert code == 0
+        rows[transport] = [line.split()[1] for line in out.splitlines() if re.match(r" +[28]  ", line)]
+    assert rows == {"auto": ["fold", "heads"], "keys": ["fold", "fold"], "heads": ["heads", "heads"]}
+
+
 def test_a_score_without_a_mask_is_planned_as_every_key_for_every_row() -> None:
     code, out, _ = call("plan", "softcap(20.0)", "--S", 2048, "--ranks", 3)
     assert code == 0 and "every row sees every key" in out and re.search(r"3  contiguous +1\.\d+ +1\.000 +1\.000", out), out
@@ -71,6 +80,7 @@ def test_what_rows_see_is_drawn_in_their_ranks_colour() -> None:
         (["causal", "--ranks", "8,0"], ["8,0", "1 to 1024"]),
         (["causal", "--ranks", "2048"], ["2048", "1 to 1024"]),
         (["causal", "--heads", "16"], ["'16'", "2 numbers"]),
+        (["causal", "--ranks", "3", "--transport", "heads"], ["heads=(16, 4)", "3 ranks"]),
         (["causal", "--out", "owners.pdf"], ["owners.pdf", ".svg"]),
         (["own", "--S", "1M"], ["ranges", "--seqlen 65536"]),
     ],

@@ -99,6 +99,33 @@ def other_scale_on_a_rank(mesh: Any) -> Any:
     return _attend(mesh, _plan(mesh), scale=0.5 + mesh.get_local_rank())
 
 
+def heads_that_ranks_cannot_divide(mesh: Any) -> Any:
+    plan = _plan(mesh, transport="heads")
+    q, k, v = (t[:, :1] for t in plan.shard(*tensors(), dim=2))
+    return anyattn.flex_attention(q, k, v, None, plan.mask)
+
+
+def planned_heads_that_ranks_cannot_divide(mesh: Any) -> Any:
+    return _plan(mesh, transport="heads", heads=(3 * mesh.size(), 3))
+
+
+def unknown_transport(mesh: Any) -> Any:
+    return _plan(mesh, transport="ring")
+
+
+def mask_of_other_heads(mesh: Any) -> Any:
+    mask = anyattn.create_block_mask(masks.causal(), None, 6, S, S, device="cpu", BLOCK_SIZE=16)
+    return _attend(mesh, ad.plan(mask, mesh, transport="heads"))
+
+
+def other_transport_on_a_rank(mesh: Any) -> Any:
+    return _plan(mesh, transport=("keys", "heads")[mesh.get_local_rank()])
+
+
+def lse_on_one_rank(mesh: Any) -> Any:
+    return _attend(mesh, _plan(mesh, transport="heads"), return_lse=mesh.get_local_rank() == 1)
+
+
 def second_derivative(mesh: Any) -> Any:
     plan = _plan(mesh)
     q, k, v = [t.detach().requires_grad_() for t in plan.shard(*tensors(), dim=2)]
@@ -125,6 +152,12 @@ EVERY_RANK: dict[Callable[[Any], Any], str] = {
     planned_twice: "TypeError: mask is the mask of a plan already",
     other_mask_on_a_rank: "ValueError: the plan differs between the",
     other_scale_on_a_rank: "ValueError: flex_attention's call differs between the",
+    heads_that_ranks_cannot_divide: "ValueError: query has 1 heads and key 1, which a plan that sends heads cannot divide over 2 ranks",
+    planned_heads_that_ranks_cannot_divide: "ValueError: transport='heads' and heads=(6, 3), which 2 ranks cannot divide",
+    unknown_transport: "ValueError: transport='ring'; wanted 'auto', 'keys' or 'heads'",
+    mask_of_other_heads: "ValueError: block_mask has heads 6 but query has 4",
+    other_transport_on_a_rank: "ValueError: the plan differs between the",
+    lse_on_one_rank: "ValueError: flex_attention's call differs between the",
     second_derivative: "NotImplementedError: attention has no second derivative",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,28 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("case", "ranks", "block", "plan"), MATRIX, ids=str)
+# heads for rows: (query heads, K/V heads) that so many ranks divide, fewer K/V heads than ranks among them
+DIVIDED = {2: ((4, 2), (6, 6), (4, 1), (2, 2)), 3: ((6, 3), (3, 1), (6, 6), (3, 3)), 4: ((8, 2), (4, 4), (8, 1), (8, 8))}
+
+
+def _of_heads(i: int, ranks: int) -> Shape:
+    shape, (queries, keys) = SHAPES[(i + ranks) % 4], DIVIDED[ranks][(i + i // 4) % 4]
+    return shape._replace(heads_q=queries, heads_kv=keys)
+
+
+BY_HEADS = [
+    (
+        Case(name, _of_heads(i, ranks), KINDS[(i + ranks) % 3], seed=7 * i + ranks),
+        ranks,
+        BLOCKS[i % 4],
+        {"transport": "heads", **PLANS[i % 4]},
+    )
+    for i, name in enumerate(VARIANTS)
+    for ranks in (2 + i % 3,)
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "block", "plan"), MATRIX + BY_HEADS, ids=str)
 def test_equals_the_oracle(case: Case, ranks: int, block: Any, plan: dict[str, Any]) -> None:
     want = cases.expected(case, torch.float32)
     for got in on_ranks(ranks, attention, case, tensors_of(want), block, plan, {}):
@@ -45,16 +67,23 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype", "ranks"), HALVES, ids=str)
-def test_sixteen_bits_keep_the_budget_of_one_process(case: Case, dtype: torch.dtype, ranks: int) -> None:
+BOTH = [
+    *[(*half, "keys") for half in HALVES],
+    *[(replace(case, shape=_of_heads(i, ranks)), dtype, ranks, "heads") for i, (case, dtype, ranks) in enumerate(HALVES)],
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "ranks", "transport"), BOTH, ids=str)
+def test_sixteen_bits_keep_the_budget_of_one_process(case: Case, dtype: torch.dtype, ranks: int, transport: str) -> None:
     want = cases.expected(case, dtype)
-    for got in on_ranks(ranks, attention, case, tensors_of(want), 16, {"overlap": True}, {}):
+    for got in on_ranks(ranks, attention, case, tensors_of(want), 16, {"overlap": True, "transport": transport}, {}):
         want.check(got, f"{case} on {ranks} ranks")
 
 
+@pytest.mark.parametrize("transport", ["keys", "heads"])
 @pytest.mark.parametrize(("length", "block"), [(20, 16), (1, 16), (33, 32), (64, 64), (129, 16)])
-def test_short_sequences_leave_ranks_without_rows(length: int, block: int) -> None:
+def test_short_sequences_leave_ranks_without_rows(length: int, block: int, transport: str) -> None:
     case = Case("sink", Shape(2, 4, 2, length, length, 16, 16), "normal")
     want = cases.expected(case, torch.float32)
-    for got in on_ranks(4, attention, case, tensors_of(want), block, {}, {"deterministic": True}):
+    for got in on_ranks(4, attention, case, tensors_of(want), block, {"transport": transport}, {"deterministic": True}):
         want.check(got, f"{length} positions on 4 ranks")

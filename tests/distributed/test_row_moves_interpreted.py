@@ -26,7 +26,7 @@ def _tensors(chance: random.Random, count: int, dtype: torch.dtype, rows: int, w
 
 
 @pytest.mark.parametrize(("source", "target"), DTYPES)
-@pytest.mark.parametrize("width", [8, 20, 33])
+@pytest.mark.parametrize("width", [1, 8, 20, 33])
 def test_the_kernel_moves_what_torch_moves(source: torch.dtype, target: torch.dtype, width: int) -> None:
     chance = random.Random(width)
     torch.manual_seed(width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,61 +10,91 @@ import torch
 from tests.distributed import programs, training, uses
 from tests.support.ranks import on_ranks
 
+BOTH = pytest.mark.parametrize(("ranks", "transport"), [(2, "keys"), (3, "keys"), (2, "heads"), (4, "heads")])
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_with_the_same_tiles_a_row_has_the_bits_of_one_process(ranks: int, dtype: torch.dtype) -> None:
-    for of_out, of_lse, of_dq, *_ in on_ranks(ranks, uses.same_bits, dtype):
+
+@pytest.mark.parametrize(
+    ("ranks", "transport", "dtype"),
+    [
+        *[(ranks, "keys", dtype) for ranks in (2, 3) for dtype in (torch.float32, torch.bfloat16)],
+        *[(ranks, "heads", torch.float32) for ranks in (2, 4)],
+    ],
+    ids=str,
+)
+def test_with_the_same_tiles_a_row_has_the_bits_of_one_process(ranks: int, transport: str, dtype: torch.dtype) -> None:
+    for of_out, of_lse, of_dq, *of_keys in on_ranks(ranks, uses.same_bits, dtype, transport):
         assert of_out
         assert of_lse
         assert of_dq
+        # each of the two K/V heads is on one of two ranks
+        assert all(of_keys) or transport == "keys" or ranks > 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_deterministic_gradients_repeat(ranks: int) -> None:
-    assert all(on_ranks(ranks, uses.reruns))
+def test_a_head_of_several_ranks_gets_the_sum_of_their_gradients_rounded_once(ranks: int) -> None:
+    assert all(map(all, on_ranks(ranks, uses.summed_in_float32)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ways_to_write_a_call_agree(ranks: int) -> None:
-    for differences in on_ranks(ranks, uses.ways):
+@pytest.mark.parametrize("transport", ["keys", "heads"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_deterministic_gradients_repeat(ranks: int, transport: str) -> None:
+    assert all(on_ranks(ranks, uses.reruns, transport))
+
+
+@BOTH
+def test_ways_to_write_a_call_agree(ranks: int, transport: str) -> None:
+    for differences in on_ranks(ranks, uses.ways, transport):
         of_two_masks = differences.pop("mask_mod too")  # of other tiles
         assert of_two_masks <= 2**-22
         assert differences == dict.fromkeys(differences, 0.0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_masks_share_a_placement(ranks: int) -> None:
-    assert all(map(all, on_ranks(ranks, uses.several_masks)))
+@BOTH
+def test_several_masks_share_a_placement(ranks: int, transport: str) -> None:
+    assert all(map(all, on_ranks(ranks, uses.several_masks, transport)))
 
 
-def test_mods_see_the_heads_of_all_tensor_parallel_ranks() -> None:
-    assert all(map(all, on_ranks(2, uses.tensor_parallel)))
+@pytest.mark.parametrize("program", [uses.tensor_parallel, uses.by_head], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("transport", ["keys", "heads"])
+def test_mods_see_the_heads_of_all_ranks(program: Callable[..., list[bool]], transport: str) -> None:
+    assert all(map(all, on_ranks(2, program, transport)))
 
 
-def test_a_gathered_tensor_of_the_model_gets_its_gradient() -> None:
-    assert all(map(all, on_ranks(3, uses.gathered)))
+@BOTH
+def test_results_and_gradients_that_calls_want(ranks: int, transport: str) -> None:
+    for found in on_ranks(ranks, uses.wanted, transport):
+        assert found == dict.fromkeys(found, True)
+
+
+@BOTH
+def test_a_gathered_tensor_of_the_model_gets_its_gradient(ranks: int, transport: str) -> None:
+    assert all(map(all, on_ranks(ranks, uses.gathered, transport)))
 
 
 def test_one_rank_is_flex_attention() -> None:
     assert all(map(all, on_ranks(1, uses.one_rank)))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_new_documents_compile_nothing(backend: str) -> None:
-    for agree, graphs in on_ranks(2, programs.compiled, 256, 3, backend):
+@pytest.mark.parametrize(("backend", "transport"), [("aot_eager", "keys"), ("inductor", "keys"), ("aot_eager", "heads")])
+def test_new_documents_compile_nothing(backend: str, transport: str) -> None:
+    for agree, graphs in on_ranks(2, programs.compiled, 256, 3, backend, transport):
         assert agree
         assert graphs == 1
 
 
-@pytest.mark.parametrize("how", ["fsdp", "ddp"])
-def test_data_parallelism_sums_the_gradients_of_all_ranks(how: str) -> None:
-    assert all(map(all, on_ranks(4, training.gradients, how)))
+@pytest.mark.parametrize(("how", "transport"), [("fsdp", "keys"), ("ddp", "keys"), ("fsdp", "heads")])
+def test_data_parallelism_sums_the_gradients_of_all_ranks(how: str, transport: str) -> None:
+    assert all(map(all, on_ranks(4, training.gradients, how, transport)))
 
 
-@pytest.mark.parametrize("program", [uses.rebound, uses.shared_keys, uses.many_intervals], ids=lambda f: f.__name__)
-def test_calls_that_a_plan_must_not_remember_or_cut_wrongly(program: Callable[[Any], list[bool]]) -> None:
-    assert all(map(all, on_ranks(2, program)))
+@pytest.mark.parametrize("transport", ["keys", "heads"])
+@pytest.mark.parametrize("program", [uses.rebound, uses.shared_keys], ids=lambda f: f.__name__)
+def test_calls_that_a_plan_must_not_remember_or_cut_wrongly(program: Callable[..., list[bool]], transport: str) -> None:
+    assert all(map(all, on_ranks(2, program, transport)))
+
+
+def test_rows_in_many_intervals() -> None:
+    assert all(map(all, on_ranks(2, uses.many_intervals)))
 
 
 def test_gathered_tensors_have_no_second_derivative() -> None:

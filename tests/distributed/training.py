@@ -43,10 +43,11 @@ def _mask() -> Any:
     return anyattn.create_block_mask(masks.sliding_window(40, 0), None, None, S, S, device="cpu", BLOCK_SIZE=16)
 
 
-def gradients(mesh: Any, how: str) -> list[bool]:
-    """Whether the gradients of all parameters are those of one process that sees both entries. how: "fsdp" or "ddp"."""
+def gradients(mesh: Any, how: str, transport: str) -> list[bool]:
+    """Whether the gradients of all parameters are those of one process that sees both entries. how: "fsdp" or "ddp".
+    transport: of the plan."""
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("dp", "cp"))
-    plan = ad.plan(_mask(), both["cp"])
+    plan = ad.plan(_mask(), both["cp"], transport=transport)
     model: Any = Layer()
     if how == "fsdp":
         from torch.distributed.fsdp import fully_shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import anyattn
+from anyattn import autograd, masks, scores
 from anyattn import distributed as ad
-from anyattn import masks, scores
+from anyattn.call_cache.attention import FlexCall, flex_call
 from tests.distributed.programs import summed
 from tests.support.ranks import message_of
 
@@ -42,29 +44,52 @@ def whole(plan: Any, results: list[Tensor]) -> list[Tensor]:
     return [plan.unshard(t, dim=2) for t in results]
 
 
-def same_bits(mesh: Any, dtype: torch.dtype) -> list[bool]:
+def same_bits(mesh: Any, dtype: torch.dtype, transport: str) -> list[bool]:
     """Of out, lse and the gradients, without overlap, against one process."""
-    q, k, v = tensors(dtype=dtype)
-    mask = mask_of(masks.causal())
-    plan = ad.plan(mask, mesh, overlap=False)
+    # with fewer heads a CPU's BLAS may add in another order; compiled loops (float32, from 2^18 scores on) compute each head alone
+    length = S if transport == "keys" else 520
+    q, k, v = tensors(length=length, dtype=dtype)
+    mask = mask_of(masks.causal(), length)
+    plan = ad.plan(mask, mesh, overlap=False, transport=transport)
     options = {"kernel_options": {"tile_m": 16, "tile_n": 16}}
     got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask, **options))
     return [torch.equal(a, b) for a, b in zip(got, run(q, k, v, mask, **options), strict=True)]
 
 
-def reruns(mesh: Any) -> bool:
+def summed_in_float32(mesh: Any) -> list[bool]:
+    """A K/V head in 16 bits that all ranks have: whether its gradients are the ranks' sums in float32, in their order, rounded once."""
+    q, k, v = (t[:, :n] for t, n in zip(tensors(dtype=torch.bfloat16), (HEADS, 1, 1), strict=True))
+    mask, parts = mask_of(masks.causal()), q.chunk(mesh.size(), 1)
+    plan = ad.plan(mask, mesh, transport="heads")
+    local = [t.detach().requires_grad_() for t in plan.shard(q, k, v, dim=2)]
+    out = anyattn.flex_attention(*local, None, plan.mask, enable_gqa=True)
+    got = whole(plan, list(torch.autograd.grad(out, local[1:], torch.ones_like(out))))
+    sums: list[Tensor] = []
+    for part in parts:
+        leaves = [t.detach().requires_grad_() for t in (part, k, v)]
+        call = FlexCall(*leaves, None, mask, None, None, None, True, None, True, False, False)
+        problem, chosen = flex_call(call, None, None, is_operator=True)  # type: ignore[misc]
+        with torch.no_grad():
+            found = autograd.forward(problem, chosen)
+            grads = autograd.backward(problem.like(wide_kv_grads=True), chosen, found.out, found.lse, torch.ones_like(found.out), None)
+        sums = [a + b for a, b in zip(sums, grads[1:3], strict=True)] if sums else list(grads[1:3])  # type: ignore[arg-type]
+    return [torch.equal(a, b.to(a.dtype)) for a, b in zip(got, sums, strict=True)] + [b.dtype is torch.float32 for b in sums]
+
+
+def reruns(mesh: Any, transport: str = "keys") -> bool:
     """Whether two runs give the same bits, gradients included."""
     q, k, v = tensors()
-    plan = ad.plan(mask_of(masks.document(torch.arange(S, device="cpu") // 50) & masks.causal()), mesh)
+    ids = torch.arange(S, device="cpu") // 50
+    plan = ad.plan(mask_of(masks.document(ids) & masks.causal()), mesh, transport=transport)
     a, b = (run(*plan.shard(q, k, v, dim=2), plan.mask, deterministic=True) for _ in range(2))
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def ways(mesh: Any) -> dict[str, float]:
+def ways(mesh: Any, transport: str = "keys") -> dict[str, float]:
     """The greatest difference of other ways to write the same call from the first."""
     q, k, v = tensors()
     slopes = torch.linspace(0.1, 0.4, HEADS, device="cpu")
-    plan = ad.plan(mask_of(masks.causal()), mesh)
+    plan = ad.plan(mask_of(masks.causal()), mesh, transport=transport)
     local = plan.shard(q, k, v, dim=2)
 
     def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -100,7 +125,7 @@ def ways(mesh: Any) -> dict[str, float]:
         "library": [anyattn.flex_attention(*local, scores.alibi(slopes), plan.mask, enable_gqa=True)],
         "no grad": [_without_grad(lambda: layer(*local))],
         "mask_mod too": [anyattn.flex_attention(*local, alibi, wide, mask_mod=masks.causal(), enable_gqa=True)],
-        "pickled": [anyattn.flex_attention(*local, alibi, _sent(mesh).mask, enable_gqa=True)],
+        "pickled": [anyattn.flex_attention(*local, alibi, _sent(mesh, transport).mask, enable_gqa=True)],
     }
     return {name: max(float((a - b).abs().max()) for a, b in zip(found, first)) for name, found in others.items()}
 
@@ -117,17 +142,17 @@ def _counted(call: Callable[[], Tensor]) -> Tensor:
     return out
 
 
-def _sent(mesh: Any) -> Any:
+def _sent(mesh: Any, transport: str) -> Any:
     """A plan that a data loader's worker has made."""
-    made = ad.plan(mask_of(masks.causal()), ranks=mesh.size())
+    made = ad.plan(mask_of(masks.causal()), ranks=mesh.size(), transport=transport)
     return pickle.loads(pickle.dumps(made)).to(mesh)
 
 
-def several_masks(mesh: Any) -> list[bool]:
+def several_masks(mesh: Any, transport: str = "keys") -> list[bool]:
     """Of two masks with one placement: whether each layer's results are those of one process, and whether the rows are the same."""
     q, k, v = tensors()
     both = {"full": mask_of(masks.causal()), "window": mask_of(masks.sliding_window(30, 0))}
-    plan = ad.plan(both, mesh, weights={"full": 1, "window": 5})
+    plan = ad.plan(both, mesh, weights={"full": 1, "window": 5}, transport=transport)
     local = plan.shard(q, k, v, dim=2)
     found = []
     for name, mask in both.items():
@@ -143,7 +168,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= 64 * torch.finfo(a.dtype).eps * float(b.abs().max())
 
 
-def tensor_parallel(mesh: Any) -> list[bool]:
+def tensor_parallel(mesh: Any, transport: str = "keys") -> list[bool]:
     """The upper half of the heads alone, as a tensor-parallel rank has them: whether mods see global heads."""
     q, k, v = tensors()
     slopes = torch.linspace(0.1, 0.4, HEADS, device="cpu")
@@ -152,18 +177,18 @@ def tensor_parallel(mesh: Any) -> list[bool]:
         return s - slopes[h] * (i - j)
 
     mask = mask_of(masks.causal())
-    plan = ad.plan(mask, mesh, head_offset=HEADS // 2)
+    plan = ad.plan(mask, mesh, head_offset=HEADS // 2, transport=transport)
     got = whole(plan, run(*plan.shard(q[:, HEADS // 2 :], k[:, 1:], v[:, 1:], dim=2), plan.mask, alibi))
     want = run(q, k, v, mask, alibi)
     return [_close(a, b[:, -a.shape[1] :]) for a, b in zip(got, want, strict=True)]
 
 
-def gathered(mesh: Any) -> list[bool]:
+def gathered(mesh: Any, transport: str = "keys") -> list[bool]:
     """A learned number of each token that the model computes on the shard and a mod captures for all: results and its gradient."""
     q, k, v = tensors()
     x = torch.linspace(-1, 1, S, device="cpu")
     mask = mask_of(masks.causal())
-    plan = ad.plan(mask, mesh)
+    plan = ad.plan(mask, mesh, transport=transport)
     grads, outs = [], []
     for is_shard in (True, False):
         leaf = (plan.shard(x, dim=0) if is_shard else x).clone().requires_grad_()
@@ -191,7 +216,7 @@ def one_rank(mesh: Any) -> list[bool]:
     return found
 
 
-def rebound(mesh: Any) -> list[bool]:
+def rebound(mesh: Any, transport: str = "keys") -> list[bool]:
     """A mask's captured number and tensor change after the first call: whether later calls read them, and written tensors raise."""
     q, k, v = tensors()
     state: dict[str, Any] = {}
@@ -209,7 +234,7 @@ def rebound(mesh: Any) -> list[bool]:
 
     ids = torch.arange(S, device="cpu") // 60
     mask = mask_of(make(40, ids))
-    plan = ad.plan(mask, mesh)
+    plan = ad.plan(mask, mesh, transport=transport)
     local, found = plan.shard(q, k, v, dim=2), []
     for change in ((40, ids), (33, ids), (33, ids % 2)):
         state["set"](*change)
@@ -222,12 +247,12 @@ def rebound(mesh: Any) -> list[bool]:
     return [*found, "modified by an inplace operation" in message_of(lambda: out.sum().backward())]
 
 
-def shared_keys(mesh: Any) -> list[bool]:
+def shared_keys(mesh: Any, transport: str = "keys") -> list[bool]:
     """Keys of one batch entry for two of queries; and a mask whose ids end before the sequence does."""
     q, k, v = tensors()
     q = torch.cat((q, q.flip(2)))
     mask = mask_of(masks.causal())
-    plan = ad.plan(mask, mesh)
+    plan = ad.plan(mask, mesh, transport=transport)
     got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask))
     found = [_close(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]
     ids = torch.arange(150, device="cpu") // 40
@@ -235,10 +260,82 @@ def shared_keys(mesh: Any) -> list[bool]:
         torch.ones(13, 13, dtype=torch.bool, device="cpu"), BLOCK_SIZE=16, seq_lengths=(S, S),
         mask_mod=lambda b, h, i, j: (i < 150) & (j < 150) & (ids[i] == ids[j]),
     )  # fmt: skip
-    plan = ad.plan(short, mesh)
+    plan = ad.plan(short, mesh, transport=transport)
     q = q[:1]
     got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask)[:1])
     return [*found, _close(got[0], run(q, k, v, short)[0])]
+
+
+def by_head(mesh: Any, transport: str = "keys") -> list[bool]:
+    """A mask that reads h, with lists of one head for all and of each head, and beside it for the upper half of the heads."""
+    q, k, v = tensors()
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i == j) | ((i > j) & ((i - j) % 3 != h % 3))
+
+    shared = mask_of(mod)
+    each = anyattn.create_block_mask(mod, None, HEADS, S, S, device="cpu", BLOCK_SIZE=16)
+    found = []
+    for mask in (shared, each):
+        plan = ad.plan(mask, mesh, transport=transport)
+        got = whole(plan, run(*plan.shard(q, k, v, dim=2), plan.mask, mask_mod=mod))
+        found += [_close(a, b) for a, b in zip(got, run(q, k, v, mask), strict=True)]
+    plan = ad.plan(shared, mesh, head_offset=HEADS // 2, transport=transport)
+    got = whole(plan, run(*plan.shard(q[:, HEADS // 2 :], k[:, 1:], v[:, 1:], dim=2), plan.mask))
+    return [*found, *[_close(a, b[:, -a.shape[1] :]) for a, b in zip(got, run(q, k, v, shared), strict=True)]]
+
+
+def wanted(mesh: Any, transport: str) -> dict[str, bool]:
+    """Calls that want other results and other gradients than most, against one process."""
+    q, k, v = tensors()
+    slopes, sink = (torch.linspace(0.1, 0.4, HEADS, device="cpu") for _ in range(2))
+    mask = mask_of(masks.causal())
+    plan = ad.plan(mask, mesh, transport=transport)
+    first = torch.zeros(S, dtype=torch.bool, device="cpu")  # rows of rank 0
+    for start, stop in plan.rows_of(0):
+        first[start:stop] = True
+
+    def grads(wants: str, is_shard: bool, of_lse: bool = False) -> list[Tensor]:
+        given = {"q": q, "k": k, "v": v, "slopes": slopes, "sink": sink}
+        for name in "qkv":
+            given[name] = plan.shard(given[name], dim=2) if is_shard else given[name]
+        leaf = given[wants] = given[wants].detach().requires_grad_()
+        table = given["slopes"]
+        out, lse = anyattn.flex_attention(
+            given["q"], given["k"], given["v"], lambda s, b, h, i, j: s - table[h] * (i - j), plan.mask if is_shard else mask,
+            enable_gqa=True, sink=given["sink"], return_lse=True,
+        )  # fmt: skip
+        loss = out.square().sum()
+        if of_lse and not is_shard:
+            loss = loss + lse[:, :, first].sum()
+        elif of_lse and mesh.get_local_rank() == 0:
+            loss = loss + lse.sum()
+        loss.backward()
+        assert leaf.grad is not None
+        if not is_shard:
+            return [leaf.grad]
+        return [plan.unshard(leaf.grad, dim=2) if wants in "qkv" else summed(leaf.grad, mesh)]
+
+    def results(is_shard: bool, **options: Any) -> list[Tensor]:
+        local = plan.shard(q, k, v, dim=2) if is_shard else (q, k, v)
+        request = anyattn.AuxRequest(lse=True, max_scores=True)
+        out, aux = anyattn.flex_attention(*local, None, plan.mask if is_shard else mask, enable_gqa=True, return_aux=request, **options)
+        found = [out, aux.lse, aux.max_scores]
+        return whole(plan, found) if is_shard else found
+
+    def cast(is_shard: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return results(is_shard)
+
+    programs: dict[str, Callable[[bool], list[Tensor]]] = {
+        **{f"gradient of {name} alone": partial(grads, name) for name in ("q", "k", "v", "slopes", "sink")},
+        "lse in the loss of one rank": partial(grads, "k", of_lse=True),
+        "max_scores": results,
+        "scale": partial(results, scale=0.7),
+        "autocast": cast,
+    }
+    both = {name: zip(program(True), program(False), strict=True) for name, program in programs.items()}
+    return {name: all(_close(a, b) for a, b in found) for name, found in both.items()}
 
 
 def many_intervals(mesh: Any) -> list[bool]:

@@ -23,9 +23,11 @@ PLANS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"overlap": True, "k
 NAMES = ("causal", "window", "documents", "prefix", "sink_window", "alibi", "relative", "gated_sink", "islands_sink", "full")
 
 
+@pytest.mark.parametrize("transport", ["keys", "heads"])
 @pytest.mark.parametrize("i", range(len(NAMES)), ids=lambda i: NAMES[i])
-def test_two_gpus_equal_the_oracle(i: int) -> None:
+def test_two_gpus_equal_the_oracle(i: int, transport: str) -> None:
     case = Case(NAMES[i], SHAPES[i % 3], KINDS[i % 3], seed=i)
     want = cases.expected(case, torch.bfloat16)
-    for got in on_ranks(2, attention, case, tensors_of(want), 128, PLANS[(i + i // 3) % 3], {}, device="cuda"):
+    plan = {**PLANS[(i + i // 3) % 3], "transport": transport}
+    for got in on_ranks(2, attention, case, tensors_of(want), 128, plan, {}, device="cuda"):
         want.check(got, f"{case} on two GPUs")

@@ -13,11 +13,12 @@ class PlanStats(NamedTuple):
     """What a plan's placement is expected to cost. ``print`` shows it as a few lines.
 
     length: positions of the sequence. chunk: positions that stay together. placement: how rows were placed: "contiguous", "fold" (a front
-    and a back piece for each rank) or "bisected". rows, received, pieces: of each rank, its rows, the keys that it receives in a forward
-    pass, and its runs of neighbouring chunks. loads: of each rank, its attention relative to the mean. load: the largest of them.
-    received_share: keys received by all ranks, in parts of an all-gather. bound: in the same unit, what no placement with equal rows and
-    no larger load can go below. seconds, efficiency: predicted for the forward pass of one layer; efficiency is the time of one rank for
-    everything, divided by ranks times seconds.
+    and a back piece for each rank) or "bisected"; "heads": contiguous, and each rank computes some heads of all rows. rows, received,
+    pieces: of each rank, its rows, the keys that it receives in a forward pass ("heads": keys and values of as many bytes), and its runs of
+    neighbouring chunks. loads: of each rank, its attention relative to the mean. load: the largest of them. received_share: keys received
+    by all ranks, in parts of an all-gather. bound: in the same unit, what no placement with equal rows, no larger load and this transport
+    can go below. seconds, efficiency: predicted for the forward pass of one layer; efficiency is the time of one rank for everything,
+    divided by ranks times seconds.
     """
 
     length: int
@@ -34,12 +35,18 @@ class PlanStats(NamedTuple):
     seconds: float
     efficiency: float
 
+    @property
+    def transport(self) -> str:
+        """What travels: "keys" or "heads"."""
+        return "heads" if self.placement == "heads" else "keys"
+
     def __str__(self) -> str:
+        received = "keys received" if self.transport == "keys" else "heads received, in keys"
         return "\n".join(
             [
                 f"{self.length} positions on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.placement}, in chunks of {self.chunk}",
                 f"load: {self.load:.3f} of the mean at most",
-                f"keys received: {self.received_share:.3f} of an all-gather (bound {self.bound:.3f}), a rank at most {max(self.received)}",
+                f"{received}: {self.received_share:.3f} of an all-gather (bound {self.bound:.3f}), a rank at most {max(self.received)}",
                 f"forward pass of a layer, predicted: {1e3 * self.seconds:.3f} ms, efficiency {self.efficiency:.2f}",
             ]
         )

@@ -27,14 +27,15 @@ def planned(model: Any, batch: dict[str, Any], mesh: Any, **options: Any) -> Any
 
 def losses(mesh: Any, name: str, batch: dict[str, Any], how: str = "active", changes: dict[str, Any] | None = None) -> dict[str, Tensor]:
     """Logits, loss and gradients of the whole batch from the shards of it. how: "active", or "argument": the masks are passed to the model;
-    "checkpoint": active, with gradient checkpointing; "compiled": as an argument of the compiled model."""
+    "checkpoint": active, with gradient checkpointing; "heads": active, and heads travel; "compiled": as an argument of the compiled model.
+    """
     model = decoder(name, **(changes or {}))
     model.set_attn_implementation(NAME)
     if how == "checkpoint":
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    plan = planned(model, batch, mesh)
+    plan = planned(model, batch, mesh, transport="heads" if how == "heads" else "auto")
     shard = plan.shard_batch(batch)
-    if how in ("active", "checkpoint"):
+    if how in ("active", "checkpoint", "heads"):
         with ad.active(plan):
             out = model(**shard)
     else:

@@ -71,7 +71,7 @@ def test_padding(name: str, side: str) -> None:
     check(name, 2, _padded(side))
 
 
-@pytest.mark.parametrize("way", few(["gpt_oss argument", "llama compiled", "gpt_oss checkpoint"], "llama compiled"))
+@pytest.mark.parametrize("way", few(["gpt_oss argument", "llama compiled", "gpt_oss checkpoint", "gpt_oss heads"], "llama compiled"))
 def test_other_ways_to_call_a_model(way: str) -> None:
     name, how = way.split()
     check(name, 2, _packed(), how)
