@@ -1,4 +1,4 @@
-"""Context parallelism on two GPUs, with NCCL: outputs, lse and all gradients against the oracle."""
+"""Context parallelism on two GPUs, with NCCL, or on one, with gloo: outputs, lse and all gradients against the oracle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.documents import DOCUMENTS, DocumentCase
 from tests.distributed.programs import attention, tensors_of
 from tests.support import cases
 from tests.support.cases import KINDS, Case, Shape
@@ -14,7 +15,6 @@ from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.timeout(300, method="thread"),  # a message that never comes is a failure
 ]
 
@@ -25,9 +25,19 @@ NAMES = ("causal", "window", "documents", "prefix", "sink_window", "alibi", "rel
 
 @pytest.mark.parametrize("transport", ["keys", "heads"])
 @pytest.mark.parametrize("i", range(len(NAMES)), ids=lambda i: NAMES[i])
-def test_two_gpus_equal_the_oracle(i: int, transport: str) -> None:
+def test_two_ranks_equal_the_oracle(i: int, transport: str) -> None:
     case = Case(NAMES[i], SHAPES[i % 3], KINDS[i % 3], seed=i)
     want = cases.expected(case, torch.bfloat16)
     plan = {**PLANS[(i + i // 3) % 3], "transport": transport}
     for got in on_ranks(2, attention, case, tensors_of(want), 128, plan, {}, device="cuda"):
-        want.check(got, f"{case} on two GPUs")
+        want.check(got, f"{case} on two ranks")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_pieces_of_documents_equal_the_oracle(name: str) -> None:
+    """As sequences, but for scores of positions."""
+    case = DocumentCase(name, Shape(1, 8, 2, 1900, 1900, 128, 128), KINDS[len(name) % 3], seed=len(name))
+    want = cases.expected(case, torch.bfloat16)
+    plan = {"as_causal": True, "keep_kv": len(name) % 2 == 0}
+    for got in on_ranks(2, attention, case, tensors_of(want), 128, plan, {}, device="cuda"):
+        want.check(got, f"{case} on two ranks")

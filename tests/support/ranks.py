@@ -1,4 +1,7 @@
-"""Ranks of a process group: ``on_ranks`` runs a function in several processes that are joined by gloo, or by NCCL with a GPU each."""
+"""Ranks of a process group: ``on_ranks`` runs a function in several processes that are joined by gloo, or by NCCL with a GPU each.
+
+Where there are fewer GPUs than ranks, all ranks compute on the first one, and gloo copies their messages through the host.
+"""
 
 from __future__ import annotations
 
@@ -106,10 +109,11 @@ def _serve(rank: int, size: int, device: str, folder: str, pipe: Connection) -> 
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
+    has_gpu_each = device == "cuda" and torch.cuda.device_count() >= size
     if device == "cuda":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        torch.cuda.set_device(rank if has_gpu_each else 0)
+    dist.init_process_group("nccl" if has_gpu_each else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("cp",))
     while True:
         try:
