@@ -30,6 +30,7 @@ __all__ = ["Case", "command", "planned"]
 _MOST_POSITIONS, _MOST_RANKS = 2**26, 1024
 _TILES, _LEAST_BLOCK = 4096, 128  # tiles on each side of the grid that is counted: 4 a rank
 _MOST_TILES = 2**24  # of all heads
+_NODE_SIZE = 8
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SUFFIXES = {"k": 2**10, "m": 2**20}
 
@@ -88,8 +89,9 @@ class Case(NamedTuple):
         return block
 
 
-def planned(case: Case, ranks: tuple[int, ...]) -> list[tuple[Placement, Work]]:
-    """The placement of each number of ranks, and what it was made from."""
+def planned(case: Case, ranks: tuple[int, ...], node_size: int | None = None) -> list[tuple[Placement, Work]]:
+    """The placement of each number of ranks, and what it was made from. node_size: ranks of a node, a divisor of all numbers of ranks that
+    are greater; by default 8, and where that is no divisor, every key crosses the network."""
     lists = None
     if case.mask is not None:
         heads = case.heads[0] if case.differs_by_head else None
@@ -97,7 +99,8 @@ def planned(case: Case, ranks: tuple[int, ...]) -> list[tuple[Placement, Work]]:
     found = []
     for number in ranks:
         work = work_of([lists], [1.0], chunk_of(case.length, number, case.block), case.length)
-        costs = CostModel.of(case.heads, case.head_dim, number)
+        size = min(node_size or _NODE_SIZE, number)
+        costs = CostModel.of(case.heads, case.head_dim, number, node_size=size if node_size or number % size == 0 else None)
         layer = Layer(lists, work, demand_of(work, costs), 1.0)
         placement = placed_rows([layer], number, costs, case.heads, case.transport, "auto", 2 * case.heads[0] * case.head_dim)
         found.append((placement, work))
@@ -108,12 +111,20 @@ def planned(case: Case, ranks: tuple[int, ...]) -> list[tuple[Placement, Work]]:
 @click.argument("mask")
 @click.option("--S", "--seqlen", "seqlen", default="256k", show_default=True, type=_Positions(), help="Queries and keys: 4096, 256k, 16M.")
 @click.option("--ranks", default="2,8,64", show_default=True, type=_Numbers("ranks", _MOST_RANKS), help="Sizes of the group.")
+@click.option("--node-size", type=click.IntRange(1, _MOST_RANKS), help="Ranks of a node; more of them cross the network.  [default: 8]")
 @click.option("--heads", default="16,4", show_default=True, type=_Numbers("heads", 2**12, 2), help="Of queries and of keys.")
 @click.option("--head-dim", default=128, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--transport", default="auto", show_default=True, type=click.Choice(TRANSPORTS), help="What travels between ranks.")
 @click.option("--out", "outs", multiple=True, type=click.Path(path_type=Path), help="Also write a .png or .svg (may be repeated).")
 def command(
-    mask: str, seqlen: int, ranks: tuple[int, ...], heads: tuple[int, int], head_dim: int, transport: str, outs: tuple[Path, ...]
+    mask: str,
+    seqlen: int,
+    ranks: tuple[int, ...],
+    node_size: int | None,
+    heads: tuple[int, int],
+    head_dim: int,
+    transport: str,
+    outs: tuple[Path, ...],
 ) -> None:
     """Place the rows of MASK on ranks: a name of the gallery, a call such as 'causal() & document(...)', or file.py:function.
 
@@ -124,12 +135,15 @@ def command(
     for out in outs:
         if out.suffix.lower() not in (".png", ".svg"):
             raise click.BadParameter(f"--out {out}: the name must end in .png or .svg")
+    for number in ranks:
+        if node_size is not None and number > node_size and number % node_size:
+            raise click.BadParameter(f"--node-size {node_size}: wanted a divisor of the {number} ranks")
     mods = named_mods(mask, gallery.Setting(seqlen, heads[0]))
     case = Case(mods.mask, seqlen, heads, head_dim, transport)
     with errors_of(mask):
         if case.mask is not None:
             limits.check_mask(case.mask, (seqlen, seqlen))
-        found = planned(case, ranks)
+        found = planned(case, ranks, node_size)
     console = Console()
     what = f"counted in tiles of {case.block} x {case.block}" if case.mask is not None else "no mask: every row sees every key"
     console.print(f"[bold]{mask}[/]  {seqlen} positions, {what}", highlight=False)
@@ -143,12 +157,12 @@ def command(
 
 
 def _table(found: list[tuple[Placement, Work]]) -> Table:
-    table = Table(box=box.SIMPLE, header_style="bold", padding=(0, 1, 0, 0))
-    for heading in ("ranks", "placement", "load", "received", "bound", "most by a rank", "pieces", "efficiency"):
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in ("ranks", "placement", "load", "received", "bound", "most by a rank", "far", "pieces", "efficiency"):
         table.add_column(heading, justify="left" if heading == "placement" else "right")
     for placement, _ in found:
         table.add_row(*_cells(placement))
-    table.caption = "load: max / mean; received, bound: parts of an all-gather; efficiency: predicted, forward"
+    table.caption = "load: max / mean; received, bound, far (from other nodes): parts of an all-gather; efficiency: predicted, forward"
     table.caption_justify = "left"
     return table
 
@@ -156,8 +170,10 @@ def _table(found: list[tuple[Placement, Work]]) -> Table:
 def _cells(placement: Placement) -> list[str]:
     """A row of the table."""
     s = placement.stats
-    share, bound = f"{s.received_share:.3f}", f"{s.bound:.3f}"
-    return [str(s.ranks), s.placement, f"{s.load:.3f}", share, bound, str(max(s.received)), str(max(s.pieces)), f"{s.efficiency:.2f}"]
+    shares = [f"{share:.3f}" for share in (s.received_share, s.bound, s.across_share)]
+    return [
+        str(s.ranks), s.placement, f"{s.load:.3f}", *shares[:2], str(max(s.received)), shares[2], str(max(s.pieces)), f"{s.efficiency:.2f}",
+    ]  # fmt: skip
 
 
 def _strip(placement: Placement, width: int) -> Text:

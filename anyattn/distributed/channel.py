@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Channel", "channel_of"]
+__all__ = ["Channel", "channel_of", "node_size_of"]
 
 _PATIENCE = 10.0  # seconds of waiting before the others' failures are looked up
 _POLL = 1e-4
@@ -32,12 +34,23 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore(f"anyattn/{group.group_name}", dist.distributed_c10d._get_default_store())
+        self._local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # from torchrun: processes of this node
+        self._store.set(f"node/{self.rank}", self._local_size)
         self._questions: list[str] = []
         self._steps = 0  # agreements and messages that this rank has begun
         self._messages = 0  # of them, exchanges
         self._doubts = 0  # times that the ranks have compared their steps after an error
         self._is_in_doubt = False
         self._is_cuda = dist.get_backend(group) == "nccl"
+
+    @cached_property
+    def node_size(self) -> int | None:
+        """How many ranks, neighbours in the group, share a node, as torchrun's variables say on all ranks; None if they do not say so."""
+        if not self._local_size.isdecimal():
+            return None
+        names = [f"node/{r}" for r in range(self.size)]
+        self._awaited(names, "the sizes of nodes")
+        return node_size_of(dist.get_process_group_ranks(self.group), [self._store.get(name).decode() for name in names])
 
     def agree(self, what: str, number: int, cure: str) -> None:
         """Raises ``ValueError`` on every rank unless all of them pass the same 64-bit number. what: names it in the message.
@@ -137,6 +150,20 @@ class Channel:
         if failed:
             told = "; ".join([self._store.get(name).decode() for name in failed])
             raise _WaitError(f"{what} waits for a rank that has failed: {told}")
+
+
+def node_size_of(ranks: Sequence[int], local_sizes: Sequence[str]) -> int | None:
+    """How many ranks of a group share a node, None unless that is clear: each node has as many of them, and they are neighbours.
+
+    ranks: their numbers among all processes, which torchrun counts node after node. local_sizes: the processes of each one's node, as text.
+    """
+    if len(set(local_sizes)) > 1 or not local_sizes[0].isdecimal() or int(local_sizes[0]) < 1:
+        return None
+    nodes = [rank // int(local_sizes[0]) for rank in ranks]
+    size = nodes.count(nodes[0])
+    firsts = nodes[::size]
+    is_even = len(set(firsts)) == len(firsts) and nodes == [node for node in firsts for _ in range(size)]
+    return size if is_even else None
 
 
 _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()

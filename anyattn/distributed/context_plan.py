@@ -20,6 +20,7 @@ from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
 from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, work_of
+from anyattn.distributed.relay import arrivals_of
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
 from anyattn.distributed.transport import HEADS, Layer, placed_rows
@@ -48,6 +49,7 @@ def plan(
     overlap: bool | str = "auto",
     keep_kv: bool | str = "auto",
     head_offset: int = 0,
+    node_size: int | None = None,
     device: torch.device | str | None = None,
     check: bool = True,
 ) -> ContextPlan:
@@ -67,6 +69,9 @@ def plan(
         expected to take less time.
     keep_kv: whether what is received is kept for the backward pass or sent again; "auto" keeps at most as many positions as a rank has.
     head_offset: added to h, for tensor parallelism: the global head of this rank's query head 0. device: of masks made here.
+    node_size: how many ranks, neighbours in the group, share a node: a key that several of them need then crosses the network once, to
+        one of them. By default what torchrun's LOCAL_WORLD_SIZE says, if the group has as many ranks on each node and they are neighbours;
+        else, and with ``ranks``, every key goes straight to the ranks that need it.
     check: compares the plans of the ranks, through the group's store.
 
     Raises ``TypeError`` or ``ValueError`` that names the argument, on every rank alike.
@@ -86,7 +91,8 @@ def plan(
         chunk = _chunk(chunk, unit, length, size)
         weights = _weights(weights, masks)
         works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-        costs, row_bytes = CostModel.of(heads or HEADS, head_dim, size), 2 * (heads or HEADS)[0] * head_dim
+        costs = CostModel.of(heads or HEADS, head_dim, size, node_size=_node_size(node_size, size, group))
+        row_bytes = 2 * (heads or HEADS)[0] * head_dim
         demands = {n: demand_of(w, costs) for n, w in works.items()}
         layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
         placement = placed_rows(layers, size, costs, heads, transport, overlap, row_bytes)
@@ -177,7 +183,7 @@ class ContextPlan:
         """A 64-bit number of the plan's inputs and result, the same in every process."""
         chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)] + [self.transport == "heads"]
         masks = [part for n, demand in self._demands.items() for part in (np.frombuffer(n.encode(), np.uint8), demand.needs)]
-        return digest_of(self.length, self.ranks, self.chunk, chosen, self._placement.owner, *masks)
+        return digest_of(self.length, self.ranks, self.node_size, self.chunk, chosen, self._placement.owner, *masks)
 
     # ---- masks
 
@@ -217,9 +223,14 @@ class ContextPlan:
         return Share(mask, layout, demand.needs, self.rank, options.head_offset, bool(overlaps))
 
     def _layout(self, demand: Demand) -> Layout:
-        return Layout.of(self.length, self.chunk, self._placement.owner, self.ranks, demand.needs)
+        return Layout.of(self.length, self.chunk, self._placement.owner, self.ranks, demand.needs, self.node_size)
 
     # ---- rows
+
+    @property
+    def node_size(self) -> int:
+        """The number of ranks of a node; all of them if there is one."""
+        return self._options.costs.node_size or self.ranks
 
     @property
     def length(self) -> int:
@@ -296,6 +307,9 @@ class ContextPlan:
             received = [layout.received(r) for r in range(self.ranks)]
             label = f"mask {name!r}: " if name else ""
             lines.append(f"{label}keys received by rank: {', '.join(map(str, received))}")
+            if self.node_size < self.ranks and self.transport == "keys":
+                across = arrivals_of(layout).across.tolist()
+                lines.append(f"{label}keys received from other nodes by rank, some to pass them on: {', '.join(map(str, across))}")
             if isinstance(m.share, Share):
                 for s in m.share.segments:
                     rows = " and ".join(f"{a}:{b}" for a, b in s.rows)
@@ -359,6 +373,15 @@ def _group(where: Any, ranks: int | None) -> tuple[Any, int]:
         cure = f"mesh[{names[-1]!r}]" if names else "mesh['cp']"
         raise ValueError(f"where is a DeviceMesh of {where.ndim} dimensions {names or ''}; wanted one dimension, such as {cure}")
     return where.get_group(), where.size()
+
+
+def _node_size(node_size: int | None, ranks: int, group: Any) -> int | None:
+    if node_size is None:
+        return None if group is None or ranks == 1 else channel_of(group).node_size
+    if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1 or ranks % node_size:
+        cure = f"wanted a divisor of the {ranks} ranks, how many of them share a node, or {ranks} to treat all alike"
+        raise ValueError(f"node_size={node_size!r}; {cure}")
+    return node_size
 
 
 def _masks(mask: Any, S: int | None, ranks: int, device: Any) -> dict[str, BlockMask]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.layout import Interval, Route, Source
+from anyattn.distributed.layout import Interval, Source
+from anyattn.distributed.relay import Route
 from anyattn.distributed.row_moves import Move, Part, RowMoves, part_of, summed
 from anyattn.distributed.share import LocalCalls, Share, is_interval
 
@@ -24,9 +25,12 @@ class Pending(NamedTuple):
     received: Tensor
 
 
-def exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int], width: int, channel: Channel) -> Pending:
-    """Starts an exchange. sent, received: keys to and from each rank, of ``width`` elements."""
-    to = torch.empty(sum(received) * width, dtype=flat.dtype, device=flat.device)
+def exchanged(
+    flat: Tensor, sent: Sequence[int], received: Sequence[int], width: int, channel: Channel, to: Tensor | None = None
+) -> Pending:
+    """Starts an exchange. sent, received: keys to and from each rank, of ``width`` elements. to: the memory of the received message."""
+    if to is None:
+        to = torch.empty(sum(received) * width, dtype=flat.dtype, device=flat.device)
     return Pending(channel.exchange(flat, [n * width for n in sent], to, [n * width for n in received]), flat, to)
 
 
@@ -85,6 +89,7 @@ class KeyMoves:
         self._own = part_of(0, k), part_of(1, v)
         self._is_row_first = k.stride(2) > k.stride(1), v.stride(2) > v.stride(1)
         self._packing = self._moves(self._packed(share.route))
+        self._passing = self._moves(self._passed(share.route))
         self.local, self.remote = self._hulls(True), self._hulls(False)
         self._sums: dict[tuple, RowMoves] = {}
 
@@ -94,27 +99,54 @@ class KeyMoves:
         return self._batch * self._heads * sum(self._widths)
 
     def send(self, k: Tensor, v: Tensor, channel: Channel) -> Pending:
-        """Starts to send each rank the rows of k and v that it needs."""
+        """Starts to send each rank the rows of k and v that it needs, or passes on."""
         route = self._share.route
-        flat = torch.empty(sum(route.sent) * self.width, dtype=k.dtype, device=k.device)
+        sizes = sum(route.sent[0]) * self.width, sum(map(sum, route.received)) * self.width
+        flat, message = (torch.empty(size, dtype=k.dtype, device=k.device) for size in sizes)
         self._packing.run((k, v), (flat,))
-        return exchanged(flat, route.sent, route.received, self.width, channel)
+        to = message[: sum(route.received[0]) * self.width]
+        return exchanged(flat, route.sent[0], route.received[0], self.width, channel, to)._replace(received=message)
+
+    def keys(self, pending: Pending, channel: Channel) -> Tensor:
+        """The message of ``Route.keys``, after ``send``: what has come is passed on, and what others pass on awaited."""
+        route, message = self._share.route, awaited(pending, channel, "keys")
+        if len(route.sent) > 1:
+            flat = message.new_empty(sum(route.sent[1]) * self.width)
+            self._passing.run((message,), (flat,))
+            to = message[sum(route.received[0]) * self.width :]
+            awaited(exchanged(flat, route.sent[1], route.received[1], self.width, channel, to), channel, "keys inside nodes")
+        return message
 
     def return_gradients(self, pieces: Sequence[Piece], like: Tensor, dtype: torch.dtype, channel: Channel) -> Pending:
-        """Starts to send the gradients of received keys home: sums of ``pieces``. like: a tensor on their device. dtype: of the sums."""
+        """Starts to send the gradients of received keys home: sums of ``pieces``. like: a tensor on their device. dtype: of the sums.
+
+        Those of keys that were passed on go to the ranks that did so, and are added there to the rank's own, in the order of the ranks.
+        """
+        route, came = self._share.route, None
+        for at in reversed(range(len(route.sent))):
+            flat = torch.empty(sum(route.received[at]) * self.width, dtype=dtype, device=like.device)
+            self._sum_received(at, pieces, came, flat)
+            pending = exchanged(flat, route.received[at], route.sent[at], self.width, channel)
+            if at > 0:
+                came = awaited(pending, channel, "gradients inside nodes")
+        return pending
+
+    def _sum_received(self, at: int, pieces: Sequence[Piece], came: Tensor | None, flat: Tensor) -> None:
+        """Writes the gradients of keys that were received in an exchange: sums of ``pieces`` and, in the order of the ranks, of what has
+        come back from where they were passed on to."""
         route = self._share.route
-        flat = torch.empty(sum(route.received) * self.width, dtype=dtype, device=like.device)
-        sources = [t for piece in pieces for t in (piece.dk, piece.dv)]
-        key = ("return", *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
+        sources = [t for piece in pieces for t in (piece.dk, piece.dv)] + ([] if came is None else [came])
+        key = ("return", at, *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
         if key not in self._sums:
+            back = [] if came is None else self._in_message(route.passed, 2 * len(pieces))
             moves = []
-            for interval, *targets in self._in_message(route.keys, 0):
+            for interval, *targets in self._in_message(route.arriving[at], 0):
                 for which, target in enumerate(targets):
                     given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
+                    given += [(passed, parts[which]) for passed, *parts in back]
                     moves += summed(target, interval, given, self._widths[which])
             self._sums[key] = self._moves(moves)
         self._sums[key].run(sources, (flat,))
-        return exchanged(flat, route.received, route.sent, self.width, channel)
 
     def home(self, pieces: Sequence[Piece], returned: Tensor | None, grads: tuple[Tensor, Tensor]) -> None:
         """Writes the gradients of k and v: the sums of ``pieces`` and, in the order of the ranks, of what other ranks return, rounded
@@ -156,6 +188,15 @@ class KeyMoves:
             Move(target, (own.after(start),), stop - start, width)
             for (start, stop), *targets in self._in_message(route.rows, 0)
             for target, own, width in zip(targets, self._own, self._widths)
+        ]
+
+    def _passed(self, route: Route) -> list[Move]:
+        came = self._in_message(route.arriving[0], 0) if route.passed else []
+        return [
+            move
+            for interval, *targets in self._in_message(route.passed, 0)
+            for which, target in enumerate(targets)
+            for move in summed(target, interval, [(span, parts[which]) for span, *parts in came], self._widths[which])
         ]
 
     def _hulls(self, is_local: bool) -> Hulls:

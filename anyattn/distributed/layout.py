@@ -1,4 +1,4 @@
-"""Where rows and keys of a plan lie: intervals of rows per rank, local attention calls, and which keys travel. Host integers."""
+"""Where rows and keys of a plan lie: intervals of rows per rank, and local attention calls. Host integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Interval", "Layout", "Route", "Segment", "Source", "hull_of", "length_of", "local_rows", "overlap", "segments_of"]
+__all__ = ["Interval", "Layout", "Segment", "Source", "hull_of", "length_of", "local_rows", "overlap", "segments_of"]
 
 Interval = tuple[int, int]  # [start, stop) of global positions
 _MOST_SEGMENTS = 6  # local attention calls of a rank; each costs a launch and, at its ends, partly filled multiprocessors
@@ -49,32 +49,23 @@ class Source(NamedTuple):
     rows: Interval
 
 
-class Route(NamedTuple):
-    """The keys that a rank sends and receives. sent, received: keys to and from each rank. rows: the intervals of the rank's own rows that
-    are sent, rank after rank. keys: the global intervals that are received, rank after rank."""
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    rows: tuple[Interval, ...]
-    keys: tuple[Interval, ...]
-
-
 class Layout(NamedTuple):
     """The placement of one mask's rows and keys, the same on every rank.
 
     length: of the sequence. chunk: positions in a chunk, the last of which may be short. owner: the rank of each chunk. needs: bool
-    (ranks, chunks): which chunks of keys the rows of a rank see.
+    (ranks, chunks): which chunks of keys the rows of a rank see. node_size: ranks of a node, neighbours; all of them if there is one.
     """
 
     length: int
     chunk: int
     owner: np.ndarray
     needs: np.ndarray
+    node_size: int
 
     @classmethod
-    def of(cls, length: int, chunk: int, owner: np.ndarray, ranks: int, visits: np.ndarray) -> Layout:
+    def of(cls, length: int, chunk: int, owner: np.ndarray, ranks: int, visits: np.ndarray, node_size: int) -> Layout:
         """visits: bool (chunks, chunks), which chunks of keys the rows of each chunk see."""
-        return cls(length, chunk, owner, np.stack([visits[owner == r].any(0) for r in range(ranks)]))
+        return cls(length, chunk, owner, np.stack([visits[owner == r].any(0) for r in range(ranks)]), node_size)
 
     @property
     def ranks(self) -> int:
@@ -82,33 +73,18 @@ class Layout(NamedTuple):
 
     def rows_of(self, rank: int) -> tuple[Interval, ...]:
         """The global rows of a rank."""
-        return self._intervals(self.owner == rank)
+        return self.intervals(self.owner == rank)
 
     def received(self, rank: int) -> int:
         """The number of keys that ``rank`` receives."""
-        return length_of(self._intervals(self.needs[rank] & (self.owner != rank)))
+        return length_of(self.intervals(self.needs[rank] & (self.owner != rank)))
 
-    def route(self, rank: int) -> Route:
-        """What ``rank`` sends and receives."""
-        to = [self._travels(rank, r) for r in range(self.ranks)]
-        came = [self._travels(r, rank) for r in range(self.ranks)]
-        own = self.rows_of(rank)
-        lengths = [tuple(map(length_of, parts)) for parts in (to, came)]
-        rows = tuple([local_rows(own, i) for part in to for i in part])
-        return Route(lengths[0], lengths[1], rows, tuple([i for part in came for i in part]))
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether any key travels between any two ranks."""
-        return bool((self.needs & (self.owner != np.arange(self.ranks)[:, None])).any())
-
-    def _travels(self, source: int, target: int) -> tuple[Interval, ...]:
-        return () if source == target else self._intervals(self.needs[target] & (self.owner == source))
-
-    def _intervals(self, chosen: np.ndarray) -> tuple[Interval, ...]:
-        """The global intervals of chosen chunks, neighbours joined."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
-        return tuple([(int(a) * self.chunk, min(int(b) * self.chunk, self.length)) for a, b in edges.reshape(-1, 2)])
+    def intervals(self, chosen: np.ndarray) -> tuple[Interval, ...]:
+        """The global intervals of chosen chunks, bool (chunks,), neighbours of one owner joined."""
+        owner = np.where(chosen, self.owner, -1)
+        starts = np.flatnonzero(np.diff(owner, prepend=-1))
+        runs = zip(starts.tolist(), [*starts[1:].tolist(), len(owner)], owner[starts].tolist())
+        return tuple([(a * self.chunk, min(b * self.chunk, self.length)) for a, b, rank in runs if rank >= 0])
 
 
 def length_of(intervals: Iterable[Interval]) -> int:
@@ -179,7 +155,7 @@ def segments_of(layout: Layout, visits: np.ndarray, rank: int, overlaps: bool, j
         chosen = np.zeros(len(own), bool)
         chosen[mine[places]] = True
         keys = (low * layout.chunk, min(high * layout.chunk, layout.length))
-        segments.append(Segment(layout._intervals(chosen), int(begins[places[0]]), keys, local))
+        segments.append(Segment(layout.intervals(chosen), int(begins[places[0]]), keys, local))
     return tuple(segments)
 
 

@@ -82,17 +82,17 @@ def forward(call: ShardedCall, inputs: Inputs) -> Results:
     share: Share = call.share
     channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves = key_moves(share, calls, k, v)
-    pending = moves.send(k, v, channel) if share.has_messages else None
+    pending = moves.send(k, v, channel) if share.messages else None
     keys = moves.local.made(k, v, None)
     message: Tensor | None = None
     found: list[Any] = [None] * len(calls.segments)
     for at in calls.order:
         if pending is not None and message is None and not calls.segments[at].is_local:
-            message = awaited(pending, channel, "keys")
+            message = moves.keys(pending, channel)
             keys |= moves.remote.made(k, v, message)
         found[at] = autograd.forward(*_problem(call, at, inputs, *_keys_of(calls, at, k, v, keys)))
     if pending is not None and message is None:  # every row was computed: the messages are for others
-        message = awaited(pending, channel, "keys")
+        message = moves.keys(pending, channel)
     out = _rows(call, [r.out for r in found], q, v.shape[3])
     lse, highest = (_statistics(parts, q) for parts in ([r.lse for r in found], [r.max_scores for r in found]))
     return Results(out, lse, highest if call.wants_max else None, message if call.keeps_keys else None)
@@ -106,8 +106,8 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
     share: Share = call.share
     channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves, message = key_moves(share, calls, k, v), results.message
-    if share.has_messages and message is None:
-        message = awaited(moves.send(k, v, channel), channel, "keys")
+    if share.messages and message is None:
+        message = moves.keys(moves.send(k, v, channel), channel)
     keys = moves.remote.made(k, v, message)
     keys |= moves.local.made(k, v, None)
     wants_keys = k.requires_grad or v.requires_grad
@@ -134,7 +134,7 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
         if not calls.segments[at].is_local:
             visit(at)
     pending = None
-    if share.has_messages:
+    if share.messages:
         pending = moves.return_gradients(pieces, k, torch.promote_types(k.dtype, torch.float32), channel)
     for at in reversed(calls.order):
         if calls.segments[at].is_local:

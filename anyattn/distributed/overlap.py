@@ -9,6 +9,7 @@ import numpy as np
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.placement import CostModel, Work
 from anyattn.distributed.placement.cost import CALL_SECONDS
+from anyattn.distributed.relay import arrivals_of
 
 __all__ = ["Demand", "demand_of", "overlap_pays", "seconds_of"]
 
@@ -46,11 +47,13 @@ def seconds_of(layout: Layout, demand: Demand, costs: CostModel, row_bytes: int)
     copy of its rows are added.
     """
     needs, seconds = demand
+    inside, across, _ = arrivals_of(layout)
+    messages = costs.message_seconds(inside, across)
     with_overlap, without = [], []
     for rank in range(layout.ranks):
         own = layout.owner == rank
         is_local = own & ~(needs & ~own).any(1)
-        message = layout.received(rank) * costs.key_bytes / costs.bandwidth
+        message = float(messages[rank])
         local, rest = float(seconds[is_local].sum()), float(seconds[own & ~is_local].sum())
         rows = int(own.sum()) * layout.chunk
         split = CALL_SECONDS + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0

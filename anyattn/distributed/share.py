@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import noop_mask
 from anyattn.distributed.by_documents import DocumentRows, documents_of
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
 from anyattn.distributed.placed_mods import Place, placed
+from anyattn.distributed.relay import arrivals_of, route_of
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, marked
@@ -87,15 +88,16 @@ class Share(MaskShare):
     layout: who needs which keys, too. visits: bool (chunks, chunks), which chunks of keys a chunk of rows sees. overlaps: of
     ``segments_of``.
 
-    most_received: keys, by the rank that receives most. by_lists: its local calls. by_pieces: those of which each has one interval of rows,
-    for scores that read q_idx: an offset that depends on the row costs them a third of the time (ALiBi, S 64k, an H200: 17.0 and 12.9 ms).
+    most_received: keys, by the rank that receives most, with those that it passes on. by_lists: its local calls. by_pieces: those of which
+    each has one interval of rows, for scores that read q_idx: an offset that depends on the row costs them a third of the time (ALiBi, S
+    64k, an H200: 17.0 and 12.9 ms).
     """
 
     def __init__(self, mask: BlockMask, layout: Layout, visits: np.ndarray, rank: int, first_head: int, overlaps: bool):
         super().__init__(mask, layout, rank, first_head)
-        self.route = layout.route(rank)
-        self.has_messages = layout.has_messages
-        self.most_received = max(map(layout.received, range(layout.ranks)))
+        self.route = route_of(layout, rank)
+        inside, across, _ = arrivals_of(layout)
+        self.most_received = int((inside + across).max())
         self.by_lists = self.by_pieces = self._calls("lists", segments_of(layout, visits, rank, overlaps))
         if any(len(s.rows) > 1 for s in self.segments):
             self.by_pieces = self._calls("pieces", segments_of(layout, visits, rank, overlaps, joins=False))
@@ -103,12 +105,12 @@ class Share(MaskShare):
 
     @property
     def messages(self) -> int:
-        """Of a forward pass."""
-        return int(self.has_messages)
+        """Of a forward pass; the same on every rank."""
+        return len(self.route.sent)
 
     def messages_back(self, is_kept: bool) -> int:
         """Of a backward pass. is_kept: the forward pass has kept what it received."""
-        return int(self.has_messages) * (1 + int(not is_kept))
+        return self.messages * (1 + int(not is_kept))
 
     def for_heads(self, queries: int, keys: int) -> Share:
         """The share of calls with these heads."""

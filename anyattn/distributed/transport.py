@@ -12,6 +12,7 @@ from anyattn.distributed.layout import Layout
 from anyattn.distributed.overlap import Demand, seconds_of
 from anyattn.distributed.placement import CostModel, Placement, PlanStats, Work, chunks_of, combined, place
 from anyattn.distributed.placement.candidates import contiguous
+from anyattn.distributed.relay import exchanges_of
 from anyattn.sparsity.block_mask import BlockMask
 
 __all__ = ["HEADS", "TRANSPORTS", "Layer", "placed_rows"]
@@ -61,10 +62,10 @@ def _seconds_by_keys(layers: Sequence[Layer], owner: np.ndarray, ranks: int, cos
     """Of the forward passes of all layers, by the slowest rank."""
     total = 0.0
     for each in layers:
-        layout = Layout.of(each.work.length, each.work.chunk, owner, ranks, each.demand.needs)
+        layout = Layout.of(each.work.length, each.work.chunk, owner, ranks, each.demand.needs, costs.node_size or ranks)
         both = seconds_of(layout, each.demand, costs, row_bytes)
         seconds = min(both) if overlap == "auto" else both[0 if overlap else 1]
-        total += each.weight * (seconds + costs.fixed_seconds * layout.has_messages)
+        total += each.weight * (seconds + costs.fixed_seconds * len(exchanges_of(layout)))
     return total
 
 
@@ -79,7 +80,9 @@ def _by_heads(layers: Sequence[Layer], ranks: int, costs: CostModel, heads: tupl
     queries, keys = (max(n, ranks) for n in heads)
     parts = (length - rows) * (queries + 2 * keys) + rows * queries * (ranks - 1)
     received = -(-parts // (2 * heads[1] * ranks))
-    messages = received * (costs.key_bytes / costs.bandwidth) + 2 * costs.fixed_seconds * bool(received.any())
+    node_size = costs.node_size or ranks
+    across = received * (ranks - node_size) // max(ranks - 1, 1)
+    messages = costs.message_seconds(received - across, across) + 2 * costs.fixed_seconds * bool(received.any())
     seconds = float((compute + sum(each.weight for each in layers) * messages).max())
     mean, gathered = float(compute.mean()), max((ranks - 1) * length, 1)
     loads = compute / mean if mean else np.ones(ranks)
@@ -98,6 +101,9 @@ def _by_heads(layers: Sequence[Layer], ranks: int, costs: CostModel, heads: tupl
             received=tuple(received.tolist()),
             received_share=share,
             bound=share,
+            node_size=node_size,
+            across=tuple(across.tolist()),
+            across_share=int(across.sum()) / gathered,
             pieces=tuple((rows > 0).astype(int).tolist()),
             seconds=seconds,
             efficiency=min(mean / seconds, 1.0) if seconds else 1.0,

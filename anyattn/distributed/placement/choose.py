@@ -23,6 +23,7 @@ _WORDS_SEARCHED = 2**14  # of bits, on all levels of bisection
 _NEARLY_EVEN, _NEARLY_LEAST = 1.01, 0.02  # load, and excess over the bound in all-gathers, at which no bisection is tried
 _PER_ALL_GATHER = 0.08  # of the ideal time: what messages cost others than attention
 _LEAST_PER_PIECE, _MOST_PER_PIECE = 0.001, 0.02  # of the ideal time; in short sequences uneven load costs more than calls
+_MOST_PER_RELAY = 0.2  # of the ideal time, for a second exchange
 _EVEN = 1.03  # a load above it costs twice: no other part of a model is that uneven
 _STEP = 1e-6  # differences of value below it are ties, which the earlier candidate wins
 
@@ -64,7 +65,7 @@ def place(work: Work, ranks: int, costs: CostModel | None = None) -> Placement:
         best, bound = found, bound if found is best else None
     if bound is None:
         bound = bound_of(chunks, ranks, best.load.balance)
-    return Placement(best.owner, best.name, _stats(chunks, best, bound))
+    return Placement(best.owner, best.name, _stats(chunks, best, bound, costs.node_size or ranks))
 
 
 class _Valued(NamedTuple):
@@ -78,20 +79,22 @@ class _Valued(NamedTuple):
     @classmethod
     def of(cls, chunks: Chunks, name: str, owner: np.ndarray, ranks: int, costs: CostModel) -> _Valued:
         load = load_of(chunks, owner, ranks, costs)
-        return cls(_value(load, chunks.work.length), name, owner, load)
+        return cls(_value(load, chunks.work.length, costs), name, owner, load)
 
 
-def _value(load: Load, length: int) -> int:
-    """What is minimised, in steps of ``_STEP``: time relative to the ideal, without fixed costs, which rank placements of short sequences
-    by their pieces alone; messages, which others share; and uneven load, which waits elsewhere too."""
+def _value(load: Load, length: int, costs: CostModel) -> int:
+    """What is minimised, in steps of ``_STEP``: time relative to the ideal, with at most a share of it for fixed costs, which would rank
+    placements of short sequences alone; messages, which others share; and uneven load, which waits elsewhere too."""
     slowdown = float(load.attention.max()) / load.ideal if load.ideal else 1.0
     share = int(load.received.sum()) / (max(len(load.rows) - 1, 1) * length)
     per_piece = min(max(CALL_SECONDS / load.ideal, _LEAST_PER_PIECE), _MOST_PER_PIECE) if load.ideal else _LEAST_PER_PIECE
-    pieces = int(load.pieces.max()) - 1
-    return round((slowdown + max(load.balance - _EVEN, 0.0) + _PER_ALL_GATHER * share + per_piece * pieces) / _STEP)
+    fixed = per_piece * (int(load.pieces.max()) - 1)
+    if load.exchanges > 1:
+        fixed += min(costs.fixed_seconds / load.ideal, _MOST_PER_RELAY) if load.ideal else _MOST_PER_RELAY
+    return round((slowdown + max(load.balance - _EVEN, 0.0) + _PER_ALL_GATHER * share + fixed) / _STEP)
 
 
-def _stats(chunks: Chunks, found: _Valued, bound: int) -> PlanStats:
+def _stats(chunks: Chunks, found: _Valued, bound: int, node_size: int) -> PlanStats:
     load, work = found.load, chunks.work
     ranks = len(load.rows)
     gathered = max((ranks - 1) * work.length, 1)
@@ -107,6 +110,9 @@ def _stats(chunks: Chunks, found: _Valued, bound: int) -> PlanStats:
         received=tuple(load.received.tolist()),
         received_share=int(load.received.sum()) / gathered,
         bound=bound / gathered,
+        node_size=node_size,
+        across=tuple(load.across.tolist()),
+        across_share=int(load.across.sum()) / gathered,
         pieces=tuple(load.pieces.tolist()),
         seconds=float(load.seconds.max()),
         efficiency=load.efficiency,

@@ -10,7 +10,7 @@ import numpy as np
 
 from anyattn.distributed.placement.work import Work
 
-__all__ = ["Chunks", "chunks_of", "packed", "popcount", "quotas", "windows"]
+__all__ = ["Chunks", "chunks_of", "packed", "popcount", "quotas", "unpacked", "windows"]
 
 _BITS = 30  # of the largest load: products of a sum of loads with ranks stay below 2**63 for 4,096 chunks and 1,024 ranks
 
@@ -28,10 +28,12 @@ class Chunks(NamedTuple):
     sees: np.ndarray
     keys: np.ndarray
 
-    @property
-    def sees_last(self) -> np.uint64:
-        """The bit of the last chunk, in the last word."""
-        return packed(np.arange(self.number) == self.number - 1)[-1]  # type: ignore[no-any-return]
+    def keys_in(self, words: np.ndarray) -> np.ndarray:
+        """int64 (sets,): the number of keys in sets of chunks, uint64 (sets, words)."""
+        last = packed(np.arange(self.number) == self.number - 1)[-1]
+        # every chunk has as many keys, but for the last
+        missing = self.work.chunk - self.keys[-1]
+        return popcount(words) * self.work.chunk - np.where((words[:, -1] & last) != 0, missing, 0)  # type: ignore[no-any-return]
 
     @property
     def number(self) -> int:
@@ -58,6 +60,11 @@ def packed(flags: np.ndarray) -> np.ndarray:
     octets = np.packbits(flags, axis=-1)
     padding = [(0, 0)] * (flags.ndim - 1) + [(0, -octets.shape[-1] % 8)]
     return np.ascontiguousarray(np.pad(octets, padding) if padding[-1][1] else octets).view(np.uint64)
+
+
+def unpacked(words: np.ndarray, number: int) -> np.ndarray:
+    """bool (..., number): the first ``number`` flags of uint64 (..., words)."""
+    return np.unpackbits(words.view(np.uint8), axis=-1, count=number).view(bool)
 
 
 def popcount(words: np.ndarray) -> np.ndarray:

@@ -17,8 +17,9 @@ class PlanStats(NamedTuple):
     pieces: of each rank, its rows, the keys that it receives in a forward pass ("heads": keys and values of as many bytes), and its runs of
     neighbouring chunks. loads: of each rank, its attention relative to the mean. load: the largest of them. received_share: keys received
     by all ranks, in parts of an all-gather. bound: in the same unit, what no placement with equal rows, no larger load and this transport
-    can go below. seconds, efficiency: predicted for the forward pass of one layer; efficiency is the time of one rank for everything,
-    divided by ranks times seconds.
+    can go below. node_size: ranks of a node. across: of each rank, the keys that it receives from other nodes, some to pass them on;
+    across_share: by all ranks, in parts of an all-gather. seconds, efficiency: predicted for the forward pass of one layer; efficiency is
+    the time of one rank for everything, divided by ranks times seconds.
     """
 
     length: int
@@ -31,6 +32,9 @@ class PlanStats(NamedTuple):
     received: tuple[int, ...]
     received_share: float
     bound: float
+    node_size: int
+    across: tuple[int, ...]
+    across_share: float
     pieces: tuple[int, ...]
     seconds: float
     efficiency: float
@@ -42,11 +46,14 @@ class PlanStats(NamedTuple):
 
     def __str__(self) -> str:
         received = "keys received" if self.transport == "keys" else "heads received, in keys"
+        nodes = self.ranks // self.node_size
+        across = f"from other nodes, {nodes} of {self.node_size}: {self.across_share:.3f}, a rank at most {max(self.across)}"
         return "\n".join(
             [
                 f"{self.length} positions on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.placement}, in chunks of {self.chunk}",
                 f"load: {self.load:.3f} of the mean at most",
                 f"{received}: {self.received_share:.3f} of an all-gather (bound {self.bound:.3f}), a rank at most {max(self.received)}",
+                *[f"{received} {across}"] * (nodes > 1),
                 f"forward pass of a layer, predicted: {1e3 * self.seconds:.3f} ms, efficiency {self.efficiency:.2f}",
             ]
         )
