@@ -33,6 +33,20 @@ def test_heads_travel_where_that_is_expected_to_take_less_time() -> None:
     assert rows == {"auto": ["fold", "heads"], "keys": ["fold", "fold"], "heads": ["heads", "heads"]}
 
 
+def test_nodes_receive_keys_once() -> None:
+    shares = {}
+    for size in (None, 2, 16):
+        code, out, _ = call("plan", "causal", "--S", "4k", "--ranks", "16", *(() if size is None else ("--node-size", size)))
+        (row,) = [line.split() for line in out.splitlines() if re.match(r" +16  ", line)]
+        assert code == 0
+        shares[size] = float(row[6])
+    ((placement, _),) = planned(Case(masks.causal(), 4096), (16,))
+    assert placement.stats.node_size == 8 and shares[None] == round(placement.stats.across_share, 3)
+    assert 0 == shares[16] < shares[None] < shares[2]
+    ((alone, _),) = planned(Case(masks.causal(), 4096), (13,))
+    assert alone.stats.node_size == 13
+
+
 def test_a_score_without_a_mask_is_planned_as_every_key_for_every_row() -> None:
     code, out, _ = call("plan", "softcap(20.0)", "--S", 2048, "--ranks", 3)
     assert code == 0 and "every row sees every key" in out and re.search(r"3  contiguous +1\.\d+ +1\.000 +1\.000", out), out
@@ -79,6 +93,7 @@ def test_what_rows_see_is_drawn_in_their_ranks_colour() -> None:
         (["causal", "--S", "4.5k"], ["4.5k"]),
         (["causal", "--ranks", "8,0"], ["8,0", "1 to 1024"]),
         (["causal", "--ranks", "2048"], ["2048", "1 to 1024"]),
+        (["causal", "--ranks", "12", "--node-size", "8"], ["--node-size 8", "12 ranks"]),
         (["causal", "--heads", "16"], ["'16'", "2 numbers"]),
         (["causal", "--ranks", "3", "--transport", "heads"], ["heads=(16, 4)", "3 ranks"]),
         (["causal", "--out", "owners.pdf"], ["owners.pdf", ".svg"]),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import anyattn
 from anyattn import distributed as ad
@@ -189,6 +190,29 @@ def one_rank_fails_and_goes_on(mesh: Any) -> list[str]:
     bad = [t[:, :, : t.shape[2] - cut] for t in (q, k, v)]
     first = message_of(lambda: anyattn.flex_attention(*bad, None, plan.mask, enable_gqa=True))
     return [first, *[message_of(lambda: _attend(mesh, plan)) for _ in range(2)]]
+
+
+def one_rank_fails_before(mesh: Any, last: int, keep_kv: bool) -> str:
+    """Rank 1 fails before one of the exchanges of a forward and a backward pass, in a new group whose nodes of two pass keys on."""
+    channel._PATIENCE = 0.5
+    exchange, left = channel.Channel.exchange, [last]
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        left[0] -= 1
+        if self.rank == 1 and not left[0]:
+            raise MemoryError(f"before exchange {last}")
+        return exchange(self, *arguments)
+
+    def both_ways() -> None:
+        q, k, v = [t.detach().requires_grad_() for t in plan.shard(*tensors(), dim=2)]
+        anyattn.flex_attention(q, k, v, None, plan.mask, enable_gqa=True).sum().backward()
+
+    plan = _plan(dist.new_group(), node_size=2, keep_kv=keep_kv)
+    channel.Channel.exchange = failing  # type: ignore[method-assign]
+    try:
+        return message_of(both_ways)
+    finally:
+        channel.Channel.exchange = exchange  # type: ignore[method-assign]
 
 
 def one_rank_dies(mesh: Any) -> str:

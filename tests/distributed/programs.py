@@ -64,7 +64,7 @@ def summed(t: Tensor, mesh: Any) -> Tensor:
     return leaf.grad
 
 
-def compiled(mesh: Any, S: int, plans: int, backend: str, transport: str) -> tuple[bool, int]:
+def compiled(mesh: Any, S: int, plans: int, backend: str, transport: str, node_size: int | None = None) -> tuple[bool, int]:
     """Whether a compiled layer agrees with the eager one over plans of several documents, and the number of compilations."""
     call, counter = compiling.fresh(_layer, backend)
     agree = True
@@ -74,7 +74,7 @@ def compiled(mesh: Any, S: int, plans: int, backend: str, transport: str) -> tup
         w = torch.randn(64, 192, generator=g, device="cpu") / 8
         ids = (torch.rand(S, generator=g, device="cpu") < 5 / S).cumsum(0)
         mask = anyattn.create_block_mask(masks.document(ids) & masks.causal(), None, None, S, S, device="cpu", BLOCK_SIZE=16)
-        plan = ad.plan(mask, mesh, transport=transport)
+        plan = ad.plan(mask, mesh, transport=transport, node_size=node_size)
         leaves = [plan.shard(x).detach().requires_grad_(), w.requires_grad_(), torch.ones(4, device="cpu").requires_grad_()]
         agree = compiling.nearly_same(call, _layer, (*leaves, plan.mask), leaves) and agree
     return agree, counter.frame_count

@@ -61,6 +61,25 @@ def test_equals_the_oracle(case: Case, ranks: int, block: Any, plan: dict[str, A
         want.check(got, f"{case} on {ranks} ranks")
 
 
+NODES = [
+    (
+        Case(name, SHAPES[(i + 1) % 4], KINDS[(i + 1) % 3], seed=5 * i),
+        (6, 3) if i % 8 == 1 else (6, 2) if i % 8 == 5 else (4, 1) if i % 8 == 7 else (4, 2),
+        BLOCKS[(i + i // 4) % 4],
+        PLANS[(i + i // 4) % 4],
+    )
+    for i, name in enumerate(VARIANTS)
+]
+
+
+@pytest.mark.parametrize(("case", "nodes", "block", "plan"), NODES, ids=str)
+def test_equals_the_oracle_over_nodes(case: Case, nodes: tuple[int, int], block: Any, plan: dict[str, Any]) -> None:
+    """nodes: ranks, and how many of them play one."""
+    want, (ranks, size) = cases.expected(case, torch.float32), nodes
+    for got in on_ranks(ranks, attention, case, tensors_of(want), block, {**plan, "node_size": size}, {}):
+        want.check(got, f"{case} on {ranks} ranks, {size} a node")
+
+
 HALVES = [
     (Case(name, SHAPES[i % 4], KINDS[i % 3], seed=i), (torch.bfloat16, torch.float16)[i % 2], 2 + i % 3)
     for i, name in enumerate(("causal", "window", "documents", "alibi", "gated_sink", "islands_sink"))
@@ -76,14 +95,15 @@ BOTH = [
 @pytest.mark.parametrize(("case", "dtype", "ranks", "transport"), BOTH, ids=str)
 def test_sixteen_bits_keep_the_budget_of_one_process(case: Case, dtype: torch.dtype, ranks: int, transport: str) -> None:
     want = cases.expected(case, dtype)
-    for got in on_ranks(ranks, attention, case, tensors_of(want), 16, {"overlap": True, "transport": transport}, {}):
+    plan = {"overlap": True, "transport": transport, "node_size": 2 if ranks == 4 else None}
+    for got in on_ranks(ranks, attention, case, tensors_of(want), 16, plan, {}):
         want.check(got, f"{case} on {ranks} ranks")
 
 
-@pytest.mark.parametrize("transport", ["keys", "heads"])
+@pytest.mark.parametrize("plan", [{"transport": "keys"}, {"transport": "keys", "node_size": 2}, {"transport": "heads"}], ids=str)
 @pytest.mark.parametrize(("length", "block"), [(20, 16), (1, 16), (33, 32), (64, 64), (129, 16)])
-def test_short_sequences_leave_ranks_without_rows(length: int, block: int, transport: str) -> None:
+def test_short_sequences_leave_ranks_without_rows(length: int, block: int, plan: dict[str, Any]) -> None:
     case = Case("sink", Shape(2, 4, 2, length, length, 16, 16), "normal")
     want = cases.expected(case, torch.float32)
-    for got in on_ranks(4, attention, case, tensors_of(want), block, {"transport": transport}, {"deterministic": True}):
+    for got in on_ranks(4, attention, case, tensors_of(want), block, plan, {"deterministic": True}):
         want.check(got, f"{length} positions on 4 ranks")

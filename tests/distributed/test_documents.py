@@ -17,7 +17,11 @@ from tests.support.ranks import on_ranks
 SHAPES = (Shape(1, 4, 2, 300, 300, 16, 8), Shape(1, 3, 1, 257, 257, 24, 40), Shape(1, 2, 2, 131, 131, 16, 16))
 PLANS: tuple[dict[str, Any], ...] = ({"as_causal": True}, {"overlap": True}, {"keep_kv": False, "as_causal": True}, {})
 MATRIX = [
-    (DocumentCase(name, SHAPES[(i + ranks) % 3], KINDS[(i + ranks) % 3], seed=9 * i + ranks), ranks, PLANS[(i + ranks // 2) % 4])
+    (
+        DocumentCase(name, SHAPES[(i + ranks) % 3], KINDS[(i + ranks) % 3], seed=9 * i + ranks),
+        ranks,
+        PLANS[(i + ranks // 2) % 4] | ({"node_size": 2} if ranks == 4 and i % 2 == 0 else {}),
+    )
     for i, name in enumerate(DOCUMENTS)
     for ranks in (2, 3, 4)
 ]

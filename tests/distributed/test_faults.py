@@ -26,6 +26,16 @@ def test_a_rank_that_fails_alone_is_named_to_the_others() -> None:
         assert "waits for a rank that has failed: rank 1: ValueError: query has " in text
 
 
+def test_a_rank_that_fails_between_two_exchanges_is_named_to_the_others() -> None:
+    """last: the first exchange that rank 1 does not make; a forward and a backward pass have four, and two more if keys are not kept."""
+    with new_ranks(4) as ranks:
+        for last, keep_kv in ((2, True), (3, True), (4, True), (6, False)):
+            texts = ranks.run(faults.one_rank_fails_before, last, keep_kv)
+            assert texts[1] == f"MemoryError: before exchange {last}"
+            for rank in (0, 2, 3):
+                assert f"waits for a rank that has failed: rank 1: MemoryError: before exchange {last}" in texts[rank]
+
+
 def test_after_an_error_of_one_rank_no_message_reaches_a_wrong_call() -> None:
     with new_ranks(2) as ranks:
         texts = ranks.run(faults.one_rank_fails_and_goes_on)

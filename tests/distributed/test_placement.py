@@ -224,3 +224,19 @@ def test_costs_follow_heads_and_ranks() -> None:
     near, far = CostModel.of((16, 4), 128, 8), CostModel.of((32, 8), 64, 16)
     assert near == CostModel() and far.bandwidth < near.bandwidth
     assert far.pair_seconds == near.pair_seconds and far.key_bytes == near.key_bytes
+    nodes = CostModel.of((32, 8), 64, 16, node_size=8)
+    assert nodes.bandwidth == near.bandwidth and nodes.network == far.bandwidth
+    inside, across = nodes.message_seconds(np.array([1000, 0]), np.array([0, 1000]))
+    assert (inside, across) == (1000 * (nodes.key_bytes / near.bandwidth), 1000 * (nodes.key_bytes / far.bandwidth))
+    for size in (0, 3, 32):
+        with pytest.raises(ValueError, match=f"node_size={size} and 16 ranks; wanted a divisor"):
+            CostModel.of(ranks=16, node_size=size)
+
+
+def test_one_node_costs_what_no_nodes_do_and_several_cost_less_than_none() -> None:
+    whole = chunks_of(work(masks.causal(), 2**14, 16, 64), PARTIAL)
+    owner = fold(whole, 16)
+    slow, one, two = (load_of(whole, owner, 16, CostModel.of(ranks=16, node_size=size)) for size in (None, 16, 8))
+    fast = load_of(whole, owner, 16, CostModel())
+    assert all(np.array_equal(a, b) for a, b in zip(one, fast, strict=True))
+    assert fast.attention.max() < two.attention.max() < slow.attention.max() and (fast.exchanges, two.exchanges) == (1, 2)

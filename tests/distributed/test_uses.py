@@ -35,10 +35,21 @@ def test_a_head_of_several_ranks_gets_the_sum_of_their_gradients_rounded_once(ra
     assert all(map(all, on_ranks(ranks, uses.summed_in_float32)))
 
 
-@pytest.mark.parametrize("transport", ["keys", "heads"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_deterministic_gradients_repeat(ranks: int, transport: str) -> None:
-    assert all(on_ranks(ranks, uses.reruns, transport))
+@pytest.mark.parametrize(("ranks", "node_size", "dtype"), [(4, 2, torch.float32), (4, 2, torch.bfloat16)], ids=str)
+def test_keys_that_are_passed_on_have_the_same_bits(ranks: int, node_size: int, dtype: torch.dtype) -> None:
+    assert all(map(all, on_ranks(ranks, uses.same_as_without_nodes, node_size, dtype)))
+
+
+def test_nodes_are_found_alike_on_every_rank() -> None:
+    for sizes in on_ranks(4, uses.nodes_of_torchrun):
+        assert sizes == [2, 4, 4, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "transport", "node_size"), [(2, "keys", None), (4, "keys", None), (4, "keys", 2), (2, "heads", None), (4, "heads", None)]
+)
+def test_deterministic_gradients_repeat(ranks: int, transport: str, node_size: int | None) -> None:
+    assert all(on_ranks(ranks, uses.reruns, transport, node_size))
 
 
 @BOTH
@@ -75,9 +86,12 @@ def test_one_rank_is_flex_attention() -> None:
     assert all(map(all, on_ranks(1, uses.one_rank)))
 
 
-@pytest.mark.parametrize(("backend", "transport"), [("aot_eager", "keys"), ("inductor", "keys"), ("aot_eager", "heads")])
-def test_new_documents_compile_nothing(backend: str, transport: str) -> None:
-    for agree, graphs in on_ranks(2, programs.compiled, 256, 3, backend, transport):
+@pytest.mark.parametrize(
+    ("backend", "ranks", "transport", "node_size"),
+    [("aot_eager", 2, "keys", None), ("inductor", 2, "keys", None), ("aot_eager", 2, "heads", None), ("aot_eager", 4, "keys", 2)],
+)
+def test_new_documents_compile_nothing(backend: str, ranks: int, transport: str, node_size: int | None) -> None:
+    for agree, graphs in on_ranks(ranks, programs.compiled, 256, 3, backend, transport, node_size):
         assert agree
         assert graphs == 1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,11 +78,47 @@ def summed_in_float32(mesh: Any) -> list[bool]:
     return [torch.equal(a, b.to(a.dtype)) for a, b in zip(got, sums, strict=True)] + [b.dtype is torch.float32 for b in sums]
 
 
-def reruns(mesh: Any, transport: str = "keys") -> bool:
+def same_as_without_nodes(mesh: Any, node_size: int, dtype: torch.dtype) -> list[bool]:
+    """Whether keys are passed on, and of out, lse and the gradient of q, with and without overlap, whether they have the bits of the same
+    rows' with messages straight from rank to rank."""
+    found = []
+    for overlap in (False, True):
+        plan = ad.plan(mask_of(masks.causal()), mesh, overlap=overlap, node_size=node_size)
+        options = plan._options._replace(costs=plan._options.costs._replace(node_size=None))
+        straight = type(plan)(plan._masks, plan._demands, plan._placement, plan.ranks, plan.chunk, options).to(mesh)
+        local = plan.shard(*tensors(dtype=dtype), dim=2)
+        results = [run(*local, each.mask) for each in (plan, straight)]
+        found += [plan.mask.share.messages == 2, straight.mask.share.messages == 1]
+        found += [torch.equal(a, b) for a, b in zip(*results, strict=True)][:3]
+    return found
+
+
+def nodes_of_torchrun(mesh: Any) -> list[Any]:
+    """The sizes of nodes that new groups find in LOCAL_WORLD_SIZE of 4 ranks: the same on all; other sizes on one; only on one; a group of
+    every other rank, and a size that is passed instead."""
+    rank, found = mesh.get_local_rank(), []
+    cases: tuple[tuple[str, Any, int | None], ...] = (
+        ("2", None, None),
+        ("24"[rank == 3], None, None),
+        (("", "2")[rank == 0], None, None),
+        ("2", (rank % 2, rank % 2 + 2), None),
+        ("2", None, 4),
+    )
+    for text, members, node_size in cases:
+        os.environ["LOCAL_WORLD_SIZE"] = text
+        everyone = [dist.new_group(ranks) for ranks in ([[0, 2], [1, 3]] if members else [None])]
+        group = everyone[rank % 2 if members else 0]
+        found.append(ad.plan(mask_of(masks.causal()), group, node_size=node_size).node_size)
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return found
+
+
+def reruns(mesh: Any, transport: str = "keys", node_size: int | None = None) -> bool:
     """Whether two runs give the same bits, gradients included."""
     q, k, v = tensors()
-    ids = torch.arange(S, device="cpu") // 50
-    plan = ad.plan(mask_of(masks.document(ids) & masks.causal()), mesh, transport=transport)
+    ids = torch.arange(S, device="cpu") // 150
+    plan = ad.plan(mask_of(masks.document(ids) & masks.causal()), mesh, transport=transport, node_size=node_size)
+    assert plan.mask.share.messages == (1 if transport == "keys" and node_size is None else 2)
     a, b = (run(*plan.shard(q, k, v, dim=2), plan.mask, deterministic=True) for _ in range(2))
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 

@@ -41,3 +41,11 @@ def test_pieces_of_documents_equal_the_oracle(name: str) -> None:
     plan = {"as_causal": True, "keep_kv": len(name) % 2 == 0}
     for got in on_ranks(2, attention, case, tensors_of(want), 128, plan, {}, device="cuda"):
         want.check(got, f"{case} on two ranks")
+
+
+@pytest.mark.parametrize("i", range(3), ids=lambda i: NAMES[i])
+def test_four_ranks_that_play_two_nodes_equal_the_oracle(i: int) -> None:
+    case = Case(NAMES[i], SHAPES[i], KINDS[i], seed=i)
+    want = cases.expected(case, torch.bfloat16)
+    for got in on_ranks(4, attention, case, tensors_of(want), 128, {**PLANS[i], "node_size": 2}, {}, device="cuda"):
+        want.check(got, f"{case} on four ranks, two a node")
