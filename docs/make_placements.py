@@ -13,7 +13,8 @@ from anyattn.mods import masks
 
 PAGE = Path(__file__).resolve().parent / "context-parallel.md"
 BEGIN, END = "<!-- written by docs/make_placements.py -->", "<!-- end -->"
-HEADER = "| mask | positions | ranks | placement | load | received | bound | most by a rank | pieces | efficiency |\n|" + "---|" * 10
+COLUMNS = "mask", "positions", "ranks", "placement", "load", "received", "bound", "most by a rank", "across nodes", "pieces", "efficiency"
+HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 SHORT, LONG = 2**18, 2**24
 
 
@@ -50,7 +51,8 @@ def lines(row: Row) -> Iterator[str]:
     """The lines of the table for a mask."""
     for placement, _ in planned(Case(row.mask(row.length), row.length), row.ranks):
         s = placement.stats
-        numbers = f"{s.load:.3f} | {s.received_share:.3f} | {s.bound:.3f} | {max(s.received):,} | {max(s.pieces)} | {s.efficiency:.2f}"
+        keys = f"{s.received_share:.3f} | {s.bound:.3f} | {max(s.received):,} | {s.across_share:.3f}"
+        numbers = f"{s.load:.3f} | {keys} | {max(s.pieces)} | {s.efficiency:.2f}"
         yield f"| {row.name} | {_short(row.length)} | {s.ranks:,} | {s.placement} | {numbers} |"
 
 
