@@ -315,12 +315,12 @@ def _silent(channel: Any) -> None:
 
 def _alone(_: int, index: int, size: int, device: str, lengths: list[int], only: str, setting: Setting, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     from anyattn.distributed.channel import channel_of
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    dist.init_process_group("fake", store=FakeStore(), rank=index, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=index, world_size=size)
     rank = Rank(where, init_device_mesh(device, (size,)), index, size)
     _silent(channel_of(rank.mesh.get_group()))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
