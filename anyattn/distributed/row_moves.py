@@ -124,14 +124,19 @@ class _Launch:
             + [n for i in range(most) for n in (_numbers(m.sources[i]) if i < len(m.sources) else (0,) * _NUMBERS)]
             for m in moves
         ]
-        table = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self._table = table.to(device, non_blocking=True)
+        # kept, since a captured graph copies it again at every replay
+        self._lines = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        self._table = self._lines.to(device, non_blocking=True)
+        self._is_written: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._is_written, self._streams = torch.cuda.Event(), {_stream(device)}
+            self._is_written.record(torch.cuda.current_stream(device))
         self._heads, self._device = heads, device
         width = 1 << (max(m.width for m in moves) - 1).bit_length()
         rows = max(_ELEMENTS // width, 1)
         rows = 1 << (rows.bit_length() - 1)
         self._grid = (-(-max(m.rows for m in moves) // rows), batch * heads, len(moves))
-        self._options = {"STEP": table.shape[1], "ROWS": rows, "WIDTH": width, "num_warps": 4 if rows * width > 2048 else 1}
+        self._options = {"STEP": self._table.shape[1], "ROWS": rows, "WIDTH": width, "num_warps": 4 if rows * width > 2048 else 1}
         of_targets = [n for m in moves for n in (m.width, m.target.offset, *m.target.strides)]
         of_sources = [n for m in moves for n in (m.width, *[x for s in m.sources for x in (s.offset, *s.strides)])]
         self._divisible = tuple([all(n % unit == 0 for n in given) for given in (of_sources, of_targets) for unit in (2, 4, 8)])
@@ -154,8 +159,16 @@ class _Launch:
         options = {**self._options, "UNIT_FROM": units[0], "UNIT_TO": units[1]}
         given.append(self._heads)
         known = sources[0].dtype, targets[0].dtype, *units
+        if self._is_written is not None and (stream := _stream(self._device)) not in self._streams:
+            if not torch.cuda.is_current_stream_capturing():  # which begins when all streams are done
+                torch.cuda.current_stream(self._device).wait_event(self._is_written)
+                self._streams.add(stream)
         with current_device(self._device):
             launch(move_rows, self._grid, given, self._device, options, known)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _numbers(part: Part) -> tuple[int, ...]:
