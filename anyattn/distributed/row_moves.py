@@ -159,12 +159,18 @@ class _Launch:
         options = {**self._options, "UNIT_FROM": units[0], "UNIT_TO": units[1]}
         given.append(self._heads)
         known = sources[0].dtype, targets[0].dtype, *units
-        if self._is_written is not None and (stream := _stream(self._device)) not in self._streams:
-            if not torch.cuda.is_current_stream_capturing():  # which begins when all streams are done
-                torch.cuda.current_stream(self._device).wait_event(self._is_written)
-                self._streams.add(stream)
+        if self._is_written is not None:
+            self._wait(self._is_written)
         with current_device(self._device):
             launch(move_rows, self._grid, given, self._device, options, known)
+
+
+    def _wait(self, is_written: torch.cuda.Event) -> None:
+        """Makes a stream that has not written the table wait for it, once."""
+        stream = _stream(self._device)
+        if stream not in self._streams and not torch.cuda.is_current_stream_capturing():  # which begins when all streams are done
+            torch.cuda.current_stream(self._device).wait_event(is_written)
+            self._streams.add(stream)
 
 
 def _stream(device: torch.device) -> int:
