@@ -13,6 +13,7 @@ from anyattn.distributed import by_heads, local_attention
 from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
+from anyattn.distributed.local_captures import with_local_dims
 from anyattn.distributed.share import LocalCalls, MaskShare, Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
@@ -72,6 +73,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     score = None if call.score_mod is None else flex.traced(call.score_mod, "score", query, aux)
     extra = None if call.mask_mod is None else flex.traced(call.mask_mod, "mask", query, aux)
     sink = flex.sink_logits(call.sink, query)
+    score, extra = (with_local_dims(mod, share.rows, isinstance(share, HeadShare)) for mod in (score, extra))
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
     facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic))

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.distributed import batches, sharding
 from anyattn.distributed.channel import Channel, channel_of
 from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
+from anyattn.distributed.local_captures import marked
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
 from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, work_of
 from anyattn.distributed.relay import arrivals_of
@@ -286,6 +288,22 @@ class ContextPlan:
         """``unshard``, for a tensor that holds a number for each of this rank's rows and that a mod captures: mods index it by global
         positions."""
         return self.unshard(t, dim)
+
+    def rows(self, t: Tensor, dim: int = 0) -> Tensor:
+        """``t``, marked: its dimension ``dim`` holds this rank's rows, and a mod that captures it indexes that by ``q_idx`` itself.
+
+        t: such as a bias (rows, S) or a temperature (rows,) that the model computes from its rows; nothing is sent, and its gradient is
+        complete on this rank. What is computed from the result has no mark; in compiled code ``rows`` is called there.
+
+        Raises ``ValueError`` for another number of rows; a call whose mod indexes the dimension otherwise raises ``ModError``.
+        """
+        if self.ranks == 1:
+            return t
+        rows = None
+        if not is_compiling():
+            rows = self.rows_of(self.rank)
+            sharding.check_rows(t, self._rows, self.rank, dim)
+        return marked(t, dim % t.ndim, rows)
 
     # ---- for people
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.layout import Layout, length_of
 
-__all__ = ["gathered", "reduced", "shard_of"]
+__all__ = ["check_rows", "gathered", "reduced", "shard_of"]
 
 
 def shard_of(t: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
@@ -26,13 +26,15 @@ def shard_of(t: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     return torch.cat(parts, dim) if parts else t.narrow(dim, 0, 0)
 
 
+def check_rows(t: Tensor, layout: Layout, rank: int, dim: int) -> None:
+    rows = length_of(layout.rows_of(rank))
+    if t.shape[dim] != rows:
+        raise ValueError(f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {rank}")
+
+
 def gathered(t: Tensor, layout: Layout, channel: Channel, dim: int) -> Tensor:
     """The rows of all ranks in global order. Its gradient is the sum of the ranks' gradients of the result, at this rank's rows."""
-    rows = length_of(layout.rows_of(channel.rank))
-    if t.shape[dim] != rows:
-        raise ValueError(
-            f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {channel.rank}"
-        )
+    check_rows(t, layout, channel.rank, dim)
     return _Gathered.apply(t, layout, channel, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 

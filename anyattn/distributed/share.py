@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.distributed.by_documents import DocumentRows, documents_of
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
+from anyattn.distributed.local_captures import check_mask
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.distributed.relay import arrivals_of, route_of
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -74,6 +75,7 @@ class MaskShare:
         known = self._parts.get(calls.name)
         if known is None or known[0] != now:
             traced = trace(self.mask.mask_mod, "mask", device=self.device)
+            check_mask(traced)
             known = self._parts[calls.name] = now, tuple(tensors), self._cut_lists(calls, traced)
         return known[2]
 
@@ -127,7 +129,7 @@ class Share(MaskShare):
 
     def _calls(self, name: str, segments: Sequence[Segment | DocumentRows]) -> LocalCalls:
         hulls = tuple([hull_of(self.rows, self.route.keys, s.spans) for s in segments])
-        places = tuple([Place(s.rows, s.keys, self.first_head, self.device) for s in segments if isinstance(s, Segment)])
+        places = tuple([Place(s.rows, s.keys, self.first_head, self.device, s.first) for s in segments if isinstance(s, Segment)])
         return LocalCalls(name, tuple(segments), places, hulls, tuple(sorted(range(len(segments)), key=lambda i: not segments[i].is_local)))
 
     def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:
