@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
-from anyattn.distributed import by_heads, local_attention
+from anyattn.distributed import by_heads, local_attention, padded_rows
 from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
@@ -44,13 +44,23 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
 
 
 def forward(call: ShardedCall, inputs: Inputs) -> Results:
-    """The attention of this rank's rows, by what travels in the plan. Every rank runs it."""
-    return (by_heads if isinstance(call.share, CallShare) else local_attention).forward(call, inputs)
+    """The attention of this rank's rows, by what travels in the plan, with the inputs' padding. Every rank runs it."""
+    found = _transport(call).forward(call, padded_rows.cut_inputs(inputs, call.share.length))
+    return padded_rows.padded_results(found, inputs)
 
 
 def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Gradients of ``inputs``, which require grad where one is wanted. Every rank runs it."""
-    return (by_heads if isinstance(call.share, CallShare) else local_attention).backward(call, inputs, results, dout, dlse)
+    rows = call.share.length
+    out, lse, dout, dlse = (padded_rows.cut(t, rows) for t in (results.out, results.lse, dout, dlse))
+    of_rows = Results(out, lse, None, results.message)
+    found = _transport(call).backward(call, padded_rows.cut_inputs(inputs, rows), of_rows, dout, dlse)
+    return padded_rows.padded_gradients(found, inputs)
+
+
+def _transport(call: ShardedCall) -> Any:
+    """The module that runs a call."""
+    return by_heads if isinstance(call.share, CallShare) else local_attention
 
 
 def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedCall, Inputs]:
@@ -73,7 +83,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     score = None if call.score_mod is None else flex.traced(call.score_mod, "score", query, aux)
     extra = None if call.mask_mod is None else flex.traced(call.mask_mod, "mask", query, aux)
     sink = flex.sink_logits(call.sink, query)
-    score, extra = (with_local_dims(mod, share.rows, isinstance(share, HeadShare)) for mod in (score, extra))
+    score, extra = (with_local_dims(mod, share.rows, share.padded, isinstance(share, HeadShare)) for mod in (score, extra))
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
     facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic))
@@ -111,8 +121,9 @@ def refuse_dropout(dropout: Seeded | None) -> None:
 
 
 def _check_shard(share: MaskShare, query: Tensor, key: Tensor) -> None:
+    wanted = share.padded if query.shape[2] == share.padded else share.length
     for name, t in (("query", query), ("key", key)):
-        if t.shape[2] == share.length:
+        if t.shape[2] == wanted:
             continue
         whole = share.layout.length
         cure = "shard the inputs of the model: plan.shard(tokens)" if t.shape[2] == whole else "pass what plan.shard returned on this rank"

@@ -119,7 +119,8 @@ class ContextPlan:
 
     mask: what the model passes as ``block_mask`` to every ``flex_attention``, with the rows of its rank: a ``BlockMask``, or a dict of them
         as ``plan`` was given one. On one rank it is the mask itself.
-    positions: int64 (rows of this rank,), their global positions, ascending. all_positions: int64 (1, S), to be sharded with the tokens.
+    positions: int64 (rows of this rank,), their global positions, ascending, without padding. all_positions: int64 (1, S), to be sharded
+        with the tokens.
     transport: what travels, "keys" or "heads". stats: the plan in numbers: rows, load, received keys, pieces of each rank, the bound of
         received keys, predicted efficiency.
 
@@ -259,9 +260,15 @@ class ContextPlan:
     def all_positions(self) -> Tensor:
         return torch.arange(self.length, device=self._device)[None]
 
-    def shard(self, *tensors: Tensor, dim: int = 1) -> Any:
-        """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple."""
-        found = tuple([sharding.shard_of(t, self._rows, self.rank, dim) for t in tensors])
+    def shard(self, *tensors: Tensor, dim: int = 1, pad: Any = None) -> Any:
+        """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple.
+
+        pad: a number that fills further rows behind them, or a tuple with one for each tensor (ids 0, labels -100): then every rank has as
+            many, and plans of other masks of the same length and blocks too, so that compiled code meets one shape. Attention leaves padded
+            rows out: their output and gradients are 0, their lse is -inf, and no row sees their keys. ``unshard`` and ``gather`` drop them.
+        """
+        pads = sharding.pads_of(pad, tensors)
+        found = tuple([sharding.shard_of(t, self._rows, self.rank, dim, p) for t, p in zip(tensors, pads)])
         return found[0] if len(found) == 1 else found
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,8 +287,8 @@ class ContextPlan:
         return batches.shard_batch(self, batch)
 
     def unshard(self, t: Tensor, dim: int = 1) -> Tensor:
-        """The rows of all ranks in global order, on every rank. Gradients are summed over the ranks, as those of a loss that is the sum of
-        the ranks' losses."""
+        """The rows of all ranks in global order, on every rank, without padding. Gradients are summed over the ranks, as those of a loss
+        that is the sum of the ranks' losses."""
         return t if self.ranks == 1 else sharding.gathered(t, self._rows, self.channel, dim)
 
     def gather(self, t: Tensor, dim: int = 0) -> Tensor:

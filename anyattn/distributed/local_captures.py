@@ -33,8 +33,9 @@ def marked(t: Tensor, dim: int, rows: Intervals | None) -> Tensor:
     return made
 
 
-def with_local_dims(mod: TracedMod | None, rows: Intervals, sends_heads: bool) -> TracedMod | None:
-    """The mod with its ``local_dims``, those of marked tensors among them. rows: of this rank, global intervals.
+def with_local_dims(mod: TracedMod | None, rows: Intervals, padded: int, sends_heads: bool) -> TracedMod | None:
+    """The mod with its ``local_dims``, those of marked tensors among them. rows: of this rank, global intervals. padded: their number in a
+    padded shard.
 
     Raises ``ModError`` if one is not indexed by ``q_idx`` itself, or if heads travel, so that the mod runs for all ranks' rows;
     ``ValueError`` for other rows than this rank's.
@@ -52,7 +53,7 @@ def with_local_dims(mod: TracedMod | None, rows: Intervals, sends_heads: bool) -
     for slot, dim in dims:
         others = [of for s, d, of in marks if (s, d) == (slot, dim) and of not in (None, rows)]
         shape = tuple(mod.tensors[slot].shape)
-        if others or shape[dim] != length:
+        if others or shape[dim] not in (length, padded):
             raise ValueError(
                 f"{_name(mod)} captures a tensor of shape {shape} marked by plan.rows(t, dim={dim}) of rows {others or shape[dim]}, but "
                 f"the rank of this call's plan has {length}, {list(rows)}; wanted rows of the same plan"

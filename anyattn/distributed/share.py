@@ -44,13 +44,13 @@ class MaskShare:
 
     mask: the global block mask. layout: who owns which rows. first_head: the global query head of local head 0.
 
-    rows: the rank's own; length: their number.
+    rows: the rank's own; length: their number. padded: with those of a padded shard.
     """
 
     def __init__(self, mask: BlockMask, layout: Layout, rank: int, first_head: int):
         self.mask, self.layout, self.rank, self.first_head = mask, layout, rank, first_head
         self.rows = layout.rows_of(rank)
-        self.length = length_of(self.rows)
+        self.length, self.padded = length_of(self.rows), layout.padded_rows
         self.kept: dict[tuple, Any] = {}  # moves and plans of calls, by properties of their tensors
         self._versions = _versions(mask)
         # by the calls' name: what the mask captured, those tensors (their ids are not used again while they are kept), and the masks
