@@ -21,7 +21,7 @@ from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.local_captures import marked
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
-from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, work_of
+from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, prefetch, work_of
 from anyattn.distributed.relay import arrivals_of
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
@@ -209,6 +209,27 @@ class ContextPlan:
             return other
         demand = demand_of(work_of([other], [1.0], self.chunk), self._options.costs)
         return sharded(other, self, self._share(other, demand))
+
+    def prefetch(self, mask: Any) -> Any:
+        """Starts to copy to the host what ``plan`` reads of the next mask, if that is on a GPU: ``plan`` of it then does not wait for the
+        device. Returns ``mask``, as block masks.
+
+        mask: as in ``plan``, for as many ranks as this plan's. On a CPU nothing is copied.
+
+        >>> from anyattn import masks
+        >>> first = plan(masks.causal(), ranks=2, S=64, device="cpu")
+        >>> later = first.prefetch(masks.sliding_window(8, 0))
+        >>> plan(later, ranks=2).rows_of(0)
+        ((0, 32),)
+        """
+        is_made = all(isinstance(m, torch_flex.BlockMask) for m in (mask.values() if isinstance(mask, dict) else (mask,)))
+        masks = _masks(mask, None if is_made else self.length, self.ranks, self._device)
+        length = next(iter(masks.values())).seq_lengths[0]
+        unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
+        chunk = self.chunk if length == self.length and not self.chunk % unit else chunk_of(length, self.ranks, unit)
+        for m in masks.values():
+            prefetch(m, chunk)
+        return masks if isinstance(mask, dict) else masks[_ONE]
 
     def keeps_keys(self, share: Share | HeadShare) -> bool:
         """Whether what is received is kept for the backward pass; the same on every rank."""

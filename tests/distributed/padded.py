@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 import anyattn
 from anyattn import distributed as ad
 from anyattn import masks
+from anyattn.arithmetic import ceil_div
 from tests.distributed.uses import HEADS, _close, mask_of, tensors
 from tests.support import compiling
 from tests.support.ranks import message_of
@@ -27,7 +28,7 @@ def results(mesh: Any, length: int, dtype: torch.dtype) -> dict[str, bool]:
     mask = mask_of(masks.causal(), length)
     sink = torch.linspace(-1, 1, HEADS, device="cpu").to(dtype)
     plan = ad.plan(mask, mesh)
-    rows, most = len(plan.positions), -(-(-(-length // plan.chunk)) // mesh.size()) * plan.chunk
+    rows, most = len(plan.positions), ceil_div(ceil_div(length, plan.chunk), mesh.size()) * plan.chunk
     local = [t.detach().requires_grad_() for t in plan.shard(q, k, v, dim=2, pad=(7, torch.nan, -torch.inf))]
     gate = plan.shard(torch.linspace(0.5, 1, length, device="cpu"), dim=0, pad=torch.nan).requires_grad_()
     options: Any = {"enable_gqa": True, "sink": sink, "return_aux": AuxRequest(lse=True, max_scores=True)}

@@ -5,7 +5,7 @@ from anyattn.distributed.placement.choose import Placement, digest_of, place
 from anyattn.distributed.placement.chunks import Chunks, chunks_of
 from anyattn.distributed.placement.cost import CostModel, Load, load_of
 from anyattn.distributed.placement.stats import PlanStats
-from anyattn.distributed.placement.work import Work, chunk_of, combined, work_of
+from anyattn.distributed.placement.work import Work, chunk_of, combined, prefetch, work_of
 
 __all__ = [
     "Chunks",
@@ -21,5 +21,6 @@ __all__ = [
     "digest_of",
     "load_of",
     "place",
+    "prefetch",
     "work_of",
 ]
