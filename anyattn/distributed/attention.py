@@ -11,6 +11,8 @@ from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
 from anyattn.distributed import by_heads, local_attention, padded_rows
 from anyattn.distributed.by_documents import runs_documents
+from anyattn.distributed.early_keys import ending_on_error, taken
+from anyattn.distributed.exchange import Pending
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
 from anyattn.distributed.local_captures import with_local_dims
@@ -32,20 +34,26 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
     call: its ``block_mask`` is a ``ShardedMask``. Raises as ``checked``; an error of one rank is reported on the ranks that wait for it.
     """
     plan, share = call.block_mask.plan, call.block_mask.share
-    with plan.channel.reporting_failure(0 if share is None else share.messages, plan.asks_first):
+    channel = plan.channel
+    messages = 0 if share is None else max(share.messages - (channel.started is not None), 0)  # one has begun
+    with channel.reporting_failure(messages, plan.asks_first):
         if kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
             return None
-        sharded, inputs = checked(call, backend, options)
+        early = taken(call.key, call.value, share, channel)
+        with ending_on_error(early, channel):
+            sharded, inputs = checked(call, backend, options, early is not None)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[:4], *inputs.captured)):
-            out, lse, highest = _Sharded.apply(sharded, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
+            out, lse, highest = _Sharded.apply(sharded, early, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
             return out, lse, highest
         with torch.no_grad():
-            return forward(sharded._replace(keeps_keys=False), inputs)[:3]
+            return forward(sharded._replace(keeps_keys=False), inputs, early)[:3]
 
 
-def forward(call: ShardedCall, inputs: Inputs) -> Results:
-    """The attention of this rank's rows, by what travels in the plan, with the inputs' padding. Every rank runs it."""
-    found = _transport(call).forward(call, padded_rows.cut_inputs(inputs, call.share.length))
+def forward(call: ShardedCall, inputs: Inputs, early: Pending | None = None) -> Results:
+    """The attention of this rank's rows, by what travels in the plan, with the inputs' padding. Every rank runs it. early: the exchange of
+    keys, if it was started before."""
+    more = () if early is None else (early,)
+    found = _transport(call).forward(call, padded_rows.cut_inputs(inputs, call.share.length), *more)
     return padded_rows.padded_results(found, inputs)
 
 
@@ -63,11 +71,11 @@ def _transport(call: ShardedCall) -> Any:
     return by_heads if isinstance(call.share, CallShare) else local_attention
 
 
-def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedCall, Inputs]:
+def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool = False) -> tuple[ShardedCall, Inputs]:
     """The call on this rank's shard and its tensors.
 
     Raises ``ValueError`` or ``TypeError`` for tensors that are not the rows of this rank, for a plan without a group, and as the local
-    calls do; on all ranks if what the tensors have in common differs between them.
+    calls do; on all ranks if what the tensors have in common differs between them. is_started: its exchange of keys has begun.
     """
     mask, query = call.block_mask, call.query
     plan, share = mask.plan, mask.share
@@ -86,7 +94,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     score, extra = (with_local_dims(mod, share.rows, share.padded, isinstance(share, HeadShare)) for mod in (score, extra))
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
-    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic))
+    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic), is_started)
     if isinstance(share, HeadShare):  # messages have these results and their gradients
         facts = (*facts, call.wants_lse, call.wants_max)
     plan.agree_on_call(query, key, value, facts)
@@ -142,10 +150,10 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     @without_default_device
-    def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, call: ShardedCall, early: Pending | None, *tensors: Any) -> Any:  # type: ignore[override]
         q, k, v, sink, *captured = tensors
         inputs = Inputs(q, k, v, sink, tuple(captured))
-        out, lse, highest, message = forward(call, inputs)
+        out, lse, highest, message = forward(call, inputs, early)
         ctx.call = call
         # the backward pass reads the masks' tensors again; saved, they are checked for writes
         masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
@@ -165,7 +173,7 @@ class _Sharded(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, (out, lse, message) = saved[: ctx.inputs], saved[ctx.inputs : ctx.inputs + 3]
         is_graph_wanted = torch.is_grad_enabled()
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         messages = ctx.call.share.messages_back(message is not None)
         with ctx.call.channel.reporting_failure(messages, False), torch.no_grad():
             wanting: Any = [autograd.requiring_grad(t, n) for t, n in zip(tensors, needed, strict=True)]
@@ -176,5 +184,5 @@ class _Sharded(torch.autograd.Function):
             found = backward(ctx.call, inputs, Results(out, lse, None, message), of_out, dlse)
         grads = [g if n else None for g, n in zip((*found[:4], *found.captured), needed, strict=True)]
         if is_graph_wanted:
-            return None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))
-        return None, *grads
+            return None, None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))
+        return None, None, *grads

@@ -388,14 +388,14 @@ class ContextPlan:
 
     def agree_on_call(self, query: Tensor, key: Tensor, value: Tensor, facts: tuple) -> None:
         """Raises on every rank, before the first message of such a call, if what its tensors have in common differs between the ranks."""
-        if not self.checks_calls:
-            return
         shapes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3], query.dtype, facts)
-        if shapes in self._calls:
-            return
-        number = digest_of(np.frombuffer(repr(shapes).encode(), np.uint8))
-        self.channel.agree("flex_attention's call", number, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
-        self._calls.add(shapes)
+        self.agree_once("flex_attention's call", shapes, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
+
+    def agree_once(self, what: str, facts: tuple, cure: str) -> None:
+        """Raises on every rank unless all have the same facts; they are compared once."""
+        if self.checks_calls and facts not in self._calls:
+            self.channel.agree(what, digest_of(np.frombuffer(repr(facts).encode(), np.uint8)), cure)
+            self._calls.add(facts)
 
 
 def _group(where: Any, ranks: int | None) -> tuple[Any, int]:

@@ -13,7 +13,7 @@ from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.call_cache.signature import tensor_key
 from anyattn.distributed.by_documents import DocumentRows
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.exchange import Piece, awaited, key_moves
+from anyattn.distributed.exchange import Pending, Piece, awaited, key_moves
 from anyattn.distributed.layout import Segment
 from anyattn.distributed.placed_mods import placed, tensor_slots
 from anyattn.distributed.row_moves import Move, RowMoves, part_of
@@ -77,12 +77,12 @@ class Gradients(NamedTuple):
     captured: tuple[Tensor | None, ...]
 
 
-def forward(call: ShardedCall, inputs: Inputs) -> Results:
-    """The attention of this rank's rows; the same call runs on every rank."""
+def forward(call: ShardedCall, inputs: Inputs, early: Pending | None = None) -> Results:
+    """The attention of this rank's rows; the same call runs on every rank. early: its exchange of keys, if that was started before."""
     share: Share = call.share
     channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves = key_moves(share, calls, k, v)
-    pending = moves.send(k, v, channel) if share.messages else None
+    pending = moves.send(k, v, channel) if share.messages and early is None else early
     keys = moves.local.made(k, v, None)
     message: Tensor | None = None
     found: list[Any] = [None] * len(calls.segments)
