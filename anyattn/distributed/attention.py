@@ -104,7 +104,7 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
     masks = share.block_masks(calls)
     sharded = ShardedCall(
         share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_lse, call.wants_max, bool(call.deterministic), backend,
-        options, keeps,
+        options, keeps, plan.wire,
     )  # fmt: skip
     return sharded, Inputs(query, key, value, sink, captured)
 

@@ -33,6 +33,7 @@ __all__ = ["ContextPlan", "plan", "reduced"]
 
 _BLOCK, _LEAST_BLOCK = 128, 16  # of masks that are made here: smaller for sequences of few blocks a rank
 _CHOICES = (True, False, "auto")
+_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE = ""  # the name of the mask of a plan that has one
 
 
@@ -50,6 +51,7 @@ def plan(
     transport: str = "auto",
     overlap: bool | str = "auto",
     keep_kv: bool | str = "auto",
+    wire: str = "float32",
     head_offset: int = 0,
     node_size: int | None = None,
     device: torch.device | str | None = None,
@@ -70,6 +72,8 @@ def plan(
     overlap: whether rows that need no other rank's keys have calls of their own, which run while messages travel; "auto": where that is
         expected to take less time.
     keep_kv: whether what is received is kept for the backward pass or sent again; "auto" keeps at most as many positions as a rank has.
+    wire: how sums of keys' gradients travel, where keys do: "float32", or "bfloat16", half as many bytes, rounded once; at home they are
+        added in float32.
     head_offset: added to h, for tensor parallelism: the global head of this rank's query head 0. device: of masks made here.
     node_size: how many ranks, neighbours in the group, share a node: a key that several of them need then crosses the network once, to
         one of them. By default what torchrun's LOCAL_WORLD_SIZE says, if the group has as many ranks on each node and they are neighbours;
@@ -98,7 +102,7 @@ def plan(
         demands = {n: demand_of(w, costs) for n, w in works.items()}
         layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
         placement = placed_rows(layers, size, costs, heads, transport, overlap, row_bytes)
-        options = _Options(costs, row_bytes, overlap, keep_kv, head_offset, bool(check))
+        options = _Options(costs, row_bytes, overlap, keep_kv, wire, head_offset, bool(check))
         made = ContextPlan(masks, demands, placement, size, chunk, options)
         return made if group is None else made.to(group)
 
@@ -110,6 +114,7 @@ class _Options(NamedTuple):
     row_bytes: int
     overlap: bool | str
     keep_kv: bool | str
+    wire: str
     head_offset: int
     check: bool
 
@@ -140,6 +145,8 @@ class ContextPlan:
         for name, value in (("overlap", options.overlap), ("keep_kv", options.keep_kv)):
             if value not in _CHOICES:
                 raise ValueError(f"{name}={value!r}; wanted True, False or 'auto'")
+        if options.wire not in _WIRES:
+            raise ValueError(f"wire={options.wire!r}; wanted one of {list(_WIRES)}, of gradients that travel")
         self._masks, self._demands, self._placement, self._options = masks, demands, placement, options
         self.ranks, self.chunk = ranks, chunk
         self._channel = channel
@@ -185,6 +192,7 @@ class ContextPlan:
     def digest(self) -> int:
         """A 64-bit number of the plan's inputs and result, the same in every process."""
         chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)] + [self.transport == "heads"]
+        chosen.append(list(_WIRES).index(self._options.wire))
         masks = [part for n, demand in self._demands.items() for part in (np.frombuffer(n.encode(), np.uint8), demand.needs)]
         return digest_of(self.length, self.ranks, self.node_size, self.chunk, chosen, self._placement.owner, *masks)
 
@@ -347,7 +355,7 @@ class ContextPlan:
                 "transport: heads; every rank receives all rows of its part of the query heads and of the K/V heads that these see"
             )
             return "\n".join([*lines, *[f"rows of rank {r}: {a}:{b}" for r in range(self.ranks) for a, b in self.rows_of(r)]])
-        lines.append("transport: keys; every rank receives the keys that its rows see")
+        lines.append(f"transport: keys; every rank receives the keys that its rows see; their gradients travel in {self._options.wire}")
         for name, m in self._made.items():
             layout = self._layout(self._demands[name])
             received = [layout.received(r) for r in range(self.ranks)]
@@ -375,6 +383,11 @@ class ContextPlan:
         self._made = self._sharded()
 
     # ---- calls
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype of keys' gradients in messages."""
+        return _WIRES[self._options.wire]
 
     @property
     def checks_calls(self) -> bool:

@@ -31,7 +31,8 @@ __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward
 class ShardedCall(NamedTuple):
     """A ``flex_attention`` call on a shard, without its tensors. share: ``Share``, or ``head_share.CallShare`` where heads travel. calls:
     the local ones. block_masks: of the segments; none of documents. score, mask: by global positions, without the captured tensors of
-    score. keeps_keys: what is received is kept for the backward pass; else it is sent again."""
+    score. keeps_keys: what is received is kept for the backward pass; else it is sent again. wire: the dtype in which sums of keys'
+    gradients travel, where keys do; torch.float32: float64 for float64 tensors."""
 
     share: Any
     channel: Channel
@@ -46,6 +47,7 @@ class ShardedCall(NamedTuple):
     backend: str | None
     options: Any
     keeps_keys: bool
+    wire: torch.dtype
 
 
 class Inputs(NamedTuple):
@@ -135,11 +137,12 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
             visit(at)
     pending = None
     if share.messages:
-        pending = moves.return_gradients(pieces, k, torch.promote_types(k.dtype, torch.float32), channel)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        pending = moves.return_gradients(pieces, k, wide if call.wire is torch.float32 else call.wire, channel)
     for at in reversed(calls.order):
         if calls.segments[at].is_local:
             visit(at)
-    returned = None if pending is None else awaited(pending, channel, "gradients")
+    returned = None if pending is None else awaited(pending, channel, "gradients").to(wide)
     of_q = _rows(call, dq, q, q.shape[3]) if q.requires_grad else None
     of_k = of_v = None
     if wants_keys:
