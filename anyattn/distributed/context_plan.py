@@ -21,7 +21,7 @@ from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.local_captures import marked
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
-from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, prefetch, work_of
+from anyattn.distributed.placement import CostModel, Placement, chunk_of, costs_of, digest_of, prefetch, work_of
 from anyattn.distributed.relay import arrivals_of
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
@@ -55,6 +55,7 @@ def plan(
     head_offset: int = 0,
     node_size: int | None = None,
     device: torch.device | str | None = None,
+    costs: Any = None,
     check: bool = True,
 ) -> ContextPlan:
     """Distributes the rows of a sequence over the ranks of a group, so that each has as many rows and as much attention as the others, and
@@ -78,7 +79,8 @@ def plan(
     node_size: how many ranks, neighbours in the group, share a node: a key that several of them need then crosses the network once, to
         one of them. By default what torchrun's LOCAL_WORLD_SIZE says, if the group has as many ranks on each node and they are neighbours;
         else, and with ``ranks``, every key goes straight to the ranks that need it.
-    check: compares the plans of the ranks, through the group's store.
+    costs: what placements are valued by: the path of a file that ``anyattn bench --context --json`` has written, a
+        ``placement.CostModel``, or None for an H100's. check: compares the plans of the ranks, through the group's store.
 
     Raises ``TypeError`` or ``ValueError`` that names the argument, on every rank alike.
 
@@ -97,7 +99,7 @@ def plan(
         chunk = _chunk(chunk, unit, length, size)
         weights = _weights(weights, masks)
         works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-        costs = CostModel.of(heads or HEADS, head_dim, size, node_size=_node_size(node_size, size, group))
+        costs = costs_of(costs, heads or HEADS, head_dim, size, _node_size(node_size, size, group))
         row_bytes = 2 * (heads or HEADS)[0] * head_dim
         demands = {n: demand_of(w, costs) for n, w in works.items()}
         layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
