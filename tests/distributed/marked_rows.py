@@ -153,6 +153,13 @@ def in_a_plans_mask(mesh: Any) -> Any:
     return anyattn.flex_attention(*plan.shard(q, k, v, dim=2), None, plan.also(mask), enable_gqa=True)
 
 
+def where_heads_travel(mesh: Any) -> Any:
+    q, k, v = tensors()
+    plan = ad.plan(mask_of(masks.causal()), mesh, transport="heads")
+    heat = plan.rows(plan.shard(_numbers()[2], dim=0))
+    return anyattn.flex_attention(*plan.shard(q, k, v, dim=2), lambda s, b, h, i, j: s * heat[i], plan.mask, enable_gqa=True)
+
+
 def of_the_whole_sequence(mesh: Any) -> Any:
     return ad.plan(mask_of(masks.causal()), mesh).rows(_numbers()[0])
 
@@ -167,6 +174,7 @@ MISTAKES: dict[Callable[[Any], Any], str] = {
     by_a_number: "ModError: mask_mod '<lambda>' indexes dimension 0 of a captured tensor of shape",
     of_another_plan: "wanted rows of the same plan",
     in_a_plans_mask: "ModError: mask_mod '<lambda>' of a plan's mask captures a tensor of plan.rows",
+    where_heads_travel: "ModError: score_mod '<lambda>' captures a tensor of plan.rows, but the plan sends heads",
     of_the_whole_sequence: "a tensor of shape (203, 203) has 203 rows in dimension 0; wanted the",
     without_a_mark: "reads dimension 0 of a captured tensor of shape",
 }

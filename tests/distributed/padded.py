@@ -22,17 +22,19 @@ def _learned(heat: Tensor) -> Callable:
     return lambda s, b, h, i, j: s * heat[i]
 
 
-def results(mesh: Any, length: int, dtype: torch.dtype) -> dict[str, bool]:
+def results(mesh: Any, length: int, dtype: torch.dtype, transport: str) -> dict[str, bool]:
     """A padded call against one process: what the rows get, what padding gets, and the gradients of all that it passes."""
     q, k, v = [t.requires_grad_() for t in tensors(length=length, dtype=dtype)]
     mask = mask_of(masks.causal(), length)
     sink = torch.linspace(-1, 1, HEADS, device="cpu").to(dtype)
-    plan = ad.plan(mask, mesh)
+    plan = ad.plan(mask, mesh, transport=transport)
     rows, most = len(plan.positions), ceil_div(ceil_div(length, plan.chunk), mesh.size()) * plan.chunk
     local = [t.detach().requires_grad_() for t in plan.shard(q, k, v, dim=2, pad=(7, torch.nan, -torch.inf))]
     gate = plan.shard(torch.linspace(0.5, 1, length, device="cpu"), dim=0, pad=torch.nan).requires_grad_()
     options: Any = {"enable_gqa": True, "sink": sink, "return_aux": AuxRequest(lse=True, max_scores=True)}
-    out, stats = anyattn.flex_attention(*local, _learned(plan.rows(gate)), plan.mask, **options)
+    out, stats = anyattn.flex_attention(
+        *local, _learned(plan.rows(gate) if transport == "keys" else plan.gather(gate)), plan.mask, **options
+    )
     heat = torch.linspace(0.5, 1, length, device="cpu").requires_grad_()
     of_all, of_stats = anyattn.flex_attention(q, k, v, _learned(heat), mask, **options)
 

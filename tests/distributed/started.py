@@ -81,6 +81,12 @@ def in_compiled_code(mesh: Any) -> bool:
     return compiling.nearly_same(call, layer, (*local, plan.mask))
 
 
+def where_heads_travel(mesh: Any) -> bool:
+    plan = _plan(mesh, transport="heads")
+    local = plan.shard(*tensors(), dim=2)
+    return torch.equal(_attend(*local, plan), _attend(*local, plan, False)) and plan.channel.started is None
+
+
 # ---- mistakes, on every rank alike
 
 

@@ -10,9 +10,11 @@ from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("ranks", "length"), [(2, 203), (3, 203), (4, 20)])
-def test_padded_rows_are_left_out(ranks: int, length: int, dtype: torch.dtype) -> None:
-    for found in on_ranks(ranks, padded.results, length, dtype):
+@pytest.mark.parametrize(
+    ("ranks", "length", "transport"), [(2, 203, "keys"), (3, 203, "keys"), (4, 20, "keys"), (2, 203, "heads"), (4, 203, "heads")]
+)
+def test_padded_rows_are_left_out(ranks: int, length: int, transport: str, dtype: torch.dtype) -> None:
+    for found in on_ranks(ranks, padded.results, length, dtype, transport):
         assert found == dict.fromkeys(found, True)
 
 

@@ -20,7 +20,9 @@ def test_a_started_exchange_is_the_calls_own(ranks: int, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "program", [started.checkpointed, started.one_of_several_masks, started.in_compiled_code], ids=lambda f: f.__name__
+    "program",
+    [started.checkpointed, started.one_of_several_masks, started.in_compiled_code, started.where_heads_travel],
+    ids=lambda f: f.__name__,
 )
 def test_ways_to_use_it(program: Callable[[Any], bool]) -> None:
     assert all(on_ranks(2, program))
