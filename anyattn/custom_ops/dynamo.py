@@ -23,7 +23,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import run_uncompiled
 from anyattn.custom_ops.capture import call_with_mods
-from anyattn.distributed.local_captures import marked, marked_by_program
+from anyattn.distributed.rows.local_captures import marked, marked_by_program
 from anyattn.errors import ModError
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import refuse_scripted

@@ -26,7 +26,7 @@ from anyattn.custom_ops.flops import count_operator
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.distributed import attention, local_attention
 from anyattn.distributed.local_attention import Inputs, ShardedCall
-from anyattn.distributed.local_captures import dims_of_text, text_of_dims
+from anyattn.distributed.rows.local_captures import dims_of_text, text_of_dims
 from anyattn.distributed.sharded_mask import mask_of_handle
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.planner import check_backend

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
-from anyattn.distributed import by_heads, local_attention, padded_rows
+from anyattn.distributed import by_heads, local_attention
 from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.early_keys import ending_on_error, taken
 from anyattn.distributed.exchange import Pending
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
-from anyattn.distributed.local_captures import with_local_dims
+from anyattn.distributed.rows import padding
+from anyattn.distributed.rows.local_captures import with_local_dims
 from anyattn.distributed.share import LocalCalls, MaskShare, Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
@@ -53,17 +54,17 @@ def forward(call: ShardedCall, inputs: Inputs, early: Pending | None = None) -> 
     """The attention of this rank's rows, by what travels in the plan, with the inputs' padding. Every rank runs it. early: the exchange of
     keys, if it was started before."""
     more = () if early is None else (early,)
-    found = _transport(call).forward(call, padded_rows.cut_inputs(inputs, call.share.length), *more)
-    return padded_rows.padded_results(found, inputs)
+    found = _transport(call).forward(call, padding.cut_inputs(inputs, call.share.length), *more)
+    return padding.padded_results(found, inputs)
 
 
 def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Gradients of ``inputs``, which require grad where one is wanted. Every rank runs it."""
     rows = call.share.length
-    out, lse, dout, dlse = (padded_rows.cut(t, rows) for t in (results.out, results.lse, dout, dlse))
+    out, lse, dout, dlse = (padding.cut(t, rows) for t in (results.out, results.lse, dout, dlse))
     of_rows = Results(out, lse, None, results.message)
-    found = _transport(call).backward(call, padded_rows.cut_inputs(inputs, rows), of_rows, dout, dlse)
-    return padded_rows.padded_gradients(found, inputs)
+    found = _transport(call).backward(call, padding.cut_inputs(inputs, rows), of_rows, dout, dlse)
+    return padding.padded_gradients(found, inputs)
 
 
 def _transport(call: ShardedCall) -> Any:

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as torch_flex
 
-from anyattn.distributed import batches, sharding
+from anyattn.distributed import batches
 from anyattn.distributed.channel import Channel, channel_of
 from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
-from anyattn.distributed.local_captures import marked
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
 from anyattn.distributed.placement import CostModel, Placement, chunk_of, costs_of, digest_of, prefetch, work_of
+from anyattn.distributed.plan_arguments import BLOCK, ONE, chosen_chunk, group_of, mask_of, masks_of, node_size_of, weights_of
 from anyattn.distributed.relay import arrivals_of
+from anyattn.distributed.rows import sharding
+from anyattn.distributed.rows.local_captures import marked
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
 from anyattn.distributed.transport import HEADS, Layer, placed_rows
 from anyattn.mods.tracing.default_device import without_default_device
-from anyattn.sparsity.block_mask import BlockMask, build_block_mask
+from anyattn.sparsity.block_mask import BlockMask
 
 __all__ = ["ContextPlan", "plan", "reduced"]
 
-_BLOCK, _LEAST_BLOCK = 128, 16  # of masks that are made here: smaller for sequences of few blocks a rank
 _CHOICES = (True, False, "auto")
 _WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ONE = ""  # the name of the mask of a plan that has one
 
 
 @without_default_device
@@ -90,16 +89,16 @@ def plan(
     >>> [placement.rows_of(rank) for rank in range(2)]
     [((0, 256), (768, 1024)), ((256, 768),)]
     """
-    group, size = _group(where, ranks)
+    group, size = group_of(where, ranks)
     reporting: Any = nullcontext() if group is None else channel_of(group).reporting_failure(0, check and size > 1)
     with reporting:
-        masks = _masks(mask, S, size, device)
+        masks = masks_of(mask, S, size, device)
         length = next(iter(masks.values())).seq_lengths[0]
         unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
-        chunk = _chunk(chunk, unit, length, size)
-        weights = _weights(weights, masks)
+        chunk = chosen_chunk(chunk, unit, length, size)
+        weights = weights_of(weights, masks)
         works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-        costs = costs_of(costs, heads or HEADS, head_dim, size, _node_size(node_size, size, group))
+        costs = costs_of(costs, heads or HEADS, head_dim, size, node_size_of(node_size, size, group))
         row_bytes = 2 * (heads or HEADS)[0] * head_dim
         demands = {n: demand_of(w, costs) for n, w in works.items()}
         layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
@@ -164,7 +163,7 @@ class ContextPlan:
 
     def to(self, where: Any) -> ContextPlan:
         """The plan for this process's rank in a group. where: as in ``plan``; its size must be the plan's number of ranks."""
-        group, size = _group(where, None)
+        group, size = group_of(where, None)
         if size != self.ranks:
             raise ValueError(
                 f"the group has {size} ranks but the plan was made for {self.ranks}; wanted a group of {self.ranks}, or a new plan"
@@ -203,11 +202,11 @@ class ContextPlan:
     @property
     def mask(self) -> Any:
         masks = self._masks if self.ranks == 1 else self._made
-        return masks[_ONE] if _ONE in masks else dict(masks)
+        return masks[ONE] if ONE in masks else dict(masks)
 
     def also(self, mask: Any) -> BlockMask:
         """Another mask of the same sequence, for rows that lie where this plan's do. mask: as in ``plan``, but no dict."""
-        other = _mask("mask", mask, self.length, math.gcd(_BLOCK, self.chunk), self._device)
+        other = mask_of("mask", mask, self.length, math.gcd(BLOCK, self.chunk), self._device)
         if other.seq_lengths[0] != self.length:
             raise ValueError(f"mask covers {other.seq_lengths[0]} positions, but the plan {self.length}; wanted a mask of these")
         if self.chunk % math.lcm(*other.BLOCK_SIZE):
@@ -233,13 +232,13 @@ class ContextPlan:
         ((0, 32),)
         """
         is_made = all(isinstance(m, torch_flex.BlockMask) for m in (mask.values() if isinstance(mask, dict) else (mask,)))
-        masks = _masks(mask, None if is_made else self.length, self.ranks, self._device)
+        masks = masks_of(mask, None if is_made else self.length, self.ranks, self._device)
         length = next(iter(masks.values())).seq_lengths[0]
         unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
         chunk = self.chunk if length == self.length and not self.chunk % unit else chunk_of(length, self.ranks, unit)
         for m in masks.values():
             prefetch(m, chunk)
-        return masks if isinstance(mask, dict) else masks[_ONE]
+        return masks if isinstance(mask, dict) else masks[ONE]
 
     def keeps_keys(self, share: Share | HeadShare) -> bool:
         """Whether what is received is kept for the backward pass; the same on every rank."""
@@ -413,96 +412,11 @@ class ContextPlan:
             self._calls.add(facts)
 
 
-def _group(where: Any, ranks: int | None) -> tuple[Any, int]:
-    """The process group, None for a plan without one, and its size."""
-    if where is None:
-        if ranks is None:
-            raise TypeError("where is None; wanted a DeviceMesh of one dimension or a ProcessGroup, or ranks= for a plan without a group")
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ValueError(f"ranks={ranks!r}; wanted a positive int")
-        return None, ranks
-    if ranks is not None:
-        raise TypeError("where and ranks are both given; wanted one of them")
-    if isinstance(where, dist.ProcessGroup):
-        return where, dist.get_world_size(where)
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(where, DeviceMesh):
-        raise TypeError(f"where is a {type(where).__name__}; wanted a DeviceMesh of one dimension or a ProcessGroup")
-    if where.ndim != 1:
-        names = where.mesh_dim_names
-        cure = f"mesh[{names[-1]!r}]" if names else "mesh['cp']"
-        raise ValueError(f"where is a DeviceMesh of {where.ndim} dimensions {names or ''}; wanted one dimension, such as {cure}")
-    return where.get_group(), where.size()
-
-
-def _node_size(node_size: int | None, ranks: int, group: Any) -> int | None:
-    if node_size is None:
-        return None if group is None or ranks == 1 else channel_of(group).node_size
-    if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1 or ranks % node_size:
-        cure = f"wanted a divisor of the {ranks} ranks, how many of them share a node, or {ranks} to treat all alike"
-        raise ValueError(f"node_size={node_size!r}; {cure}")
-    return node_size
-
-
-def _masks(mask: Any, S: int | None, ranks: int, device: Any) -> dict[str, BlockMask]:
-    named = mask if isinstance(mask, dict) else {_ONE: mask}
-    if not named or not all(isinstance(n, str) for n in named) or (isinstance(mask, dict) and _ONE in named):
-        raise ValueError(
-            f"mask is a dict of {list(named)}; wanted a mask for each of one or more names, such as {{'full': m, 'window': n}}"
-        )
-    block = _BLOCK
-    while S is not None and block > _LEAST_BLOCK and block * 4 * ranks > S:
-        block //= 2
-    masks = {n: _mask(f"mask[{n!r}]" if n else "mask", m, S, block, device) for n, m in named.items()}
-    lengths = {m.seq_lengths[0] for m in masks.values()}
-    if len(lengths) > 1:
-        raise ValueError(f"mask has masks of {sorted(lengths)} positions; wanted one length")
-    if S is not None and lengths != {S}:
-        raise ValueError(f"S={S}, but mask covers {lengths.pop()} positions; wanted the same, or no S")
-    return masks
-
-
-def _mask(name: str, mask: Any, S: int | None, block: int, device: Any) -> BlockMask:
-    """A block mask of equal lengths from what a user passes as a mask."""
-    if isinstance(mask, ShardedMask):
-        raise TypeError(f"{name} is the mask of a plan already; wanted the mask of the whole sequence")
-    if isinstance(mask, torch_flex.BlockMask):
-        made = BlockMask.from_torch(mask)
-    elif mask is None or callable(mask):
-        if S is None:
-            raise TypeError(f"{name} is {'None' if mask is None else 'a mask_mod'}, and S is None; wanted S=, the length of the sequence")
-        every: Callable = torch_flex.noop_mask if mask is None else mask
-        made = build_block_mask(every, (None, None), (S, S), device, block, True, None)
-    else:
-        raise TypeError(f"{name} is a {type(mask).__name__}; wanted a BlockMask, a mask_mod, None, or a dict of them")
-    rows, keys = made.seq_lengths
-    if rows != keys:
-        raise ValueError(f"{name} has {rows} queries and {keys} keys; wanted a mask of one sequence, with as many keys as queries")
-    return made
-
-
-def _chunk(chunk: int | None, unit: int, length: int, ranks: int) -> int:
-    if chunk is None:
-        return chunk_of(length, ranks, unit)
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1 or chunk % unit:
-        raise ValueError(f"chunk={chunk!r}; wanted a multiple of {unit}, the blocks of the mask: make it with another BLOCK_SIZE")
-    return chunk
-
-
-def _weights(weights: Mapping[str, float] | None, masks: dict[str, BlockMask]) -> dict[str, float]:
-    if weights is None:
-        return dict.fromkeys(masks, 1.0)
-    if not isinstance(weights, Mapping) or set(weights) != set(masks) or not all(w > 0 for w in weights.values()):
-        raise ValueError(f"weights={weights!r}; wanted a positive number of layers for each of {sorted(masks)}")
-    return {n: float(weights[n]) for n in masks}
-
-
 def reduced(t: Tensor, where: Any) -> Tensor:
     """``t`` itself, whose gradient is summed over the ranks of ``where``, in float32.
 
     The gradient of a captured tensor is this rank's share. Data parallelism sums those of a model's parameters; ``reduced`` sums that of
     another tensor, such as one that a program updates itself. where: as in ``plan``.
     """
-    group, _ = _group(where, None)
+    group, _ = group_of(where, None)
     return sharding.reduced(t, channel_of(group))

@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.distributed.by_documents import DocumentRows, documents_of
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
-from anyattn.distributed.local_captures import check_mask
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.distributed.relay import arrivals_of, route_of
+from anyattn.distributed.rows.local_captures import check_mask
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, marked

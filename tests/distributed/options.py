@@ -36,14 +36,15 @@ def _run(plan: Any, local: list[Tensor], score: Callable | None = None, starts: 
     return [out.detach(), lse.detach(), *grads]
 
 
-def same_bits(mesh: Any, has_documents: bool) -> dict[str, bool]:
+def same_bits(mesh: Any, has_documents: bool, node_size: int | None = None) -> dict[str, bool]:
     """has_documents: the mask is one of documents, which are sequences of one local call."""
     device = mesh.device_type
     share.RUN_DOCUMENTS = [device] if has_documents else []
     ids = torch.tensor([0, 400, 900, 1100], device=device)
     ids = torch.searchsorted(ids, torch.arange(S, device=device), right=True)
     mask = masks.causal() & masks.document(ids) if has_documents else masks.causal()
-    plan, other = (ad.plan(mask, mesh, S=S, device=device, wire=wire) for wire in ("float32", "bfloat16"))
+    options: Any = {"S": S, "device": device, "node_size": node_size}
+    plan, other = (ad.plan(mask, mesh, **options, wire=wire) for wire in ("float32", "bfloat16"))
     q, k, v = _tensors(device)
     local = plan.shard(q, k, v, dim=2)
     first = _run(plan, local)
@@ -54,6 +55,7 @@ def same_bits(mesh: Any, has_documents: bool) -> dict[str, bool]:
     by_rows, by_all = (_run(plan, local, lambda s, b, h, i, j, t=t: s * t[i, h]) for t in (marked, bias))
     rounded = _run(other, local)
     return {
+        "passed on": plan.mask.share.messages == (1 if node_size is None else 2),
         "documents": (plan.mask.share.by_documents is not None) is has_documents,
         "started": all(map(torch.equal, _run(plan, local, starts=True), first)),
         "padded": all(torch.equal(a[:, :, :rows], b) for a, b in zip(padded, first)) and not padded[0][:, :, rows:].any(),

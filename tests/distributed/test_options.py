@@ -8,8 +8,8 @@ from tests.distributed import options
 from tests.support.ranks import new_ranks
 
 
-@pytest.mark.parametrize("has_documents", [False, True])
-def test_options_give_the_bits_of_the_plain_way(has_documents: bool) -> None:
-    with new_ranks(2) as ranks:  # processes of their own, where documents run as sequences on a CPU
-        for found in ranks.run(options.same_bits, has_documents):
+@pytest.mark.parametrize(("size", "has_documents", "node_size"), [(2, False, None), (2, True, None), (4, False, 2)])
+def test_options_give_the_bits_of_the_plain_way(size: int, has_documents: bool, node_size: int | None) -> None:
+    with new_ranks(size) as ranks:  # processes of their own, where documents run as sequences on a CPU
+        for found in ranks.run(options.same_bits, has_documents, node_size):
             assert found == dict.fromkeys(found, True)

@@ -71,7 +71,7 @@ class TracedMod(OfFields):
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
     scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
     source: how to read them from another mod of the same pattern, None if that takes a new trace.
-    local_dims: (slot, dimension) of the tensors' dimensions that hold a rank's rows (``distributed.local_captures``).
+    local_dims: (slot, dimension) of the tensors' dimensions that hold a rank's rows (``distributed.rows.local_captures``).
     """
 
     kind: str

@@ -5,13 +5,15 @@ Nobody sees a padded row and none of them sees a key: out is 0 there, lse and ma
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from anyattn.distributed.local_attention import Gradients, Inputs, Results
 from anyattn.tensors.strides import empty_in_order
+
+if TYPE_CHECKING:
+    from anyattn.distributed.local_attention import Gradients, Inputs, Results
 
 __all__ = ["cut", "cut_inputs", "padded_gradients", "padded_results"]
 
@@ -26,17 +28,17 @@ def cut_inputs(inputs: Inputs, rows: int) -> Inputs:
 
 
 def padded_results(found: Results, inputs: Inputs) -> Results:
-    """Results with the padding of ``inputs``."""
+    """Results with the padding of ``inputs``: out is 0 there, lse and max_scores are -inf."""
     more = inputs.q.shape[2] - found.out.shape[2]
     if not more:
         return found
     out = _with_zeros(found.out, empty_in_order(inputs.q, last=inputs.v.shape[3]))
     lse, highest = (None if t is None else torch.nn.functional.pad(t, (0, more), value=-torch.inf) for t in (found.lse, found.max_scores))
-    return Results(out, lse, highest, found.message)  # type: ignore[arg-type]
+    return found._replace(out=out, lse=lse, max_scores=highest)  # type: ignore[arg-type]
 
 
 def padded_gradients(found: Gradients, inputs: Inputs) -> Gradients:
-    """Gradients with the padding of ``inputs``."""
+    """Gradients with the padding of ``inputs``, which is 0."""
     q, k, v = (
         g if g is None or g.shape[2] == t.shape[2] else _with_zeros(g, empty_in_order(t))
         for g, t in zip(found[:3], inputs[:3], strict=True)
