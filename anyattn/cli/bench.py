@@ -58,6 +58,8 @@ _MOST_BYTES = 2**36  # of q, k, v, the output and their gradients
     type=click.Path(path_type=Path, allow_dash=True, dir_okay=False),
     help="Write all figures; - for stdout.",
 )
+@click.option("--context", is_flag=True, help="Fit the cost model of plans over several GPUs; --json writes it for 'anyattn plan --costs'.")
+@click.option("--ranks", type=click.IntRange(1, 64), help="Processes of --context.  [default: 2, on a GPU one for each]")
 def command(
     mods: tuple[str, ...],
     batch: int,
@@ -75,6 +77,8 @@ def command(
     patience: float,
     outs: tuple[Path, ...],
     figures: Path | None,
+    context: bool,
+    ranks: int | None,
 ) -> int:
     """Time attention with MODS (nothing, a mask, a score mod, or both) at your shape, forward and backward, beside what is installed.
 
@@ -84,6 +88,7 @@ def command(
     \b
     anyattn bench causal --seqlen 4096 --heads 16 --heads-kv 4
     anyattn bench my_masks.py:sliding 'softcap(30.0)' --dtype bfloat16 --out speed.svg
+    anyattn bench --context --heads 16 --heads-kv 4 --head-dim 128 --seqlen 32768 --json costs.json
     """
     for out in outs:
         if out.suffix.lower() not in (".png", ".svg"):
@@ -95,6 +100,10 @@ def command(
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     shapes = [Shape(batch, heads, heads_kv or heads, n, n, head_dim) for n in dict.fromkeys(seqlens)]
     _check_shapes(shapes, dtype)
+    if context:
+        if mods or outs or len(shapes) != 1 or batch != 1:
+            raise click.BadParameter("--context has masks of its own; wanted no mods and no --out, one --seqlen and --batch 1")
+        return _fit(shapes[0], dtype, device, rounds, ranks, figures)
     chosen = tuple(peers) or PEER_NAMES
     cases = [
         Case("bench", "flex", _title(mods), shape, chosen, backend, which == "backward", device=device, dtype=dtype)
@@ -107,6 +116,30 @@ def command(
     records = _timed(cases, variants, Limits(rounds, seconds, _LEAST_ROUNDS, _SAMPLES[device], patience), console)
     _write(records, cases, console, outs, figures)
     return 0 if all(bench_report.is_right(record) for record in records) else 1
+
+
+def _fit(shape: Shape, dtype: str, device: str, rounds: int, ranks: int | None, figures: Path | None) -> int:
+    """The cost model of context parallelism."""
+    from anyattn.cli import bench_context
+
+    most = torch.cuda.device_count() if device == "cuda" else 64
+    ranks = ranks or min(most, 64 if device == "cuda" else 2)
+    if ranks > most:
+        raise click.BadParameter(f"--ranks {ranks}: this host has {most} GPUs; wanted at most one process for each")
+    setting = bench_context.Setting((shape.heads_q, shape.heads_kv), shape.head_dim, shape.seqlen_q, dtype, device, rounds, ranks)
+    found = bench_context.fitted(setting)
+    is_stdout = figures is not None and str(figures) == "-"
+    console = Console(stderr=is_stdout)
+    for line in bench_context.lines(found):
+        console.print(line, highlight=False)
+    text = json.dumps({"machine": machine.describe("anyattn bench " + " ".join(sys.argv[2:])), **found}, indent=1)
+    if is_stdout:
+        click.echo(text)
+    elif figures is not None:
+        figures.parent.mkdir(parents=True, exist_ok=True)
+        figures.write_text(text + "\n")
+        console.print(f"wrote {figures}", highlight=False)
+    return 0
 
 
 def _title(mods: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from anyattn.cli import limits
 from anyattn.cli.loading import errors_of, named_mods
 from anyattn.cli.pictures import CURVES
 from anyattn.distributed.overlap import demand_of
-from anyattn.distributed.placement import CostModel, Placement, Work, chunk_of, work_of
+from anyattn.distributed.placement import Placement, Work, chunk_of, costs_of, work_of
 from anyattn.distributed.transport import TRANSPORTS, Layer, placed_rows
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import trace
@@ -89,9 +89,9 @@ class Case(NamedTuple):
         return block
 
 
-def planned(case: Case, ranks: tuple[int, ...], node_size: int | None = None) -> list[tuple[Placement, Work]]:
+def planned(case: Case, ranks: tuple[int, ...], node_size: int | None = None, costs: Path | None = None) -> list[tuple[Placement, Work]]:
     """The placement of each number of ranks, and what it was made from. node_size: ranks of a node, a divisor of all numbers of ranks that
-    are greater; by default 8, and where that is no divisor, every key crosses the network."""
+    are greater; by default 8, and where that is no divisor, every key crosses the network. costs: a file of ``Rates``."""
     lists = None
     if case.mask is not None:
         heads = case.heads[0] if case.differs_by_head else None
@@ -100,9 +100,9 @@ def planned(case: Case, ranks: tuple[int, ...], node_size: int | None = None) ->
     for number in ranks:
         work = work_of([lists], [1.0], chunk_of(case.length, number, case.block), case.length)
         size = min(node_size or _NODE_SIZE, number)
-        costs = CostModel.of(case.heads, case.head_dim, number, node_size=size if node_size or number % size == 0 else None)
-        layer = Layer(lists, work, demand_of(work, costs), 1.0)
-        placement = placed_rows([layer], number, costs, case.heads, case.transport, "auto", 2 * case.heads[0] * case.head_dim)
+        model = costs_of(costs, case.heads, case.head_dim, number, size if node_size or number % size == 0 else None)
+        layer = Layer(lists, work, demand_of(work, model), 1.0)
+        placement = placed_rows([layer], number, model, case.heads, case.transport, "auto", 2 * case.heads[0] * case.head_dim)
         found.append((placement, work))
     return found
 
@@ -115,6 +115,7 @@ def planned(case: Case, ranks: tuple[int, ...], node_size: int | None = None) ->
 @click.option("--heads", default="16,4", show_default=True, type=_Numbers("heads", 2**12, 2), help="Of queries and of keys.")
 @click.option("--head-dim", default=128, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--transport", default="auto", show_default=True, type=click.Choice(TRANSPORTS), help="What travels between ranks.")
+@click.option("--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Of anyattn bench --context --json.")
 @click.option("--out", "outs", multiple=True, type=click.Path(path_type=Path), help="Also write a .png or .svg (may be repeated).")
 def command(
     mask: str,
@@ -124,6 +125,7 @@ def command(
     heads: tuple[int, int],
     head_dim: int,
     transport: str,
+    costs: Path | None,
     outs: tuple[Path, ...],
 ) -> None:
     """Place the rows of MASK on ranks: a name of the gallery, a call such as 'causal() & document(...)', or file.py:function.
@@ -143,7 +145,7 @@ def command(
     with errors_of(mask):
         if case.mask is not None:
             limits.check_mask(case.mask, (seqlen, seqlen))
-        found = planned(case, ranks, node_size)
+        found = planned(case, ranks, node_size, costs)
     console = Console()
     what = f"counted in tiles of {case.block} x {case.block}" if case.mask is not None else "no mask: every row sees every key"
     console.print(f"[bold]{mask}[/]  {seqlen} positions, {what}", highlight=False)

@@ -9,7 +9,7 @@ Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods are pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,8 +33,8 @@ class CallWithMods(HigherOrderOperator):
     """``call_with_mods(entry, like, operands, kinds, mods)``: calls the function of ``entry`` with (*operands, *traced mods).
 
     like: a tensor on the call's device; scores are float64 if it is, else float32. kinds: per mod its kind (``"mask"``, ``"score"``) and
-    its name in messages. mods: functions, or graphs from Dynamo; None for no mod. captured: per graph its inputs after score and indices;
-    empty for functions.
+    its name in messages, and per graph which of its captured tensors have dimensions of a rank's rows (``marked_by_program``). mods:
+    functions, or graphs from Dynamo; None for no mod. captured: per graph its inputs after score and indices; empty for functions.
     """
 
     refusal: Exception | None = None  # the last exception of the body; Dynamo raises it in its own way
@@ -55,8 +55,8 @@ class CallWithMods(HigherOrderOperator):
 def _run(entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, captured: tuple) -> Any:
     score_dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
     traced = [
-        _traced(mod, kind, name, captured[i] if captured else (), score_dtype, like.device)
-        for i, ((kind, name), mod) in enumerate(zip(kinds, mods, strict=True))
+        _traced(mod, kind, name, captured[i] if captured else (), local, score_dtype, like.device)
+        for i, ((kind, name, *local), mod) in enumerate(zip(kinds, mods, strict=True))
     ]
     return _entries()[entry](*operands, *traced)
 
@@ -83,11 +83,15 @@ def _sharded_with_mods(*operands: Any) -> Any:
     return sharded.sharded_with_mods(*operands)
 
 
-def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.dtype, device: torch.device) -> TracedMod | None:
+def _traced(
+    mod: Any, kind: str, name: str, captured: tuple, local: Sequence, score_dtype: torch.dtype, device: torch.device
+) -> TracedMod | None:
     if mod is None:
         return None
     if isinstance(mod, torch.fx.GraphModule):
-        return trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
+        traced = trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
+        dims = [(slot, dim) for place, dim in local for slot, t in enumerate(traced.tensors) if t is captured[place]]
+        return TracedMod.of_fields({**vars(traced), "local_dims": tuple(dims)}) if dims else traced
     if is_native(mod):
         raise ModError(
             f"{name} is a CuTe function, which torch.compile, torch.func and dispatch modes (FlopCounterMode) cannot take; wanted a "

@@ -23,6 +23,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import run_uncompiled
 from anyattn.custom_ops.capture import call_with_mods
+from anyattn.distributed.rows.local_captures import marked, marked_by_program
 from anyattn.errors import ModError
 from anyattn.mods.algebra import Mask
 from anyattn.mods.tracing.trace import refuse_scripted
@@ -46,7 +47,7 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         entry, like, operands, kinds, mods = args
         if active := tensor_kinds.transforms():
             _refuse(tx, TypeError(_TRANSFORMED.format(active[-1])), _is_replaced(tx))
-        graphs, captured = [], []
+        graphs, captured, known = [], [], []
         for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
             graph, lifted = None, ()
             _refuse_scripted(tx, fn, name)
@@ -65,8 +66,9 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
                     raise broken from error
             graphs.append(graph)
             captured.append(lifted)
-        proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
-        proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
+            known.append((kind, name, *marked_by_program(lifted)))
+        proxies, _ = proxy_args_kwargs([entry, like, operands], {})
+        proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(known), tuple(graphs), tuple(captured)), {})
         call_with_mods.refusal, is_replaced = None, _is_replaced(tx)
         try:
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
@@ -182,6 +184,7 @@ def install() -> None:
         BuiltinVariable.call_invert = _invert  # type: ignore[attr-defined]
     for name in ("speculate_subgraph", "discard_graph_changes", "make_attr"):
         getattr(higher_order_ops, name)
+    torch.compiler.allow_in_graph(marked)
     higher_order_ops._hop_name_to_variable_class["anyattn_call_with_mods"] = CallWithModsVariable
 
 

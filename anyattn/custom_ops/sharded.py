@@ -26,6 +26,7 @@ from anyattn.custom_ops.flops import count_operator
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.distributed import attention, local_attention
 from anyattn.distributed.local_attention import Inputs, ShardedCall
+from anyattn.distributed.rows.local_captures import dims_of_text, text_of_dims
 from anyattn.distributed.sharded_mask import mask_of_handle
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.planner import check_backend
@@ -37,7 +38,7 @@ __all__ = ["attend_sharded", "sharded_with_mods"]
 
 class AttendSharded(NamedTuple):
     """The arguments of ``anyattn::attend_sharded``. masks: the call's ``mask_mod``, if it has one; that of the plan is not among them.
-    handle: of the plan's mask. options: ``options_text``. backend: empty for none."""
+    handle: of the plan's mask. options: ``options_text``. backend: empty for none. local_dims: of score and mask, ``text_of_dims``."""
 
     q: Tensor
     k: Tensor
@@ -51,12 +52,14 @@ class AttendSharded(NamedTuple):
     deterministic: bool
     options: str
     backend: str
+    local_dims: str
 
 
 def _call(operands: AttendSharded) -> tuple[ShardedCall, Inputs]:
-    q, k, v, sink, of_score, of_masks, handle, scale, wants_max, deterministic, options, backend = operands
+    q, k, v, sink, of_score, of_masks, handle, scale, wants_max, deterministic, options, backend, local_dims = operands
     score = next(iter(mods_of_operands("score", *of_score)), None)
     mask = next(iter(mods_of_operands("mask", *of_masks)), None)
+    score, mask = dims_of_text(local_dims, (score, mask))
     call = FlexCall(q, k, v, score, mask_of_handle(handle), mask, None, scale, True, sink, True, wants_max, deterministic)
     return attention.checked(call, backend or None, options_of(options))
 
@@ -117,6 +120,6 @@ def sharded_with_mods(
     operands = AttendSharded(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, mask)), handle,
         flex.scale_of("scale", flex_call.scale, query.shape[3], query.dtype), flex_call.wants_max, bool(flex_call.deterministic),
-        options_text(options), backend or "",
+        options_text(options), backend or "", text_of_dims(score, mask),
     )  # fmt: skip
     return called(attend_sharded, operands)  # type: ignore[no-any-return]

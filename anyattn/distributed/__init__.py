@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anyattn.distributed.active_plan import active
     from anyattn.distributed.batches import transformers_masks
     from anyattn.distributed.context_plan import ContextPlan, plan, reduced
+    from anyattn.distributed.early_keys import start
     from anyattn.distributed.sharded_mask import ShardedMask
 
 _HOME = {
@@ -22,10 +23,11 @@ _HOME = {
     "active": "active_plan",
     "plan": "context_plan",
     "reduced": "context_plan",
+    "start": "early_keys",
     "transformers_masks": "batches",
 }
 
-__all__ = ["ContextPlan", "ShardedMask", "active", "plan", "reduced", "transformers_masks"]
+__all__ = ["ContextPlan", "ShardedMask", "active", "plan", "reduced", "start", "transformers_masks"]
 
 
 def __getattr__(name: str) -> Any:

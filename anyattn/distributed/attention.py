@@ -11,8 +11,12 @@ from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
 from anyattn.distributed import by_heads, local_attention
 from anyattn.distributed.by_documents import runs_documents
+from anyattn.distributed.early_keys import ending_on_error, taken
+from anyattn.distributed.exchange import Pending
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
+from anyattn.distributed.rows import padding
+from anyattn.distributed.rows.local_captures import with_local_dims
 from anyattn.distributed.share import LocalCalls, MaskShare, Share
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.default_device import without_default_device
@@ -31,32 +35,48 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
     call: its ``block_mask`` is a ``ShardedMask``. Raises as ``checked``; an error of one rank is reported on the ranks that wait for it.
     """
     plan, share = call.block_mask.plan, call.block_mask.share
-    with plan.channel.reporting_failure(0 if share is None else share.messages, plan.asks_first):
+    channel = plan.channel
+    messages = 0 if share is None else max(share.messages - (channel.started is not None), 0)  # one has begun
+    with channel.reporting_failure(messages, plan.asks_first):
         if kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
             return None
-        sharded, inputs = checked(call, backend, options)
+        early = taken(call.key, call.value, share, channel)
+        with ending_on_error(early, channel):
+            sharded, inputs = checked(call, backend, options, early is not None)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[:4], *inputs.captured)):
-            out, lse, highest = _Sharded.apply(sharded, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
+            out, lse, highest = _Sharded.apply(sharded, early, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
             return out, lse, highest
         with torch.no_grad():
-            return forward(sharded._replace(keeps_keys=False), inputs)[:3]
+            return forward(sharded._replace(keeps_keys=False), inputs, early)[:3]
 
 
-def forward(call: ShardedCall, inputs: Inputs) -> Results:
-    """The attention of this rank's rows, by what travels in the plan. Every rank runs it."""
-    return (by_heads if isinstance(call.share, CallShare) else local_attention).forward(call, inputs)
+def forward(call: ShardedCall, inputs: Inputs, early: Pending | None = None) -> Results:
+    """The attention of this rank's rows, by what travels in the plan, with the inputs' padding. Every rank runs it. early: the exchange of
+    keys, if it was started before."""
+    more = () if early is None else (early,)
+    found = _transport(call).forward(call, padding.cut_inputs(inputs, call.share.length), *more)
+    return padding.padded_results(found, inputs)
 
 
 def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Gradients of ``inputs``, which require grad where one is wanted. Every rank runs it."""
-    return (by_heads if isinstance(call.share, CallShare) else local_attention).backward(call, inputs, results, dout, dlse)
+    rows = call.share.length
+    out, lse, dout, dlse = (padding.cut(t, rows) for t in (results.out, results.lse, dout, dlse))
+    of_rows = Results(out, lse, None, results.message)
+    found = _transport(call).backward(call, padding.cut_inputs(inputs, rows), of_rows, dout, dlse)
+    return padding.padded_gradients(found, inputs)
 
 
-def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedCall, Inputs]:
+def _transport(call: ShardedCall) -> Any:
+    """The module that runs a call."""
+    return by_heads if isinstance(call.share, CallShare) else local_attention
+
+
+def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool = False) -> tuple[ShardedCall, Inputs]:
     """The call on this rank's shard and its tensors.
 
     Raises ``ValueError`` or ``TypeError`` for tensors that are not the rows of this rank, for a plan without a group, and as the local
-    calls do; on all ranks if what the tensors have in common differs between them.
+    calls do; on all ranks if what the tensors have in common differs between them. is_started: its exchange of keys has begun.
     """
     mask, query = call.block_mask, call.query
     plan, share = mask.plan, mask.share
@@ -72,9 +92,10 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     score = None if call.score_mod is None else flex.traced(call.score_mod, "score", query, aux)
     extra = None if call.mask_mod is None else flex.traced(call.mask_mod, "mask", query, aux)
     sink = flex.sink_logits(call.sink, query)
+    score, extra = (with_local_dims(mod, share.rows, share.padded, isinstance(share, HeadShare)) for mod in (score, extra))
     captured = () if score is None else score.tensors
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
-    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic))
+    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic), is_started)
     if isinstance(share, HeadShare):  # messages have these results and their gradients
         facts = (*facts, call.wants_lse, call.wants_max)
     plan.agree_on_call(query, key, value, facts)
@@ -84,7 +105,7 @@ def checked(call: FlexCall, backend: str | None, options: Any) -> tuple[ShardedC
     masks = share.block_masks(calls)
     sharded = ShardedCall(
         share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_lse, call.wants_max, bool(call.deterministic), backend,
-        options, keeps,
+        options, keeps, plan.wire,
     )  # fmt: skip
     return sharded, Inputs(query, key, value, sink, captured)
 
@@ -109,8 +130,9 @@ def refuse_dropout(dropout: Seeded | None) -> None:
 
 
 def _check_shard(share: MaskShare, query: Tensor, key: Tensor) -> None:
+    wanted = share.padded if query.shape[2] == share.padded else share.length
     for name, t in (("query", query), ("key", key)):
-        if t.shape[2] == share.length:
+        if t.shape[2] == wanted:
             continue
         whole = share.layout.length
         cure = "shard the inputs of the model: plan.shard(tokens)" if t.shape[2] == whole else "pass what plan.shard returned on this rank"
@@ -129,10 +151,10 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     @without_default_device
-    def forward(ctx: Any, call: ShardedCall, *tensors: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, call: ShardedCall, early: Pending | None, *tensors: Any) -> Any:  # type: ignore[override]
         q, k, v, sink, *captured = tensors
         inputs = Inputs(q, k, v, sink, tuple(captured))
-        out, lse, highest, message = forward(call, inputs)
+        out, lse, highest, message = forward(call, inputs, early)
         ctx.call = call
         # the backward pass reads the masks' tensors again; saved, they are checked for writes
         masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
@@ -152,7 +174,7 @@ class _Sharded(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, (out, lse, message) = saved[: ctx.inputs], saved[ctx.inputs : ctx.inputs + 3]
         is_graph_wanted = torch.is_grad_enabled()
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         messages = ctx.call.share.messages_back(message is not None)
         with ctx.call.channel.reporting_failure(messages, False), torch.no_grad():
             wanting: Any = [autograd.requiring_grad(t, n) for t, n in zip(tensors, needed, strict=True)]
@@ -163,5 +185,5 @@ class _Sharded(torch.autograd.Function):
             found = backward(ctx.call, inputs, Results(out, lse, None, message), of_out, dlse)
         grads = [g if n else None for g, n in zip((*found[:4], *found.captured), needed, strict=True)]
         if is_graph_wanted:
-            return None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))
-        return None, *grads
+            return None, None, *autograd.differentiable_once(grads, (*tensors, dout, dlse))
+        return None, None, *grads

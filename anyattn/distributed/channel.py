@@ -39,6 +39,8 @@ class Channel:
         self._questions: list[str] = []
         self._steps = 0  # agreements and messages that this rank has begun
         self._messages = 0  # of them, exchanges
+        self._exchange = 0  # the step of the last one
+        self.started: Any = None  # ``early_keys.Started``: an exchange whose call must be the next thing that the group does
         self._doubts = 0  # times that the ranks have compared their steps after an error
         self._is_in_doubt = False
         self._is_cuda = dist.get_backend(group) == "nccl"
@@ -75,6 +77,7 @@ class Channel:
         what ``finish`` takes."""
         self._begin()
         self._messages += 1
+        self._exchange = self._steps
         to, source = ([n * sent.element_size() for n in sizes] for sizes in (received_sizes, sent_sizes))
         # bytes: gloo cannot send every dtype
         return dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), to, source, self.group, async_op=True)
@@ -111,20 +114,32 @@ class Channel:
                 self._is_in_doubt = True
             raise
 
+    def end_started(self) -> None:
+        """Waits for the started exchange, which no call will take."""
+        started, self.started = self.started, None
+        self.finish(started.work, "the exchange of anyattn.distributed.start")
+
     def _begin(self) -> None:
         """Counts an agreement or message. After an error, which another rank may not have had, the ranks compare their counts first.
 
-        Raises ``RuntimeError`` on all of them if these differ: a message would reach a rank that waits for another one.
+        Raises ``RuntimeError`` on all of them if these differ: a message would reach a rank that waits for another one. And if an exchange
+        was started for a call that did not come.
         """
+        if self.started is not None:
+            self.end_started()
+            raise RuntimeError(
+                "anyattn.distributed.start(k, v, plan) was not followed by its call, and its exchange is lost; wanted flex_attention of "
+                "the same k and v with the plan's mask as the next thing that the group does, outside of dispatch modes and compiled code"
+            )
         if self._is_in_doubt:
             names = [f"doubt/{self._doubts}/{r}" for r in range(self.size)]
-            self._store.set(names[self.rank], f"{self._steps}")
+            self._store.set(names[self.rank], f"{self._steps - self._messages} + {self._messages}")
             self._awaited(names, "a call after an error", looks_for_failures=False)
-            steps = [int(self._store.get(name)) for name in names]
+            steps = [self._store.get(name).decode() for name in names]
             if len(set(steps)) > 1:
                 raise RuntimeError(
-                    f"after an error the ranks have begun {steps} messages, and none can know whose the next one is; wanted a new process "
-                    "group (torch.distributed.new_group) and plans for it, or the error raised on every rank"
+                    f"after an error the ranks have begun {' and '.join(steps)} comparisons and messages, and none can know whose the next "
+                    "one is; wanted a new process group (torch.distributed.new_group) and plans for it, or the error raised on every rank"
                 )
             self._doubts += 1
             self._is_in_doubt = False
@@ -150,6 +165,12 @@ class Channel:
         if failed:
             told = "; ".join([self._store.get(name).decode() for name in failed])
             raise _WaitError(f"{what} waits for a rank that has failed: {told}")
+        asking = [r for r in range(self.size) if r != self.rank and self._store.check([f"agree/{self._exchange}/{r}"])]
+        if asking and self._exchange == self._steps:
+            raise _WaitError(
+                f"{what} waits for rank {', '.join(map(str, asking))}, which compares its calls with the others' instead; wanted the same "
+                "calls on every rank, those of anyattn.distributed.start too"
+            )
 
 
 def node_size_of(ranks: Sequence[int], local_sizes: Sequence[str]) -> int | None:

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as torch_flex
 
-from anyattn.distributed import batches, sharding
+from anyattn.distributed import batches
 from anyattn.distributed.channel import Channel, channel_of
 from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.overlap import Demand, demand_of, overlap_pays
-from anyattn.distributed.placement import CostModel, Placement, chunk_of, digest_of, work_of
+from anyattn.distributed.placement import CostModel, Placement, chunk_of, costs_of, digest_of, prefetch, work_of
+from anyattn.distributed.plan_arguments import BLOCK, ONE, chosen_chunk, group_of, mask_of, masks_of, node_size_of, weights_of
 from anyattn.distributed.relay import arrivals_of
+from anyattn.distributed.rows import sharding
+from anyattn.distributed.rows.local_captures import marked
 from anyattn.distributed.sharded_mask import ShardedMask, sharded
 from anyattn.distributed.share import Share
 from anyattn.distributed.transport import HEADS, Layer, placed_rows
 from anyattn.mods.tracing.default_device import without_default_device
-from anyattn.sparsity.block_mask import BlockMask, build_block_mask
+from anyattn.sparsity.block_mask import BlockMask
 
 __all__ = ["ContextPlan", "plan", "reduced"]
 
-_BLOCK, _LEAST_BLOCK = 128, 16  # of masks that are made here: smaller for sequences of few blocks a rank
 _CHOICES = (True, False, "auto")
-_ONE = ""  # the name of the mask of a plan that has one
+_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @without_default_device
@@ -48,9 +50,11 @@ def plan(
     transport: str = "auto",
     overlap: bool | str = "auto",
     keep_kv: bool | str = "auto",
+    wire: str = "float32",
     head_offset: int = 0,
     node_size: int | None = None,
     device: torch.device | str | None = None,
+    costs: Any = None,
     check: bool = True,
 ) -> ContextPlan:
     """Distributes the rows of a sequence over the ranks of a group, so that each has as many rows and as much attention as the others, and
@@ -68,11 +72,14 @@ def plan(
     overlap: whether rows that need no other rank's keys have calls of their own, which run while messages travel; "auto": where that is
         expected to take less time.
     keep_kv: whether what is received is kept for the backward pass or sent again; "auto" keeps at most as many positions as a rank has.
+    wire: how sums of keys' gradients travel, where keys do: "float32", or "bfloat16", half as many bytes, rounded once; at home they are
+        added in float32.
     head_offset: added to h, for tensor parallelism: the global head of this rank's query head 0. device: of masks made here.
     node_size: how many ranks, neighbours in the group, share a node: a key that several of them need then crosses the network once, to
         one of them. By default what torchrun's LOCAL_WORLD_SIZE says, if the group has as many ranks on each node and they are neighbours;
         else, and with ``ranks``, every key goes straight to the ranks that need it.
-    check: compares the plans of the ranks, through the group's store.
+    costs: what placements are valued by: the path of a file that ``anyattn bench --context --json`` has written, a
+        ``placement.CostModel``, or None for an H100's. check: compares the plans of the ranks, through the group's store.
 
     Raises ``TypeError`` or ``ValueError`` that names the argument, on every rank alike.
 
@@ -82,21 +89,21 @@ def plan(
     >>> [placement.rows_of(rank) for rank in range(2)]
     [((0, 256), (768, 1024)), ((256, 768),)]
     """
-    group, size = _group(where, ranks)
+    group, size = group_of(where, ranks)
     reporting: Any = nullcontext() if group is None else channel_of(group).reporting_failure(0, check and size > 1)
     with reporting:
-        masks = _masks(mask, S, size, device)
+        masks = masks_of(mask, S, size, device)
         length = next(iter(masks.values())).seq_lengths[0]
         unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
-        chunk = _chunk(chunk, unit, length, size)
-        weights = _weights(weights, masks)
+        chunk = chosen_chunk(chunk, unit, length, size)
+        weights = weights_of(weights, masks)
         works = {name: work_of([m], [1.0], chunk) for name, m in masks.items()}
-        costs = CostModel.of(heads or HEADS, head_dim, size, node_size=_node_size(node_size, size, group))
+        costs = costs_of(costs, heads or HEADS, head_dim, size, node_size_of(node_size, size, group))
         row_bytes = 2 * (heads or HEADS)[0] * head_dim
         demands = {n: demand_of(w, costs) for n, w in works.items()}
         layers = [Layer(masks[n], works[n], demands[n], weights[n]) for n in works]
         placement = placed_rows(layers, size, costs, heads, transport, overlap, row_bytes)
-        options = _Options(costs, row_bytes, overlap, keep_kv, head_offset, bool(check))
+        options = _Options(costs, row_bytes, overlap, keep_kv, wire, head_offset, bool(check))
         made = ContextPlan(masks, demands, placement, size, chunk, options)
         return made if group is None else made.to(group)
 
@@ -108,6 +115,7 @@ class _Options(NamedTuple):
     row_bytes: int
     overlap: bool | str
     keep_kv: bool | str
+    wire: str
     head_offset: int
     check: bool
 
@@ -117,7 +125,8 @@ class ContextPlan:
 
     mask: what the model passes as ``block_mask`` to every ``flex_attention``, with the rows of its rank: a ``BlockMask``, or a dict of them
         as ``plan`` was given one. On one rank it is the mask itself.
-    positions: int64 (rows of this rank,), their global positions, ascending. all_positions: int64 (1, S), to be sharded with the tokens.
+    positions: int64 (rows of this rank,), their global positions, ascending, without padding. all_positions: int64 (1, S), to be sharded
+        with the tokens.
     transport: what travels, "keys" or "heads". stats: the plan in numbers: rows, load, received keys, pieces of each rank, the bound of
         received keys, predicted efficiency.
 
@@ -137,6 +146,8 @@ class ContextPlan:
         for name, value in (("overlap", options.overlap), ("keep_kv", options.keep_kv)):
             if value not in _CHOICES:
                 raise ValueError(f"{name}={value!r}; wanted True, False or 'auto'")
+        if options.wire not in _WIRES:
+            raise ValueError(f"wire={options.wire!r}; wanted one of {list(_WIRES)}, of gradients that travel")
         self._masks, self._demands, self._placement, self._options = masks, demands, placement, options
         self.ranks, self.chunk = ranks, chunk
         self._channel = channel
@@ -152,7 +163,7 @@ class ContextPlan:
 
     def to(self, where: Any) -> ContextPlan:
         """The plan for this process's rank in a group. where: as in ``plan``; its size must be the plan's number of ranks."""
-        group, size = _group(where, None)
+        group, size = group_of(where, None)
         if size != self.ranks:
             raise ValueError(
                 f"the group has {size} ranks but the plan was made for {self.ranks}; wanted a group of {self.ranks}, or a new plan"
@@ -182,6 +193,7 @@ class ContextPlan:
     def digest(self) -> int:
         """A 64-bit number of the plan's inputs and result, the same in every process."""
         chosen = [_CHOICES.index(x) for x in (self._options.overlap, self._options.keep_kv)] + [self.transport == "heads"]
+        chosen.append(list(_WIRES).index(self._options.wire))
         masks = [part for n, demand in self._demands.items() for part in (np.frombuffer(n.encode(), np.uint8), demand.needs)]
         return digest_of(self.length, self.ranks, self.node_size, self.chunk, chosen, self._placement.owner, *masks)
 
@@ -190,11 +202,11 @@ class ContextPlan:
     @property
     def mask(self) -> Any:
         masks = self._masks if self.ranks == 1 else self._made
-        return masks[_ONE] if _ONE in masks else dict(masks)
+        return masks[ONE] if ONE in masks else dict(masks)
 
     def also(self, mask: Any) -> BlockMask:
         """Another mask of the same sequence, for rows that lie where this plan's do. mask: as in ``plan``, but no dict."""
-        other = _mask("mask", mask, self.length, math.gcd(_BLOCK, self.chunk), self._device)
+        other = mask_of("mask", mask, self.length, math.gcd(BLOCK, self.chunk), self._device)
         if other.seq_lengths[0] != self.length:
             raise ValueError(f"mask covers {other.seq_lengths[0]} positions, but the plan {self.length}; wanted a mask of these")
         if self.chunk % math.lcm(*other.BLOCK_SIZE):
@@ -206,6 +218,27 @@ class ContextPlan:
             return other
         demand = demand_of(work_of([other], [1.0], self.chunk), self._options.costs)
         return sharded(other, self, self._share(other, demand))
+
+    def prefetch(self, mask: Any) -> Any:
+        """Starts to copy to the host what ``plan`` reads of the next mask, if that is on a GPU: ``plan`` of it then does not wait for the
+        device. Returns ``mask``, as block masks.
+
+        mask: as in ``plan``, for as many ranks as this plan's. On a CPU nothing is copied.
+
+        >>> from anyattn import masks
+        >>> first = plan(masks.causal(), ranks=2, S=64, device="cpu")
+        >>> later = first.prefetch(masks.sliding_window(8, 0))
+        >>> plan(later, ranks=2).rows_of(0)
+        ((0, 32),)
+        """
+        is_made = all(isinstance(m, torch_flex.BlockMask) for m in (mask.values() if isinstance(mask, dict) else (mask,)))
+        masks = masks_of(mask, None if is_made else self.length, self.ranks, self._device)
+        length = next(iter(masks.values())).seq_lengths[0]
+        unit = math.lcm(*[n for m in masks.values() for n in m.BLOCK_SIZE])
+        chunk = self.chunk if length == self.length and not self.chunk % unit else chunk_of(length, self.ranks, unit)
+        for m in masks.values():
+            prefetch(m, chunk)
+        return masks if isinstance(mask, dict) else masks[ONE]
 
     def keeps_keys(self, share: Share | HeadShare) -> bool:
         """Whether what is received is kept for the backward pass; the same on every rank."""
@@ -257,9 +290,15 @@ class ContextPlan:
     def all_positions(self) -> Tensor:
         return torch.arange(self.length, device=self._device)[None]
 
-    def shard(self, *tensors: Tensor, dim: int = 1) -> Any:
-        """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple."""
-        found = tuple([sharding.shard_of(t, self._rows, self.rank, dim) for t in tensors])
+    def shard(self, *tensors: Tensor, dim: int = 1, pad: Any = None) -> Any:
+        """This rank's rows of tensors that hold the whole sequence in ``dim``: one tensor for one, else a tuple.
+
+        pad: a number that fills further rows behind them, or a tuple with one for each tensor (ids 0, labels -100): then every rank has as
+            many, and plans of other masks of the same length and blocks too, so that compiled code meets one shape. Attention leaves padded
+            rows out: their output and gradients are 0, their lse is -inf, and no row sees their keys. ``unshard`` and ``gather`` drop them.
+        """
+        pads = sharding.pads_of(pad, tensors)
+        found = tuple([sharding.shard_of(t, self._rows, self.rank, dim, p) for t, p in zip(tensors, pads)])
         return found[0] if len(found) == 1 else found
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,14 +317,30 @@ class ContextPlan:
         return batches.shard_batch(self, batch)
 
     def unshard(self, t: Tensor, dim: int = 1) -> Tensor:
-        """The rows of all ranks in global order, on every rank. Gradients are summed over the ranks, as those of a loss that is the sum of
-        the ranks' losses."""
+        """The rows of all ranks in global order, on every rank, without padding. Gradients are summed over the ranks, as those of a loss
+        that is the sum of the ranks' losses."""
         return t if self.ranks == 1 else sharding.gathered(t, self._rows, self.channel, dim)
 
     def gather(self, t: Tensor, dim: int = 0) -> Tensor:
         """``unshard``, for a tensor that holds a number for each of this rank's rows and that a mod captures: mods index it by global
         positions."""
         return self.unshard(t, dim)
+
+    def rows(self, t: Tensor, dim: int = 0) -> Tensor:
+        """``t``, marked: its dimension ``dim`` holds this rank's rows, and a mod that captures it indexes that by ``q_idx`` itself.
+
+        t: such as a bias (rows, S) or a temperature (rows,) that the model computes from its rows; nothing is sent, and its gradient is
+        complete on this rank. What is computed from the result has no mark; in compiled code ``rows`` is called there.
+
+        Raises ``ValueError`` for another number of rows; a call whose mod indexes the dimension otherwise raises ``ModError``.
+        """
+        if self.ranks == 1:
+            return t
+        rows = None
+        if not is_compiling():
+            rows = self.rows_of(self.rank)
+            sharding.check_rows(t, self._rows, self.rank, dim)
+        return marked(t, dim % t.ndim, rows)
 
     # ---- for people
 
@@ -301,7 +356,7 @@ class ContextPlan:
                 "transport: heads; every rank receives all rows of its part of the query heads and of the K/V heads that these see"
             )
             return "\n".join([*lines, *[f"rows of rank {r}: {a}:{b}" for r in range(self.ranks) for a, b in self.rows_of(r)]])
-        lines.append("transport: keys; every rank receives the keys that its rows see")
+        lines.append(f"transport: keys; every rank receives the keys that its rows see; their gradients travel in {self._options.wire}")
         for name, m in self._made.items():
             layout = self._layout(self._demands[name])
             received = [layout.received(r) for r in range(self.ranks)]
@@ -331,6 +386,11 @@ class ContextPlan:
     # ---- calls
 
     @property
+    def wire(self) -> torch.dtype:
+        """The dtype of keys' gradients in messages."""
+        return _WIRES[self._options.wire]
+
+    @property
     def checks_calls(self) -> bool:
         """Whether ranks compare their plans and the first of calls that are alike."""
         return self.ranks > 1 and self._options.check
@@ -342,99 +402,14 @@ class ContextPlan:
 
     def agree_on_call(self, query: Tensor, key: Tensor, value: Tensor, facts: tuple) -> None:
         """Raises on every rank, before the first message of such a call, if what its tensors have in common differs between the ranks."""
-        if not self.checks_calls:
-            return
         shapes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3], query.dtype, facts)
-        if shapes in self._calls:
-            return
-        number = digest_of(np.frombuffer(repr(shapes).encode(), np.uint8))
-        self.channel.agree("flex_attention's call", number, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
-        self._calls.add(shapes)
+        self.agree_once("flex_attention's call", shapes, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
 
-
-def _group(where: Any, ranks: int | None) -> tuple[Any, int]:
-    """The process group, None for a plan without one, and its size."""
-    if where is None:
-        if ranks is None:
-            raise TypeError("where is None; wanted a DeviceMesh of one dimension or a ProcessGroup, or ranks= for a plan without a group")
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ValueError(f"ranks={ranks!r}; wanted a positive int")
-        return None, ranks
-    if ranks is not None:
-        raise TypeError("where and ranks are both given; wanted one of them")
-    if isinstance(where, dist.ProcessGroup):
-        return where, dist.get_world_size(where)
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(where, DeviceMesh):
-        raise TypeError(f"where is a {type(where).__name__}; wanted a DeviceMesh of one dimension or a ProcessGroup")
-    if where.ndim != 1:
-        names = where.mesh_dim_names
-        cure = f"mesh[{names[-1]!r}]" if names else "mesh['cp']"
-        raise ValueError(f"where is a DeviceMesh of {where.ndim} dimensions {names or ''}; wanted one dimension, such as {cure}")
-    return where.get_group(), where.size()
-
-
-def _node_size(node_size: int | None, ranks: int, group: Any) -> int | None:
-    if node_size is None:
-        return None if group is None or ranks == 1 else channel_of(group).node_size
-    if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1 or ranks % node_size:
-        cure = f"wanted a divisor of the {ranks} ranks, how many of them share a node, or {ranks} to treat all alike"
-        raise ValueError(f"node_size={node_size!r}; {cure}")
-    return node_size
-
-
-def _masks(mask: Any, S: int | None, ranks: int, device: Any) -> dict[str, BlockMask]:
-    named = mask if isinstance(mask, dict) else {_ONE: mask}
-    if not named or not all(isinstance(n, str) for n in named) or (isinstance(mask, dict) and _ONE in named):
-        raise ValueError(
-            f"mask is a dict of {list(named)}; wanted a mask for each of one or more names, such as {{'full': m, 'window': n}}"
-        )
-    block = _BLOCK
-    while S is not None and block > _LEAST_BLOCK and block * 4 * ranks > S:
-        block //= 2
-    masks = {n: _mask(f"mask[{n!r}]" if n else "mask", m, S, block, device) for n, m in named.items()}
-    lengths = {m.seq_lengths[0] for m in masks.values()}
-    if len(lengths) > 1:
-        raise ValueError(f"mask has masks of {sorted(lengths)} positions; wanted one length")
-    if S is not None and lengths != {S}:
-        raise ValueError(f"S={S}, but mask covers {lengths.pop()} positions; wanted the same, or no S")
-    return masks
-
-
-def _mask(name: str, mask: Any, S: int | None, block: int, device: Any) -> BlockMask:
-    """A block mask of equal lengths from what a user passes as a mask."""
-    if isinstance(mask, ShardedMask):
-        raise TypeError(f"{name} is the mask of a plan already; wanted the mask of the whole sequence")
-    if isinstance(mask, torch_flex.BlockMask):
-        made = BlockMask.from_torch(mask)
-    elif mask is None or callable(mask):
-        if S is None:
-            raise TypeError(f"{name} is {'None' if mask is None else 'a mask_mod'}, and S is None; wanted S=, the length of the sequence")
-        every: Callable = torch_flex.noop_mask if mask is None else mask
-        made = build_block_mask(every, (None, None), (S, S), device, block, True, None)
-    else:
-        raise TypeError(f"{name} is a {type(mask).__name__}; wanted a BlockMask, a mask_mod, None, or a dict of them")
-    rows, keys = made.seq_lengths
-    if rows != keys:
-        raise ValueError(f"{name} has {rows} queries and {keys} keys; wanted a mask of one sequence, with as many keys as queries")
-    return made
-
-
-def _chunk(chunk: int | None, unit: int, length: int, ranks: int) -> int:
-    if chunk is None:
-        return chunk_of(length, ranks, unit)
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1 or chunk % unit:
-        raise ValueError(f"chunk={chunk!r}; wanted a multiple of {unit}, the blocks of the mask: make it with another BLOCK_SIZE")
-    return chunk
-
-
-def _weights(weights: Mapping[str, float] | None, masks: dict[str, BlockMask]) -> dict[str, float]:
-    if weights is None:
-        return dict.fromkeys(masks, 1.0)
-    if not isinstance(weights, Mapping) or set(weights) != set(masks) or not all(w > 0 for w in weights.values()):
-        raise ValueError(f"weights={weights!r}; wanted a positive number of layers for each of {sorted(masks)}")
-    return {n: float(weights[n]) for n in masks}
+    def agree_once(self, what: str, facts: tuple, cure: str) -> None:
+        """Raises on every rank unless all have the same facts; they are compared once."""
+        if self.checks_calls and facts not in self._calls:
+            self.channel.agree(what, digest_of(np.frombuffer(repr(facts).encode(), np.uint8)), cure)
+            self._calls.add(facts)
 
 
 def reduced(t: Tensor, where: Any) -> Tensor:
@@ -443,5 +418,5 @@ def reduced(t: Tensor, where: Any) -> Tensor:
     The gradient of a captured tensor is this rank's share. Data parallelism sums those of a model's parameters; ``reduced`` sums that of
     another tensor, such as one that a program updates itself. where: as in ``plan``.
     """
-    group, _ = _group(where, None)
+    group, _ = group_of(where, None)
     return sharding.reduced(t, channel_of(group))

@@ -128,7 +128,7 @@ class KeyMoves:
             self._sum_received(at, pieces, came, flat)
             pending = exchanged(flat, route.received[at], route.sent[at], self.width, channel)
             if at > 0:
-                came = awaited(pending, channel, "gradients inside nodes")
+                came = awaited(pending, channel, "gradients inside nodes").to(torch.promote_types(like.dtype, torch.float32))
         return pending
 
     def _sum_received(self, at: int, pieces: Sequence[Piece], came: Tensor | None, flat: Tensor) -> None:

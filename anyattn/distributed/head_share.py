@@ -78,7 +78,7 @@ class CallShare(_ByHeads):
     def place(self, mod: TracedMod) -> Place:
         """Where the local call lies for a mod: that of one process, unless the mod reads h."""
         every = (0, self.layout.length)
-        return Place((every,), every, self.first_head + self.first if _reads_head(mod.expr) else 0, self.device)
+        return Place((every,), every, self.first_head + self.first if _reads_head(mod.expr) else 0, self.device, 0)
 
     def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:
         mask = self.mask

@@ -75,6 +75,12 @@ class Layout(NamedTuple):
         """The global rows of a rank."""
         return self.intervals(self.owner == rank)
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a padded shard: the most that a rank has under any placement of such a sequence, so that new masks change no shape."""
+        most = -(-len(self.owner) // self.ranks) * self.chunk
+        return min(max(most, *[length_of(self.rows_of(r)) for r in range(self.ranks)]), self.length)
+
     def received(self, rank: int) -> int:
         """The number of keys that ``rank`` receives."""
         return length_of(self.intervals(self.needs[rank] & (self.owner != rank)))

@@ -13,7 +13,7 @@ from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.call_cache.signature import tensor_key
 from anyattn.distributed.by_documents import DocumentRows
 from anyattn.distributed.channel import Channel
-from anyattn.distributed.exchange import Piece, awaited, key_moves
+from anyattn.distributed.exchange import Pending, Piece, awaited, key_moves
 from anyattn.distributed.layout import Segment
 from anyattn.distributed.placed_mods import placed, tensor_slots
 from anyattn.distributed.row_moves import Move, RowMoves, part_of
@@ -31,7 +31,8 @@ __all__ = ["Gradients", "Inputs", "Results", "ShardedCall", "backward", "forward
 class ShardedCall(NamedTuple):
     """A ``flex_attention`` call on a shard, without its tensors. share: ``Share``, or ``head_share.CallShare`` where heads travel. calls:
     the local ones. block_masks: of the segments; none of documents. score, mask: by global positions, without the captured tensors of
-    score. keeps_keys: what is received is kept for the backward pass; else it is sent again."""
+    score. keeps_keys: what is received is kept for the backward pass; else it is sent again. wire: the dtype in which sums of keys'
+    gradients travel, where keys do; torch.float32: float64 for float64 tensors."""
 
     share: Any
     channel: Channel
@@ -46,6 +47,7 @@ class ShardedCall(NamedTuple):
     backend: str | None
     options: Any
     keeps_keys: bool
+    wire: torch.dtype
 
 
 class Inputs(NamedTuple):
@@ -77,12 +79,12 @@ class Gradients(NamedTuple):
     captured: tuple[Tensor | None, ...]
 
 
-def forward(call: ShardedCall, inputs: Inputs) -> Results:
-    """The attention of this rank's rows; the same call runs on every rank."""
+def forward(call: ShardedCall, inputs: Inputs, early: Pending | None = None) -> Results:
+    """The attention of this rank's rows; the same call runs on every rank. early: its exchange of keys, if that was started before."""
     share: Share = call.share
     channel, calls, (q, k, v, *_) = call.channel, call.calls, inputs
     moves = key_moves(share, calls, k, v)
-    pending = moves.send(k, v, channel) if share.messages else None
+    pending = moves.send(k, v, channel) if share.messages and early is None else early
     keys = moves.local.made(k, v, None)
     message: Tensor | None = None
     found: list[Any] = [None] * len(calls.segments)
@@ -135,11 +137,12 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
             visit(at)
     pending = None
     if share.messages:
-        pending = moves.return_gradients(pieces, k, torch.promote_types(k.dtype, torch.float32), channel)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        pending = moves.return_gradients(pieces, k, wide if call.wire is torch.float32 else call.wire, channel)
     for at in reversed(calls.order):
         if calls.segments[at].is_local:
             visit(at)
-    returned = None if pending is None else awaited(pending, channel, "gradients")
+    returned = None if pending is None else awaited(pending, channel, "gradients").to(wide)
     of_q = _rows(call, dq, q, q.shape[3]) if q.requires_grad else None
     of_k = of_v = None
     if wants_keys:

@@ -8,7 +8,6 @@ import numpy as np
 
 from anyattn.distributed.layout import Layout
 from anyattn.distributed.placement import CostModel, Work
-from anyattn.distributed.placement.cost import CALL_SECONDS
 from anyattn.distributed.relay import arrivals_of
 
 __all__ = ["Demand", "demand_of", "overlap_pays", "seconds_of"]
@@ -56,7 +55,7 @@ def seconds_of(layout: Layout, demand: Demand, costs: CostModel, row_bytes: int)
         message = float(messages[rank])
         local, rest = float(seconds[is_local].sum()), float(seconds[own & ~is_local].sum())
         rows = int(own.sum()) * layout.chunk
-        split = CALL_SECONDS + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0
+        split = costs.call_seconds + 2 * rows * row_bytes / _MEMORY if is_local.any() and rest else 0.0
         with_overlap.append(max(local, message) + rest + split)
         without.append(local + rest + message)
     return max(with_overlap), max(without)

@@ -28,13 +28,15 @@ class Place(NamedTuple):
     """Where a local attention call lies in the global one.
 
     rows: global intervals of its query rows, ascending; local row 0 is the first one's start. keys: the global interval of its keys.
-    first_head: global query head of its head 0. device: of the table of rows, for many intervals.
+    first_head: global query head of its head 0. device: of the table of rows, for many intervals. first: where its rows begin among those
+    of its rank.
     """
 
     rows: Intervals
     keys: tuple[int, int]
     first_head: int
     device: torch.device
+    first: int
 
 
 def placed(mod: TracedMod, place: Place) -> TracedMod:
@@ -42,13 +44,13 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> window = trace(lambda b, h, q, k: q - k < 8, "mask")
-    >>> placed(window, Place(((64, 128),), (32, 128), 0, torch.device("cpu"))).scalars
+    >>> placed(window, Place(((64, 128),), (32, 128), 0, torch.device("cpu"), 0)).scalars
     (64, 32)
     """
     numbers = (*mod.scalars, *_numbers(place))
-    form = _form(mod.kind, place, True)
+    form = _form(mod, place, True)
     if any(_is_short(mod.tensors[part.slot], part, place) for part in _parts_of(mod.expr, form).values()):
-        form = _form(mod.kind, place, False)
+        form = _form(mod, place, False)
     expr, scalars, slots, parts, pattern = _rewritten(mod.expr, len(mod.scalars), len(mod.tensors), form)
     tensors = [*mod.tensors, *[_part(mod.tensors[part.slot], part, place) for part in parts]]
     if len(place.rows) > _MOST_COMPARED:
@@ -62,12 +64,13 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
 def tensor_slots(score: TracedMod, tensors: int, place: Place) -> list[int]:
     """Which of the ``tensors`` that a score mod captures each tensor of ``placed(score, place)`` is; a number beyond them for the table of
     rows."""
-    return _rewritten(score.expr, len(score.scalars), tensors, _form("score", place, True)).slots
+    return _rewritten(score.expr, len(score.scalars), tensors, _form(score, place, True)).slots
 
 
 class _Form(NamedTuple):
     """What the text of a rewritten program depends on. intervals: of rows, or one more than are compared. has_one_offset, has_same: rows
-    and keys begin at the same position, and are the same. has_parts: whether views of captured tensors replace them."""
+    and keys begin at the same position, and are the same. has_parts: whether views of captured tensors replace them. local_dims: of the
+    mod. has_first: whether rows that these dimensions hold come before the call's."""
 
     intervals: int
     has_first_row: bool
@@ -77,13 +80,17 @@ class _Form(NamedTuple):
     has_same: bool
     has_parts: bool
     kind: str
+    local_dims: tuple[tuple[int, int], ...]
+    has_first: bool
 
 
-def _form(kind: str, place: Place, has_parts: bool) -> _Form:
+def _form(mod: TracedMod, place: Place, has_parts: bool) -> _Form:
     first_row, first_key = place.rows[0][0], place.keys[0]
     intervals, is_one = min(len(place.rows), _MOST_COMPARED + 1), len(place.rows) == 1
     has_one_offset, has_same = is_one and first_row == first_key, place.rows == (place.keys,)
-    return _Form(intervals, first_row != 0, first_key != 0, place.first_head != 0, has_one_offset, has_same, has_parts, kind)
+    has_firsts = first_row != 0, first_key != 0, place.first_head != 0
+    has_first = bool(mod.local_dims) and place.first != 0
+    return _Form(intervals, *has_firsts, has_one_offset, has_same, has_parts, mod.kind, mod.local_dims, has_first)
 
 
 class _Part(NamedTuple):
@@ -106,7 +113,7 @@ def _numbers(place: Place) -> list[int]:
             if i or start:
                 numbers.append(start - begin)
             begin += stop - start
-    return [*numbers, *([place.keys[0]] if place.keys[0] else []), *([place.first_head] if place.first_head else [])]
+    return [*numbers, *[n for n in (place.keys[0], place.first_head, place.first) if n]]
 
 
 @lru_cache(maxsize=64)
@@ -171,13 +178,17 @@ def _rewritten(expr: Expr, scalars: int, tensors: int, form: _Form) -> _Rewritte
         for at, node in enumerate(expr.nodes):
             if node.op in _INVARIANT and {expr.nodes[a].attr for a in node.args if expr.nodes[a].op == "index"} == {"q_idx", "kv_idx"}:
                 replaced[at] = builder.add(node.op, *[index(expr.nodes[a].attr) for a in node.args], dtype=node.dtype)  # type: ignore[arg-type]
-    for at, part in parts.items():  # ascending, so that an index that is itself a load is there already
-        node, cut = expr.nodes[at], (*part.by_row, *part.by_key)
+    local = builder.add("add", row, number()) if form.has_first else row
+    for at, node in enumerate(expr.nodes):  # ascending, so that an index that is itself a load is there already
+        part, local_dims = parts.get(at), [dim for slot, dim in form.local_dims if node.op == "load" and slot == node.attr]
+        if part is None and not local_dims:
+            continue
+        cut = () if part is None else (*part.by_row, *part.by_key)
         args = [
-            index(expr.nodes[a].attr) if dim in cut else builder.copy(expr, a, replaced)  # type: ignore[arg-type]
+            local if dim in local_dims else index(expr.nodes[a].attr) if dim in cut else builder.copy(expr, a, replaced)  # type: ignore[arg-type]
             for dim, a in enumerate(node.args)
         ]
-        replaced[at] = builder.add("load", *args, dtype=node.dtype, attr=slots[part])
+        replaced[at] = builder.add("load", *args, dtype=node.dtype, attr=node.attr if part is None else slots[part])
     copied = builder.build(builder.copy(expr, replace=replaced))
     rewritten, used, order = compact(copied, range(tensors + len(slots) + 1))  # type: ignore[arg-type]
     return _Rewritten(rewritten, used, order, tuple(slots), Pattern(("placed", rewritten.key)))  # type: ignore[arg-type]
@@ -187,7 +198,7 @@ def _parts_of(expr: Expr, form: _Form) -> dict[int, _Part]:
     """The loads of a mask, by position, that views of captured tensors replace."""
     parts = {}
     for at, node in enumerate(expr.nodes):
-        if node.op != "load" or form.kind != "mask" or not form.has_parts:
+        if node.op != "load" or form.kind != "mask" or not form.has_parts or node.attr in [slot for slot, _ in form.local_dims]:
             continue
         by = {dim: expr.nodes[a].attr for dim, a in enumerate(node.args) if expr.nodes[a].op == "index"}
         by_row = tuple([d for d, name in by.items() if name == "q_idx" and form.has_first_row and form.intervals == 1])

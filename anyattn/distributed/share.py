@@ -14,6 +14,7 @@ from anyattn.distributed.by_documents import DocumentRows, documents_of
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
 from anyattn.distributed.placed_mods import Place, placed
 from anyattn.distributed.relay import arrivals_of, route_of
+from anyattn.distributed.rows.local_captures import check_mask
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.sparsity.block_mask import LISTS, BlockMask, block_mask_of_lists, marked
@@ -43,13 +44,13 @@ class MaskShare:
 
     mask: the global block mask. layout: who owns which rows. first_head: the global query head of local head 0.
 
-    rows: the rank's own; length: their number.
+    rows: the rank's own; length: their number. padded: with those of a padded shard.
     """
 
     def __init__(self, mask: BlockMask, layout: Layout, rank: int, first_head: int):
         self.mask, self.layout, self.rank, self.first_head = mask, layout, rank, first_head
         self.rows = layout.rows_of(rank)
-        self.length = length_of(self.rows)
+        self.length, self.padded = length_of(self.rows), layout.padded_rows
         self.kept: dict[tuple, Any] = {}  # moves and plans of calls, by properties of their tensors
         self._versions = _versions(mask)
         # by the calls' name: what the mask captured, those tensors (their ids are not used again while they are kept), and the masks
@@ -74,6 +75,7 @@ class MaskShare:
         known = self._parts.get(calls.name)
         if known is None or known[0] != now:
             traced = trace(self.mask.mask_mod, "mask", device=self.device)
+            check_mask(traced)
             known = self._parts[calls.name] = now, tuple(tensors), self._cut_lists(calls, traced)
         return known[2]
 
@@ -127,7 +129,7 @@ class Share(MaskShare):
 
     def _calls(self, name: str, segments: Sequence[Segment | DocumentRows]) -> LocalCalls:
         hulls = tuple([hull_of(self.rows, self.route.keys, s.spans) for s in segments])
-        places = tuple([Place(s.rows, s.keys, self.first_head, self.device) for s in segments if isinstance(s, Segment)])
+        places = tuple([Place(s.rows, s.keys, self.first_head, self.device, s.first) for s in segments if isinstance(s, Segment)])
         return LocalCalls(name, tuple(segments), places, hulls, tuple(sorted(range(len(segments)), key=lambda i: not segments[i].is_local)))
 
     def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:

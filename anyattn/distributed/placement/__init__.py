@@ -4,8 +4,9 @@ from anyattn.distributed.placement.bound import bound_of
 from anyattn.distributed.placement.choose import Placement, digest_of, place
 from anyattn.distributed.placement.chunks import Chunks, chunks_of
 from anyattn.distributed.placement.cost import CostModel, Load, load_of
+from anyattn.distributed.placement.rates import Rates, costs_of
 from anyattn.distributed.placement.stats import PlanStats
-from anyattn.distributed.placement.work import Work, chunk_of, combined, work_of
+from anyattn.distributed.placement.work import Work, chunk_of, combined, prefetch, work_of
 
 __all__ = [
     "Chunks",
@@ -13,13 +14,16 @@ __all__ = [
     "Load",
     "Placement",
     "PlanStats",
+    "Rates",
     "Work",
     "bound_of",
     "chunk_of",
     "chunks_of",
     "combined",
+    "costs_of",
     "digest_of",
     "load_of",
     "place",
+    "prefetch",
     "work_of",
 ]

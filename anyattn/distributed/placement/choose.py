@@ -11,7 +11,7 @@ from anyattn.distributed.placement.bisected import bisected
 from anyattn.distributed.placement.bound import bound_of
 from anyattn.distributed.placement.candidates import contiguous, fold
 from anyattn.distributed.placement.chunks import Chunks, chunks_of
-from anyattn.distributed.placement.cost import CALL_SECONDS, CostModel, Load, load_of
+from anyattn.distributed.placement.cost import CostModel, Load, load_of
 from anyattn.distributed.placement.evened import evened
 from anyattn.distributed.placement.stats import PlanStats
 from anyattn.distributed.placement.work import Work
@@ -87,7 +87,7 @@ def _value(load: Load, length: int, costs: CostModel) -> int:
     placements of short sequences alone; messages, which others share; and uneven load, which waits elsewhere too."""
     slowdown = float(load.attention.max()) / load.ideal if load.ideal else 1.0
     share = int(load.received.sum()) / (max(len(load.rows) - 1, 1) * length)
-    per_piece = min(max(CALL_SECONDS / load.ideal, _LEAST_PER_PIECE), _MOST_PER_PIECE) if load.ideal else _LEAST_PER_PIECE
+    per_piece = min(max(costs.call_seconds / load.ideal, _LEAST_PER_PIECE), _MOST_PER_PIECE) if load.ideal else _LEAST_PER_PIECE
     fixed = per_piece * (int(load.pieces.max()) - 1)
     if load.exchanges > 1:
         fixed += min(costs.fixed_seconds / load.ideal, _MOST_PER_RELAY) if load.ideal else _MOST_PER_RELAY

@@ -10,12 +10,12 @@ from anyattn.distributed.layout import Layout
 from anyattn.distributed.placement.chunks import Chunks, unpacked
 from anyattn.distributed.relay import arrivals_of
 
-__all__ = ["CALL_SECONDS", "CostModel", "Load", "load_of"]
+__all__ = ["CostModel", "Load", "load_of"]
 
 _NEAR_RANKS = 8  # GPUs that a switch such as NVSwitch connects, where nodes are not known
 _NEAR, _FAR = 330e9, 50e9  # bytes/s in one direction: NVLink of an H100, and one 400 Gbit/s network card a GPU
 _FLOPS = 600e12  # of a forward pass in bfloat16 on an H100
-CALL_SECONDS = 60e-6  # a further local call: its launch, idle multiprocessors at its end, copies of its rows; 50 to 100 us on an H100
+_CALL_SECONDS = 60e-6  # of a further local call: its launch, idle multiprocessors at its end, copies of its rows; 50 to 100 us on an H100
 _OVERLAP_LOSS = 0.1  # of the shorter of computing and receiving is not hidden
 
 
@@ -26,7 +26,7 @@ class CostModel(NamedTuple):
     second that a rank receives. key_bytes: of one position's K and V. fixed_seconds: of an exchange of keys, to pack, launch and meet.
     piece_seconds: of each of a rank's pieces after its first. node_size: ranks of a node, neighbours, which pass on what several of them
     need of another node (``relay.exchanges_of``); None for one exchange between all. network: bytes a second that a rank receives from
-    other nodes.
+    other nodes. call_seconds: of a further local call.
 
     The defaults are 16 query heads and 4 K/V heads of 128 in 16 bits, at 600 TFLOP/s, with 330 GB/s in one node.
     """
@@ -39,6 +39,7 @@ class CostModel(NamedTuple):
     piece_seconds: float = 5e-6
     node_size: int | None = None
     network: float = _FAR
+    call_seconds: float = _CALL_SECONDS
 
     @classmethod
     def of(

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.arithmetic import ceil_div
+from anyattn.distributed.placement.prefetched import is_asynchronous, keep, take
 from anyattn.sparsity.lists import check_counts
 
-__all__ = ["Work", "chunk_of", "combined", "work_of"]
+__all__ = ["Work", "chunk_of", "combined", "prefetch", "work_of"]
 
 # counts are (chunks, chunks), and are searched on one core for every new mask
 _CHUNKS, _FEW_PER_RANK, _MOST_CHUNKS = 1024, 8, 4096
@@ -78,7 +79,8 @@ def work_of(masks: Sequence[torch_flex.BlockMask | None], weights: Sequence[floa
     masks: of equal query and key lengths; their blocks may differ, between rows and keys too, but chunk is a multiple of all. None: no
     mask, every key is visited. length: of the sequence, for masks that are all None.
 
-    Lists on a GPU are counted there; one copy of the counts (chunks, chunks) waits for it. Raises ``ValueError`` naming what is wrong.
+    Lists on a GPU are counted there; one copy of the counts (chunks, chunks) waits for it, unless ``prefetch`` has started it. Raises
+    ``ValueError`` naming what is wrong.
 
     >>> from anyattn.sparsity import BlockMask
     >>> mask = BlockMask.from_block_map(torch.ones(4, 4).tril() > 0, BLOCK_SIZE=64)
@@ -113,6 +115,12 @@ def combined(works: Sequence[Work], weights: Sequence[float]) -> Work:
     return Work(visited, partial, needs, first.chunk, first.length, first.tile)
 
 
+def prefetch(mask: torch_flex.BlockMask, chunk: int) -> None:
+    """Starts to copy the counts of a mask on a GPU to the host, where a later ``work_of`` of the same lists and chunk finds them."""
+    if is_asynchronous(mask.kv_indices):
+        keep(mask, chunk, _counts(mask, chunk, mask.seq_lengths[0]))
+
+
 def _of_mask(mask: torch_flex.BlockMask | None, chunk: int, length: int) -> Work:
     chunks = ceil_div(length, chunk)
     if mask is None:
@@ -120,18 +128,26 @@ def _of_mask(mask: torch_flex.BlockMask | None, chunk: int, length: int) -> Work
         every = np.ones((chunks, chunks), bool)
         return Work(_in_steps(share[:, None] * share), np.zeros((chunks, chunks)), every, chunk, length, (chunk, chunk))
     rows, keys = mask.BLOCK_SIZE
-    if chunk % rows or chunk % keys:
-        raise ValueError(f"chunk={chunk} is not a multiple of the mask's blocks, {rows} rows x {keys} keys")
-    grid, per_chunk = (ceil_div(length, rows), ceil_div(length, keys)), (chunk // rows, chunk // keys)
-    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
-    counts = [_by_chunks(cnt, idx, grid, per_chunk, chunks) for cnt, idx in lists if cnt is not None and idx is not None]
-    masked, *full = torch.stack(counts).to("cpu", torch.float64).numpy()
+    found = take(mask, chunk)
+    counts = _counts(mask, chunk, length) if found is None else found
+    masked, *full = counts.to("cpu", torch.float64).numpy()
     visited = masked + full[0] if full else masked
-    entries = max(mask.kv_num_blocks.numel() // grid[0], 1)
+    entries = max(mask.kv_num_blocks.numel() // ceil_div(length, rows), 1)
     needs = visited > 0
     if entries > 1:
         visited, masked = _in_steps(visited / entries), _in_steps(masked / entries)
     return Work(visited, masked, needs, chunk, length, (rows, keys))
+
+
+def _counts(mask: torch_flex.BlockMask, chunk: int, length: int) -> Tensor:
+    """int64 (1 or 2, chunks, chunks) on the mask's device: tiles in which the mask is evaluated, and those that are full."""
+    rows, keys = mask.BLOCK_SIZE
+    if chunk % rows or chunk % keys:
+        raise ValueError(f"chunk={chunk} is not a multiple of the mask's blocks, {rows} rows x {keys} keys")
+    grid, per_chunk = (ceil_div(length, rows), ceil_div(length, keys)), (chunk // rows, chunk // keys)
+    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
+    chunks = ceil_div(length, chunk)
+    return torch.stack([_by_chunks(cnt, idx, grid, per_chunk, chunks) for cnt, idx in lists if cnt is not None and idx is not None])
 
 
 def _by_chunks(cnt: Tensor, idx: Tensor, grid: tuple[int, int], per_chunk: tuple[int, int], chunks: int) -> Tensor:

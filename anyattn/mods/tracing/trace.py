@@ -71,6 +71,7 @@ class TracedMod(OfFields):
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
     scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
     source: how to read them from another mod of the same pattern, None if that takes a new trace.
+    local_dims: (slot, dimension) of the tensors' dimensions that hold a rank's rows (``distributed.rows.local_captures``).
     """
 
     kind: str
@@ -79,6 +80,7 @@ class TracedMod(OfFields):
     tensors: tuple[torch.Tensor, ...]
     name: str = field(compare=False, default="mod")
     source: Source | None = field(compare=False, default=None, repr=False)
+    local_dims: tuple[tuple[int, int], ...] = ()
 
     @property
     def key(self) -> str:

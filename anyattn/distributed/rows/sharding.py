@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,29 +12,50 @@ from torch.autograd.function import once_differentiable
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.layout import Layout, length_of
 
-__all__ = ["gathered", "reduced", "shard_of"]
+__all__ = ["check_rows", "gathered", "pads_of", "reduced", "shard_of"]
 
 
-def shard_of(t: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """The rows of ``rank``, a copy."""
+def pads_of(pad: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The value of padding for each tensor, None for none. pad: one for all, or a tuple of them."""
+    pads = pad if isinstance(pad, tuple) else (pad,) * len(tensors)
+    if len(pads) != len(tensors):
+        raise ValueError(f"pad has {len(pads)} values for {len(tensors)} tensors; wanted one for all, or one for each")
+    for value, t in zip(pads, tensors):
+        is_whole = t.is_floating_point() or t.is_complex() or (isinstance(value, (int, float)) and value == value // 1)
+        if value is not None and not (isinstance(value, (int, float)) and is_whole):
+            raise ValueError(f"pad={value!r} for a tensor of {t.dtype}; wanted a number that it can hold")
+    return pads
+
+
+def shard_of(t: Tensor, layout: Layout, rank: int, dim: int, pad: Any = None) -> Tensor:
+    """The rows of ``rank``, a copy. pad: the value of the rows behind them, up to ``layout.padded_rows``; None for none."""
     if t.shape[dim] != layout.length:
         raise ValueError(
             f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} positions in dimension {dim}; wanted the {layout.length} of the plan: "
             "pass the whole sequence (a shard is not sharded again), or another dim="
         )
     parts = [t.narrow(dim, start, stop - start) for start, stop in layout.rows_of(rank)]
+    if pad is not None:
+        shape = list(t.shape)
+        shape[dim] = layout.padded_rows - length_of(layout.rows_of(rank))
+        parts.append(t.new_full(shape, pad))
     # a copy even of one interval: compiled code is for its strides
     return torch.cat(parts, dim) if parts else t.narrow(dim, 0, 0)
 
 
+def check_rows(t: Tensor, layout: Layout, rank: int, dim: int) -> int:
+    """The number of the rank's rows. Raises ``ValueError`` unless ``t`` has them, with or without padding."""
+    rows = length_of(layout.rows_of(rank))
+    if t.shape[dim] not in (rows, layout.padded_rows):
+        raise ValueError(f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {rank}")
+    return rows
+
+
 def gathered(t: Tensor, layout: Layout, channel: Channel, dim: int) -> Tensor:
-    """The rows of all ranks in global order. Its gradient is the sum of the ranks' gradients of the result, at this rank's rows."""
-    rows = length_of(layout.rows_of(channel.rank))
-    if t.shape[dim] != rows:
-        raise ValueError(
-            f"a tensor of shape {tuple(t.shape)} has {t.shape[dim]} rows in dimension {dim}; wanted the {rows} of rank {channel.rank}"
-        )
-    return _Gathered.apply(t, layout, channel, dim)  # type: ignore[no-any-return, no-untyped-call]
+    """The rows of all ranks in global order, without padding. Its gradient is the sum of the ranks' gradients of the result, at this
+    rank's rows."""
+    rows = check_rows(t, layout, channel.rank, dim)
+    return _Gathered.apply(t.narrow(dim, 0, rows), layout, channel, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):

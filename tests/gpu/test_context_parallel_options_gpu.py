@@ -1,0 +1,21 @@
+"""Padded shards, marked rows, started exchanges and bfloat16 on the wire, on two GPUs with NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import options
+from tests.support.ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(300, method="thread"),  # a message that never comes is a failure
+]
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_options_give_the_bits_of_the_plain_way(has_documents: bool) -> None:
+    for found in on_ranks(2, options.same_bits, has_documents, device="cuda"):
+        assert found == dict.fromkeys(found, True)
