@@ -164,7 +164,6 @@ class _Launch:
         with current_device(self._device):
             launch(move_rows, self._grid, given, self._device, options, known)
 
-
     def _wait(self, is_written: torch.cuda.Event) -> None:
         """Makes a stream that has not written the table wait for it, once."""
         stream = _stream(self._device)
