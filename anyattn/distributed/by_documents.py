@@ -15,14 +15,16 @@ import numpy as np
 import torch
 
 from anyattn.distributed.layout import Interval, Layout, length_of, overlap
+from anyattn.distributed.placement.prefetched import is_asynchronous, keep_ids, on_host
 from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.ir.expr import Builder, Expr
-from anyattn.mods.tracing.trace import TracedMod, compact
+from anyattn.mods.tracing.trace import TracedMod, compact, trace
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["DocumentRows", "documents_of", "runs_documents"]
+__all__ = ["DocumentRows", "documents_of", "prefetch_ids", "runs_documents"]
 
 _MOST_KEYS = 1.1  # of the keys that several pieces of one document see together, since those of each piece are copied
 _MEAN, _FEWEST = 128, 8  # rows of a document on average, at least, and documents of any length: ``documents.sequences.places_of``
@@ -118,8 +120,18 @@ def documents_of(traced: TracedMod, layout: Layout, visits: np.ndarray, rank: in
     ids = traced.tensors[form.ids]
     if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1) or ids.shape[-1] < layout.length:
         return None
-    found = _pieces(ids.reshape(-1)[: layout.length].cpu().numpy(), layout, visits, rank)
+    found = _pieces(on_host(ids).reshape(-1)[: layout.length].numpy(), layout, visits, rank)
     return None if found is None else DocumentRows(found, rest, device)
+
+
+def prefetch_ids(mask: BlockMask) -> None:
+    """Starts to copy the ids that ``documents_of`` will read, if they are on a GPU."""
+    if not is_asynchronous(mask.kv_indices) or not mask.is_exact:
+        return
+    traced = trace(mask.mask_mod, "mask", device=mask.kv_indices.device)
+    form = document_form(traced.expr)
+    if form is not None:
+        keep_ids(traced.tensors[form.ids])
 
 
 def _covered(intervals: Sequence[Interval]) -> int:

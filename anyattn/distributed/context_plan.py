@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.distributed import batches
+from anyattn.distributed.by_documents import prefetch_ids
 from anyattn.distributed.channel import Channel, channel_of
 from anyattn.distributed.head_share import HeadShare
 from anyattn.distributed.layout import Layout
@@ -238,6 +239,7 @@ class ContextPlan:
         chunk = self.chunk if length == self.length and not self.chunk % unit else chunk_of(length, self.ranks, unit)
         for m in masks.values():
             prefetch(m, chunk)
+            prefetch_ids(m)
         return masks if isinstance(mask, dict) else masks[ONE]
 
     def keeps_keys(self, share: Share | HeadShare) -> bool:

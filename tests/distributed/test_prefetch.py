@@ -11,6 +11,7 @@ import torch
 from anyattn import distributed as ad
 from anyattn import masks
 from anyattn.block_masks import create_block_mask
+from anyattn.distributed import by_documents
 from anyattn.distributed.placement import prefetched, work
 
 
@@ -83,3 +84,15 @@ def test_a_mod_becomes_the_mask_of_a_later_plan() -> None:
     first = ad.plan(masks.causal(), ranks=2, S=512, device="cpu")
     later = first.prefetch(masks.sliding_window(40, 0))
     assert same(ad.plan(later, ranks=2), ad.plan(masks.sliding_window(40, 0), ranks=2, S=512, device="cpu"))
+
+
+def test_the_ids_of_documents_are_copied_too_and_not_taken_after_a_write(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_documents, "is_asynchronous", lambda t: True)
+    ids = torch.arange(512, device="cpu") // 100
+    ad.plan(mask_of(0), ranks=2).prefetch(create_block_mask(masks.document(ids) & masks.causal(), None, None, 512, 512, "cpu", 16))
+    waits.clear()
+    assert prefetched.on_host(ids).data_ptr() != ids.data_ptr()
+    assert waits == ["wait"]
+    ids[:] = torch.arange(512, device="cpu") // 50
+    assert torch.equal(prefetched.on_host(ids), ids)
+    assert waits == ["wait"]

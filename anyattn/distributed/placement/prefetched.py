@@ -1,4 +1,4 @@
-"""Counts of masks on a GPU that travel to the host while it does something else."""
+"""Counts of masks on a GPU, and ids of documents, that travel to the host while it does something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["is_asynchronous", "keep", "take"]
+__all__ = ["is_asynchronous", "keep", "keep_ids", "on_host", "take"]
 
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
@@ -44,6 +44,32 @@ def take(mask: torch_flex.BlockMask, chunk: int) -> Tensor | None:
         return None
     copy.wait()
     return copy.counts  # type: ignore[no-any-return]
+
+
+class _Ids(NamedTuple):
+    """Ids on their way to the host. writes: of the ids, as torch counted them. wait: until ``ids`` hold them."""
+
+    writes: int
+    ids: Tensor
+    wait: Callable[[], None]
+
+
+_ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def keep_ids(ids: Tensor) -> None:
+    """Starts to copy the ids of documents, unless torch does not count writes to them."""
+    if not ids.is_inference():
+        _ids[ids] = _Ids(ids._version, *_to_host(ids))
+
+
+def on_host(ids: Tensor) -> Tensor:
+    """``ids.cpu()``; the copy that ``keep_ids`` has started, if they have not been written to since."""
+    copy = _ids.get(ids)
+    if copy is None or ids.is_inference() or copy.writes != ids._version:
+        return ids.cpu()
+    copy.wait()
+    return copy.ids  # type: ignore[no-any-return]
 
 
 def _state(mask: torch_flex.BlockMask) -> tuple[tuple[int, int] | None, ...]:
