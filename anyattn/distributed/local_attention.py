@@ -148,6 +148,8 @@ def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, 
     if wants_keys:
         of_k, of_v = empty_in_order(k), empty_in_order(v)
         moves.home(pieces, returned, (of_k, of_v))
+    if not calls.segments:  # a rank without rows
+        of_others = [None if t is None or not t.requires_grad else torch.zeros_like(t) for t in (inputs.sink, *inputs.captured)]
     return Gradients(of_q, of_k, of_v, of_others[0], tuple(of_others[1:]))
 
 

@@ -52,7 +52,7 @@ def attention(
     leaves = {"dsink": sink, **{f"captured{i}": t for i, t in enumerate(t for t in captured if t.requires_grad)}}
     for name, t in leaves.items():
         if t is not None:
-            found[name] = summed(torch.zeros_like(t) if t.grad is None else t.grad, mesh)
+            found[name] = summed(t.grad, mesh)  # a rank without rows has one too
     return {name: t.detach().cpu() for name, t in found.items()}
 
 
