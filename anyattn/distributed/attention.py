@@ -15,6 +15,7 @@ from anyattn.distributed.early_keys import ending_on_error, taken
 from anyattn.distributed.exchange import Pending
 from anyattn.distributed.head_share import CallShare, HeadShare
 from anyattn.distributed.local_attention import Gradients, Inputs, Results, ShardedCall
+from anyattn.distributed.placed_mods import reads
 from anyattn.distributed.rows import padding
 from anyattn.distributed.rows.local_captures import with_local_dims
 from anyattn.distributed.share import LocalCalls, MaskShare, Share
@@ -116,10 +117,9 @@ def _calls(
     """How this rank's rows are put together for a call."""
     if mask is None and backend is None and not options and not call.wants_max and call.query.shape[0] == 1:
         documents = share.by_documents
-        if documents is not None and runs_documents(score, call.query.shape[1]):
+        if documents is not None and runs_documents(score, call.query.shape[1], share.first_head):
             return documents
-    reads_rows = score is not None and any(node.op == "index" and node.attr == "q_idx" for node in score.expr.nodes)
-    return share.by_pieces if reads_rows else share.by_lists
+    return share.by_pieces if score is not None and reads(score.expr, "q_idx") else share.by_lists
 
 
 def refuse_dropout(dropout: Seeded | None) -> None:

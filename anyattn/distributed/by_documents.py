@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from anyattn.distributed.layout import Interval, Layout, length_of, overlap
+from anyattn.distributed.placed_mods import reads
 from anyattn.distributed.placement.prefetched import is_asynchronous, keep_ids, on_host
 from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
 from anyattn.mods.analysis.row_ranges import ranges_unread
@@ -88,10 +89,13 @@ def _shifted(expr: Expr, tensors: int) -> tuple[Expr, list[int], list[int]]:
     return compact(copied, range(tensors + 1))  # type: ignore[arg-type, return-value]
 
 
-def runs_documents(score: TracedMod | None, heads: int) -> bool:
-    """Whether a score mod may run over pieces of documents: it depends on distances alone, and reads tensors by the head alone."""
+def runs_documents(score: TracedMod | None, heads: int, first_head: int) -> bool:
+    """Whether a score mod may run over pieces of documents: it depends on distances alone, and reads tensors by the head alone, which is
+    that of the call. heads: of the call; first_head: the global one of its first."""
     if score is None:
         return True
+    if first_head and reads(score.expr, "h"):
+        return False
     for node in score.expr.nodes:
         if node.op in ("tensor", "native"):
             return False

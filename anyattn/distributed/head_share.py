@@ -7,9 +7,8 @@ from typing import Any
 from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.distributed.layout import Layout, length_of
-from anyattn.distributed.placed_mods import Place, placed
+from anyattn.distributed.placed_mods import Place, placed, reads
 from anyattn.distributed.share import LocalCalls, MaskShare
-from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity.block_mask import BlockMask, block_mask_of_lists, marked
 
@@ -78,7 +77,7 @@ class CallShare(_ByHeads):
     def place(self, mod: TracedMod) -> Place:
         """Where the local call lies for a mod: that of one process, unless the mod reads h."""
         every = (0, self.layout.length)
-        return Place((every,), every, self.first_head + self.first if _reads_head(mod.expr) else 0, self.device, 0)
+        return Place((every,), every, self.first_head + self.first if reads(mod.expr, "h") else 0, self.device, 0)
 
     def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:
         mask = self.mask
@@ -89,7 +88,3 @@ class CallShare(_ByHeads):
         part = block_mask_of_lists(lists, mod, mask.seq_lengths, mask.BLOCK_SIZE)
         part._told_apart = getattr(mask, "_told_apart", ())
         return (marked(part, mask.is_exact),)
-
-
-def _reads_head(expr: Expr) -> bool:
-    return any(node.op == "index" and node.attr == "h" for node in expr.nodes)

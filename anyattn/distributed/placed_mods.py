@@ -17,7 +17,7 @@ from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod, compact
 
-__all__ = ["Place", "placed", "tensor_slots"]
+__all__ = ["Place", "placed", "reads", "tensor_slots"]
 
 Intervals = tuple[tuple[int, int], ...]
 _INVARIANT = frozenset(("sub", "eq", "ne", "lt", "le", "gt", "ge"))  # of two positions
@@ -65,6 +65,11 @@ def tensor_slots(score: TracedMod, tensors: int, place: Place) -> list[int]:
     """Which of the ``tensors`` that a score mod captures each tensor of ``placed(score, place)`` is; a number beyond them for the table of
     rows."""
     return _rewritten(score.expr, len(score.scalars), tensors, _form(score, place, True)).slots
+
+
+def reads(expr: Expr, index: str) -> bool:
+    """Whether a program depends on an index, such as "h"."""
+    return any(node.op == "index" and node.attr == index for node in expr.nodes)
 
 
 class _Form(NamedTuple):

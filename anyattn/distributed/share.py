@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.distributed.by_documents import DocumentRows, documents_of
 from anyattn.distributed.layout import Interval, Layout, Segment, Source, hull_of, length_of, segments_of
-from anyattn.distributed.placed_mods import Place, placed
+from anyattn.distributed.placed_mods import Place, placed, reads
 from anyattn.distributed.relay import arrivals_of, route_of
 from anyattn.distributed.rows.local_captures import check_mask
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -133,9 +133,11 @@ class Share(MaskShare):
         return LocalCalls(name, tuple(segments), places, hulls, tuple(sorted(range(len(segments)), key=lambda i: not segments[i].is_local)))
 
     def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:
-        if self.device.type not in RUN_DOCUMENTS or not self.length or self.first_head or not self.mask.is_exact:
+        if self.device.type not in RUN_DOCUMENTS or not self.length or not self.mask.is_exact:
             return None
         found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank, self.device)
+        if found is not None and found.rest is not None and self.first_head and reads(found.rest.expr, "h"):
+            return None
         return None if found is None else self._calls("documents", [found])
 
     def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:

@@ -12,10 +12,11 @@ import anyattn
 from anyattn import distributed as ad
 from anyattn import masks
 from anyattn.distributed import share
+from tests.distributed import uses as programs
 from tests.distributed.programs import attention
 from tests.support.cases import Case, Shape, Variant
 
-__all__ = ["DOCUMENTS", "DocumentCase", "run", "uses"]
+__all__ = ["DOCUMENTS", "DocumentCase", "head_offsets", "run", "uses"]
 
 
 def _ids(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
@@ -106,6 +107,28 @@ def uses(mesh: Any) -> list[bool]:
                 given[:] = torch.arange(300, device="cpu") // 100
                 found.append(made.mask.share.by_documents is not None)
                 found.append(torch.equal(anyattn.flex_attention(local, local, local, block_mask=made.mask), out))
+        return found
+    finally:
+        share.RUN_DOCUMENTS.remove("cpu")
+
+
+def head_offsets(mesh: Any) -> list[Any]:
+    """With the upper half of the heads: whether rows are sequences and results are those of one process, for documents, and for a distance
+    that depends on the head."""
+    share.RUN_DOCUMENTS.append("cpu")
+    try:
+        q, k, v = programs.tensors()
+        ids = torch.arange(programs.S, device="cpu") // 37
+        causal = ad.plan(programs.mask_of(masks.causal()), mesh, head_offset=programs.HEADS // 2)
+        found: list[Any] = []
+        for mod in (masks.causal() & masks.document(ids), lambda b, h, i, j: (i - j <= 5 * h + 3) & (j <= i)):
+            mask = programs.mask_of(mod)
+            shard = causal.also(mask)
+            found.append(shard.share.by_documents is not None)  # type: ignore[attr-defined]
+            half = [t[:, t.shape[1] // 2 :] for t in (q, k, v)]
+            got = programs.whole(causal, programs.run(*causal.shard(*half, dim=2), shard))
+            want = programs.run(q, k, v, mask)
+            found += [programs._close(a, b[:, -a.shape[1] :]) for a, b in zip(got, want, strict=True)]
         return found
     finally:
         share.RUN_DOCUMENTS.remove("cpu")

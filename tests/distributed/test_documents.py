@@ -37,3 +37,10 @@ def test_equals_the_oracle(case: DocumentCase, ranks: int, plan: dict[str, Any])
 def test_sequences_are_used_while_the_ids_are_what_they_were() -> None:
     for rank, found in enumerate(on_ranks(2, documents.uses)):
         assert found == [False, rank == 0, True, False, False, False]  # the second rank has one piece
+
+
+def test_heads_of_tensor_parallelism_are_global() -> None:
+    for found in on_ranks(2, documents.head_offsets):
+        second = len(found) // 2  # mask, which reads the head
+        assert found[0] and not found[second]
+        assert all(found[1:second] + found[second + 1 :])
