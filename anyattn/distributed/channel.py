@@ -43,7 +43,8 @@ class Channel:
         self.started: Any = None  # ``early_keys.Started``: an exchange whose call must be the next thing that the group does
         self._doubts = 0  # times that the ranks have compared their steps after an error
         self._is_in_doubt = False
-        self._is_cuda = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cpu")  # of the latest message
+        self._waits_on_host: dict[str, bool] = {}  # by type of device
 
     @cached_property
     def node_size(self) -> int | None:
@@ -78,6 +79,7 @@ class Channel:
         self._begin()
         self._messages += 1
         self._exchange = self._steps
+        self._device = sent.device
         to, source = ([n * sent.element_size() for n in sizes] for sizes in (received_sizes, sent_sizes))
         # bytes: gloo cannot send every dtype
         return dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), to, source, self.group, async_op=True)
@@ -85,17 +87,26 @@ class Channel:
     def sum(self, t: Tensor, what: str) -> None:
         """Replaces ``t`` by its sum over the ranks."""
         self._begin()
+        self._device = t.device
         self.finish(dist.all_reduce(t, group=self.group, async_op=True), what)
 
     def finish(self, work: Any, what: str) -> None:
         """Waits for an exchange: the stream on NCCL; else the host, which raises ``RuntimeError`` if another rank has failed."""
         start = time.monotonic()
-        while not self._is_cuda and not work.is_completed():
+        while self._is_waiting_on_host and not work.is_completed():
             if time.monotonic() - start > _PATIENCE:
                 self._raise_failure(what)
                 time.sleep(0.1)
             time.sleep(_POLL)
         work.wait()
+
+    @property
+    def _is_waiting_on_host(self) -> bool:
+        """Whether the latest message ends when the host sees it. A group without a named backend has one for each type of device."""
+        kind = self._device.type
+        if kind not in self._waits_on_host:
+            self._waits_on_host[kind] = self.group._get_backend(self._device).name() != "nccl"
+        return self._waits_on_host[kind]
 
     @contextmanager
     def reporting_failure(self, messages: int, asks: bool) -> Iterator[None]:

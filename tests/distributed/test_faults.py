@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from anyattn.distributed.channel import Channel
 from tests.distributed import faults
 from tests.support.ranks import RankError, new_ranks, on_ranks
 
@@ -50,3 +53,21 @@ def test_a_rank_that_dies_leaves_no_rank_waiting() -> None:
     with new_ranks(2) as ranks, pytest.raises(RankError) as raised:
         ranks.run(faults.one_rank_dies)
     assert raised.value.messages[1] == "its process has ended"
+
+
+@pytest.mark.parametrize(("name", "polls"), [("nccl", 0), ("gloo", 1)])
+def test_the_host_waits_where_the_backend_of_the_device_asks_it_to(name: str, polls: int) -> None:
+    """A group that ``init_device_mesh`` has made names no backend: it has one for each type of device."""
+
+    class Group:
+        group_name = "a group of this test"
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: name)
+
+    asked: list[int] = []
+    work = SimpleNamespace(is_completed=lambda: asked.append(1) or True, wait=lambda: None)
+    channel = object.__new__(Channel)
+    channel.group, channel._waits_on_host, channel._device = Group(), {}, torch.device("cuda", 0)  # type: ignore[assignment]
+    channel.finish(work, "a message")
+    assert len(asked) == polls
