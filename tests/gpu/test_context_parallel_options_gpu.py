@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed import options
 from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.timeout(300, method="thread"),  # a message that never comes is a failure
 ]
 
