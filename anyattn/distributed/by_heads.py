@@ -50,9 +50,15 @@ def forward(call: ShardedCall, inputs: Inputs) -> Results:
 def backward(call: ShardedCall, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Gradients of ``inputs``, which require grad where one is wanted. Runs on every rank.
 
-    Those of q, k and v are computed even where this rank wants none: other ranks may want theirs.
+    Those of q, k and v are computed even where this rank wants none: other ranks may want theirs. Raises ``RuntimeError`` if the mask's
+    lists, which the local call reads, were written to since the forward pass.
     """
     share: CallShare = call.share
+    if not share.is_unwritten:
+        raise RuntimeError(
+            "the block mask's lists have been modified by an inplace operation after the attention call whose gradients are computed; "
+            "wanted backward() first, or a plan of its own for each mask"
+        )
     q, k, v, sink, captured = inputs
     sent = [dout]
     if call.wants_lse:  # whether this rank's loss uses it, other ranks do not know

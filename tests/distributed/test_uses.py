@@ -107,6 +107,14 @@ def test_calls_that_a_plan_must_not_remember_or_cut_wrongly(program: Callable[..
     assert all(map(all, on_ranks(2, program, transport)))
 
 
+def test_lists_written_to_before_the_backward_pass() -> None:
+    """Where keys travel each rank has copies of its part of the lists."""
+    assert on_ranks(2, uses.lists_written, "keys") == [(True, "no error")] * 2
+    for repeats, text in on_ranks(2, uses.lists_written, "heads"):
+        assert not repeats
+        assert text.startswith("RuntimeError: the block mask's lists have been modified by an inplace operation")
+
+
 def test_rows_in_many_intervals() -> None:
     assert all(map(all, on_ranks(2, uses.many_intervals)))
 

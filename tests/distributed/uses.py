@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import anyattn
 from anyattn import autograd, masks, scores
 from anyattn import distributed as ad
+from anyattn.distributed import share
 from anyattn.call_cache.attention import FlexCall, flex_call
 from tests.distributed.programs import summed
 from tests.support.ranks import message_of
@@ -403,3 +404,33 @@ def second_derivative_of_gathered(mesh: Any) -> str:
     leaf = plan.shard(torch.linspace(0, 1, S, device="cpu"), dim=0).requires_grad_()
     (grad,) = torch.autograd.grad((plan.gather(leaf) ** 3).sum() + (leaf**2).sum(), leaf, create_graph=True)
     return message_of(lambda: grad.pow(2).sum().backward())
+
+
+def lists_written(mesh: Any, transport: str) -> tuple[bool, str]:
+    """Whether a second backward pass repeats the gradients after a write to the mask's lists, False if it raises; and its message."""
+    q, k, v = tensors()
+    plan = ad.plan(mask_of(masks.causal()), mesh, transport=transport)
+    local = [t.detach().requires_grad_() for t in plan.shard(q, k, v, dim=2)]
+    out = anyattn.flex_attention(*local, None, plan.mask, enable_gqa=True)
+    found = [torch.autograd.grad(out.sum(), local, retain_graph=True)]
+    plan.mask.q_num_blocks.sub_(1).clamp_(min=0)
+    plan.mask.kv_num_blocks.sub_(1).clamp_(min=0)
+    text = message_of(lambda: found.append(torch.autograd.grad(out.sum(), local)))
+    return all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)) and len(found) == 2, text
+
+
+def own_keys_around_a_gap(mesh: Any) -> list[bool]:
+    """Rows of a document that see own keys on both sides of another rank's, which none of them needs, so that no key travels: whether rows
+    are sequences, and whether their results are those of one process."""
+    share.RUN_DOCUMENTS.append("cpu")
+    try:
+        ids = torch.zeros(1024, dtype=torch.int64, device="cpu")
+        far = mask_of(lambda b, h, q, k: (ids[q] == ids[k]) & ((q == k) | (q - k == 768)), 1024)
+        plan = ad.plan(mask_of(masks.causal(), 1024), mesh)
+        shard: Any = plan.also(far)
+        found = [shard.share.by_documents is not None, not shard.share.has_messages]
+        whole_tensors = tensors(length=1024)
+        got = whole(plan, run(*plan.shard(*whole_tensors, dim=2), shard))
+        return [*found, *[_close(a, b) for a, b in zip(got, run(*whole_tensors, far), strict=True)]]
+    finally:
+        share.RUN_DOCUMENTS.remove("cpu")
