@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from anyattn.distributed.layout import Interval, Layout, length_of, overlap
+from anyattn.distributed.layout import Interval, Layout, length_of
 from anyattn.distributed.placed_mods import reads
 from anyattn.distributed.placement.prefetched import is_asynchronous, keep_ids, on_host
 from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
@@ -32,7 +32,7 @@ _MEAN, _FEWEST = 128, 8  # rows of a document on average, at least, and document
 
 
 class _Pieces(NamedTuple):
-    """rows, keys: global intervals of each sequence. is_local: all keys are the rank's own."""
+    """rows, keys: global intervals of each sequence. is_local: all keys that a row sees are the rank's own."""
 
     rows: tuple[Interval, ...]
     keys: tuple[Interval, ...]
@@ -153,7 +153,7 @@ def _pieces(ids: np.ndarray, layout: Layout, visits: np.ndarray, rank: int) -> _
         return None
     edges = [*begins.tolist(), layout.length]
     own = layout.rows_of(rank)
-    rows, keys = [], []
+    rows, keys, is_local = [], [], True
     for start, stop in own:
         at = int(np.searchsorted(begins, start, side="right")) - 1
         while at < len(begins) and edges[at] < stop:
@@ -167,8 +167,9 @@ def _pieces(ids: np.ndarray, layout: Layout, visits: np.ndarray, rank: int) -> _
                 return None
             rows.append(row)
             keys.append(key)
+            inside = seen[(seen >= key[0] // layout.chunk) & (seen <= (key[1] - 1) // layout.chunk)]
+            is_local = is_local and bool((layout.owner[inside] == rank).all())
             at += 1
     if not rows or len(rows) > max(_FEWEST, length_of(own) // _MEAN):
         return None
-    is_local = all(length_of(overlap(own, key)) == key[1] - key[0] for key in keys)
     return _Pieces(tuple(rows), tuple(keys), is_local)

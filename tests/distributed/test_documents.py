@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import documents
+from tests.distributed import documents, uses
 from tests.distributed.documents import DOCUMENTS, DocumentCase
 from tests.distributed.programs import tensors_of
 from tests.support import cases
@@ -44,3 +44,7 @@ def test_heads_of_tensor_parallelism_are_global() -> None:
         second = len(found) // 2  # mask, which reads the head
         assert found[0] and not found[second]
         assert all(found[1:second] + found[second + 1 :])
+
+
+def test_no_key_travels_around_a_gap_of_own_keys() -> None:
+    assert all(map(all, on_ranks(2, uses.own_keys_around_a_gap)))

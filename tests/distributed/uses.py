@@ -428,7 +428,7 @@ def own_keys_around_a_gap(mesh: Any) -> list[bool]:
         far = mask_of(lambda b, h, q, k: (ids[q] == ids[k]) & ((q == k) | (q - k == 768)), 1024)
         plan = ad.plan(mask_of(masks.causal(), 1024), mesh)
         shard: Any = plan.also(far)
-        found = [shard.share.by_documents is not None, not shard.share.has_messages]
+        found = [shard.share.by_documents is not None, not shard.share.messages]
         whole_tensors = tensors(length=1024)
         got = whole(plan, run(*plan.shard(*whole_tensors, dim=2), shard))
         return [*found, *[_close(a, b) for a, b in zip(got, run(*whole_tensors, far), strict=True)]]
