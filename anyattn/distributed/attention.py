@@ -83,6 +83,7 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
     plan, share = mask.plan, mask.share
     key, value = flex.tensors(query, call.key, call.value, call.enable_gqa)
     _check_shard(share, query, key)
+    flex.check_shared(mask._lists_4d()["kv_num_blocks"], query)
     refuse_dropout(call.dropout)
     query, key, value = innermost(query), innermost(key), innermost(value)  # rows of which are moved
     if not share.is_unwritten:

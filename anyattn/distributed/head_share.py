@@ -41,18 +41,16 @@ class HeadShare(_ByHeads):
         self._of_heads: dict[tuple[int, int], CallShare] = {}
 
     def for_heads(self, queries: int, keys: int) -> CallShare:
-        """The share of calls with these heads. Raises ``ValueError`` if the ranks cannot divide them, or the mask is for others."""
+        """The share of calls with these heads. Raises ``ValueError`` if the ranks cannot divide them."""
         found = self._of_heads.get((queries, keys))
         if found is None:
-            ranks, listed = self.layout.ranks, self.mask._lists_4d()["kv_num_blocks"].shape[1]
+            ranks = self.layout.ranks
             if not are_divided(queries, keys, ranks):
                 raise ValueError(
                     f"query has {queries} heads and key {keys}, which a plan that sends heads cannot divide over {ranks} ranks; wanted a "
                     f"multiple of {ranks} query heads, and K/V heads that are a multiple or a divisor of {ranks}; or a plan that sends "
                     "keys: anyattn.distributed.plan(..., transport='keys')"
                 )
-            if listed not in (1, queries):
-                raise ValueError(f"block_mask has heads {listed} but query has {queries}; wanted 1 (shared) or {queries}")
             found = self._of_heads[queries, keys] = CallShare(self, queries, keys)
         return found
 

@@ -30,6 +30,7 @@ __all__ = [
     "aux_list",
     "captured_devices",
     "check_lists",
+    "check_shared",
     "classes_of",
     "flex_problem",
     "is_no_mask",
@@ -288,6 +289,11 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
         )
     if counts.device != query.device:
         raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+    check_shared(counts, query)
+
+
+def check_shared(counts: Tensor, query: Tensor) -> None:
+    """Raises if a block mask's lists are neither of the query's batch entries and heads nor shared by them."""
     listed = tuple(counts.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
         if got not in (1, have):

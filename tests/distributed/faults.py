@@ -13,7 +13,7 @@ import torch.distributed as dist
 import anyattn
 from anyattn import distributed as ad
 from anyattn import masks
-from anyattn.distributed import channel
+from anyattn.distributed import channel, share
 from tests.distributed.uses import S, mask_of, tensors
 from tests.support.ranks import message_of
 
@@ -119,6 +119,16 @@ def mask_of_other_heads(mesh: Any) -> Any:
     return _attend(mesh, ad.plan(mask, mesh, transport="heads"))
 
 
+def mask_of_other_entries(mesh: Any) -> Any:
+    """With documents as sequences, which read no lists, on one of the ranks."""
+    mask = anyattn.create_block_mask(masks.document(torch.arange(S, device="cpu") // 60), 3, None, S, S, device="cpu", BLOCK_SIZE=16)
+    share.RUN_DOCUMENTS[1:] = ["cpu"] * mesh.get_local_rank()
+    try:
+        return _attend(mesh, ad.plan(mask, mesh))
+    finally:
+        del share.RUN_DOCUMENTS[1:]
+
+
 def other_transport_on_a_rank(mesh: Any) -> Any:
     return _plan(mesh, transport=("keys", "heads")[mesh.get_local_rank()])
 
@@ -157,6 +167,7 @@ EVERY_RANK: dict[Callable[[Any], Any], str] = {
     planned_heads_that_ranks_cannot_divide: "ValueError: transport='heads' and heads=(6, 3), which 2 ranks cannot divide",
     unknown_transport: "ValueError: transport='ring'; wanted 'auto', 'keys' or 'heads'",
     mask_of_other_heads: "ValueError: block_mask has heads 6 but query has 4",
+    mask_of_other_entries: "ValueError: block_mask has batch 3 but query has 1",
     other_transport_on_a_rank: "ValueError: the plan differs between the",
     lse_on_one_rank: "ValueError: flex_attention's call differs between the",
     second_derivative: "NotImplementedError: attention has no second derivative",
