@@ -44,7 +44,7 @@ def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, T
         early = taken(call.key, call.value, share, channel)
         with ending_on_error(early, channel):
             sharded, inputs = checked(call, backend, options, early is not None)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[:4], *inputs.captured)):
+        if _wants_gradients(inputs):
             out, lse, highest = _Sharded.apply(sharded, early, *inputs[:4], *inputs.captured)  # type: ignore[no-untyped-call]
             return out, lse, highest
         with torch.no_grad():
@@ -82,6 +82,11 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
     mask, query = call.block_mask, call.query
     plan, share = mask.plan, mask.share
     key, value = flex.tensors(query, call.key, call.value, call.enable_gqa)
+    if is_started and key.shape[0] != call.key.shape[0]:
+        raise ValueError(
+            f"key has batch 1 but query has {key.shape[0]}, and anyattn.distributed.start has sent one entry; wanted start and call of "
+            f"key.expand({key.shape[0]}, -1, -1, -1), and of value"
+        )
     _check_shard(share, query, key)
     flex.check_shared(mask._lists_4d()["kv_num_blocks"], query)
     refuse_dropout(call.dropout)
@@ -95,9 +100,9 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
     extra = None if call.mask_mod is None else flex.traced(call.mask_mod, "mask", query, aux)
     sink = flex.sink_logits(call.sink, query)
     score, extra = (with_local_dims(mod, share.rows, share.padded, isinstance(share, HeadShare)) for mod in (score, extra))
-    captured = () if score is None else score.tensors
+    inputs = Inputs(query, key, value, sink, () if score is None else score.tensors)
     bare = None if score is None else TracedMod.of_fields({**vars(score), "tensors": ()})
-    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic), is_started)
+    facts: tuple = (score is None, extra is None, call.scale, bool(call.deterministic), is_started, _wants_gradients(inputs))
     if isinstance(share, HeadShare):  # messages have these results and their gradients
         facts = (*facts, call.wants_lse, call.wants_max)
     plan.agree_on_call(query, key, value, facts)
@@ -109,7 +114,11 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
         share, plan.channel, calls, masks, bare, extra, call.scale, call.wants_lse, call.wants_max, bool(call.deterministic), backend,
         options, keeps, plan.wire,
     )  # fmt: skip
-    return sharded, Inputs(query, key, value, sink, captured)
+    return sharded, inputs
+
+
+def _wants_gradients(inputs: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[:4], *inputs.captured))
 
 
 def _calls(

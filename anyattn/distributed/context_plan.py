@@ -405,7 +405,8 @@ class ContextPlan:
     def agree_on_call(self, query: Tensor, key: Tensor, value: Tensor, facts: tuple) -> None:
         """Raises on every rank, before the first message of such a call, if what its tensors have in common differs between the ranks."""
         shapes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3], query.dtype, facts)
-        self.agree_once("flex_attention's call", shapes, "the same batch, heads, head_dim, dtype, mods and scale on every rank")
+        cure = "the same batch, heads, head_dim, dtype, mods, scale and need of gradients on every rank"
+        self.agree_once("flex_attention's call", shapes, cure)
 
     def agree_once(self, what: str, facts: tuple, cure: str) -> None:
         """Raises on every rank unless all have the same facts; they are compared once."""

@@ -137,6 +137,19 @@ def lse_on_one_rank(mesh: Any) -> Any:
     return _attend(mesh, _plan(mesh, transport="heads"), return_lse=mesh.get_local_rank() == 1)
 
 
+def gradients_on_one_rank(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    q, k, v = plan.shard(*tensors(), dim=2)
+    return anyattn.flex_attention(q.requires_grad_(mesh.get_local_rank() == 1), k, v, None, plan.mask, enable_gqa=True)
+
+
+def started_for_fewer_entries(mesh: Any) -> Any:
+    plan = _plan(mesh)
+    q, k, v = plan.shard(*tensors(), dim=2)
+    ad.start(k, v, plan)
+    return anyattn.flex_attention(q.expand(2, -1, -1, -1), k, v, None, plan.mask, enable_gqa=True)
+
+
 def second_derivative(mesh: Any) -> Any:
     plan = _plan(mesh)
     q, k, v = [t.detach().requires_grad_() for t in plan.shard(*tensors(), dim=2)]
@@ -170,6 +183,8 @@ EVERY_RANK: dict[Callable[[Any], Any], str] = {
     mask_of_other_entries: "ValueError: block_mask has batch 3 but query has 1",
     other_transport_on_a_rank: "ValueError: the plan differs between the",
     lse_on_one_rank: "ValueError: flex_attention's call differs between the",
+    gradients_on_one_rank: "ValueError: flex_attention's call differs between the",
+    started_for_fewer_entries: "ValueError: key has batch 1 but query has 2, and anyattn.distributed.start has sent one entry",
     second_derivative: "NotImplementedError: attention has no second derivative",
 }
 
