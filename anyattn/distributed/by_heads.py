@@ -208,7 +208,7 @@ def _move(table: _Table, memory: Tensor, tensors: Sequence[Tensor | None], by_ra
     key = (by_rank, packs, table.batch, table.parts, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in made])
     found = table.share.kept.get(key)
     if found is None:
-        found = table.share.kept[key] = _moves(table, made, by_rank, packs)
+        found = table.share.keep(key, _moves(table, made, by_rank, packs))
     for (dtype, _), (numbers, moves) in found.items():
         message, chosen = (memory.view(dtype),), [made[i] for i in numbers]
         moves.run(*((chosen, message) if packs else (message, chosen)))

@@ -234,5 +234,5 @@ def key_moves(share: Share, calls: LocalCalls, k: Tensor, v: Tensor) -> KeyMoves
     key = "keys", calls.name, k.shape, k.stride(), v.shape, v.stride()
     found = share.kept.get(key)
     if found is None:
-        found = share.kept[key] = KeyMoves(share, calls, k, v)
+        found = share.keep(key, KeyMoves(share, calls, k, v))
     return found  # type: ignore[no-any-return]

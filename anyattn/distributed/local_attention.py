@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn import autograd, planner
 from anyattn.call_cache.attention import FlexCall, flex_call
-from anyattn.call_cache.signature import tensor_key
+from anyattn.call_cache.signature import NotCacheable, identical, tensor_key
 from anyattn.distributed.by_documents import DocumentRows
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.exchange import Pending, Piece, awaited, key_moves
@@ -182,15 +182,24 @@ def _over_documents(
     predicates = () if rows.rest is None else (rows.rest,)
     scale = flex.scale_of("scale", call.scale, q.shape[3], q.dtype)
     problem = Problem(q, keys, values, scale, score, predicates, None, sink, True, False, call.deterministic, rows.sequences)
-    of_score = None if score is None else (score.expr, score.scalars, tuple([(t.shape, t.dtype, t.requires_grad) for t in score.tensors]))
-    given = tuple([None if t is None else tensor_key(t) for t in (q, keys, values, sink)])
-    key = "plan", given, of_score, scale, call.deterministic
-    plan = call.share.kept.get(key)
+    key = _plan_key(problem)
+    plan = None if key is None else call.share.kept.get(key)
     if plan is None:
         plan = planner.planned(problem, None, {})
-        if plan.is_reusable:
-            call.share.kept[key] = plan
+        if key is not None and plan.is_reusable:
+            call.share.keep(key, plan)
     return problem, plan
+
+
+def _plan_key(problem: Problem) -> tuple | None:
+    """What the plan of a call over a share's documents depends on; None if it cannot be kept, for a subclass of ``Tensor``."""
+    score = problem.score
+    numbers, tensors = ((), ()) if score is None else ((score.expr, score.scalars), score.tensors)
+    given = problem.q, problem.k, problem.v, problem.sink, *tensors
+    try:
+        return "plan", *map(tensor_key, given), identical(tensors), numbers, problem.scale, problem.deterministic
+    except NotCacheable:
+        return None
 
 
 def _slots(call: ShardedCall, at: int, tensors: int) -> list[int]:
@@ -218,13 +227,14 @@ def _rows(call: ShardedCall, parts: Sequence[Tensor], q: Tensor, width: int) -> 
         return parts[0]
     parts, joined = [*map(innermost, parts)], empty_in_order(q, last=width, dtype=q.dtype)
     key = "rows", call.calls.name, joined.shape, joined.stride(), *[part.stride() for part in parts]
-    if key not in call.share.kept:
+    found = call.share.kept.get(key)
+    if found is None:
         firsts = [segment.first for segment in call.calls.segments]
         moves = [
             Move(part_of(0, joined, first), (part_of(i, part),), part.shape[2], width) for i, (first, part) in enumerate(zip(firsts, parts))
         ]
-        call.share.kept[key] = RowMoves(moves, *q.shape[:2])
-    call.share.kept[key].run(parts, (joined,))
+        found = call.share.keep(key, RowMoves(moves, *q.shape[:2]))
+    found.run(parts, (joined,))
     return joined
 
 

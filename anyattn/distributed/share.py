@@ -24,6 +24,7 @@ from anyattn.sparsity.made_of import captures
 __all__ = ["LocalCalls", "MaskShare", "Share", "is_interval"]
 
 
+_MOST_KEPT = 256  # moves and plans of a share
 RUN_DOCUMENTS = ["cuda"]  # devices on which one process runs documents as sequences too
 
 
@@ -55,6 +56,13 @@ class MaskShare:
         self._versions = _versions(mask)
         # by the calls' name: what the mask captured, those tensors (their ids are not used again while they are kept), and the masks
         self._parts: dict[str, tuple[tuple, tuple[Tensor, ...], tuple[BlockMask, ...]]] = {}
+
+    def keep(self, key: tuple, value: Any) -> Any:
+        """``value``, which ``kept`` has now; without the others if they are many, since a score mod's numbers may differ at every call."""
+        if len(self.kept) >= _MOST_KEPT:
+            self.kept.clear()
+        self.kept[key] = value
+        return value
 
     @property
     def device(self) -> torch.device:

@@ -48,3 +48,10 @@ def test_heads_of_tensor_parallelism_are_global() -> None:
 
 def test_no_key_travels_around_a_gap_of_own_keys() -> None:
     assert all(map(all, on_ranks(2, uses.own_keys_around_a_gap)))
+
+
+def test_plans_are_kept_for_what_they_depend_on() -> None:
+    for counts, is_same, most in on_ranks(2, uses.plans_of_documents):
+        assert counts == [1, 1, 2]
+        assert is_same
+        assert most <= 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import anyattn
-from anyattn import autograd, masks, scores
+from anyattn import autograd, masks, planner, scores
 from anyattn import distributed as ad
-from anyattn.distributed import share
 from anyattn.call_cache.attention import FlexCall, flex_call
+from anyattn.distributed import share
 from tests.distributed.programs import summed
 from tests.support.ranks import message_of
 
@@ -433,4 +434,39 @@ def own_keys_around_a_gap(mesh: Any) -> list[bool]:
         got = whole(plan, run(*plan.shard(*whole_tensors, dim=2), shard))
         return [*found, *[_close(a, b) for a, b in zip(got, run(*whole_tensors, far), strict=True)]]
     finally:
+        share.RUN_DOCUMENTS.remove("cpu")
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def plans_of_documents(mesh: Any) -> tuple[list[int], bool, int]:
+    """How many plans a share has after calls with slopes side by side, the same again, and slopes with gaps; whether a query of a subclass
+    gives the bits of a plain one; and the most that is kept, of at most 6, over calls of other scales. The plans are taken for ones of
+    kernels, which serve several calls."""
+    share.RUN_DOCUMENTS.append("cpu")
+    most, share._MOST_KEPT = share._MOST_KEPT, 6
+    planned = planner.planned
+    planner.planned = lambda *given: replace(planned(*given), is_reusable=True)
+    try:
+        plan = ad.plan(mask_of(masks.document(torch.arange(S, device="cpu") // 50)), mesh)
+        q, k, v = plan.shard(*tensors(), dim=2)
+        kept = plan.mask.share.kept
+
+        def call(query: Tensor, slopes: Tensor, **options: Any) -> Tensor:
+            score = scores.alibi(slopes)
+            return anyattn.flex_attention(query, k, v, score, plan.mask, enable_gqa=True, **options)  # type: ignore[no-any-return]
+
+        table, counts, sizes = torch.linspace(0.1, 0.4, 2 * HEADS, device="cpu"), [], []
+        for slopes in (table[:HEADS], table[:HEADS], table[::2]):
+            out = call(q, slopes)
+            counts.append(sum(key[0] == "plan" for key in kept))
+        is_same = torch.equal(call(q.as_subclass(_Subclass), table[::2]), out)
+        for i in range(9):
+            call(q, table[:HEADS], scale=0.1 + i)
+            sizes.append(len(kept))
+        return counts, is_same, max(sizes)
+    finally:
+        share._MOST_KEPT, planner.planned = most, planned
         share.RUN_DOCUMENTS.remove("cpu")
