@@ -158,7 +158,8 @@ class _Launch:
             units.append(unit if is_aligned and divisible[unit.bit_length() - 2] else 1)
         options = {**self._options, "UNIT_FROM": units[0], "UNIT_TO": units[1]}
         given.append(self._heads)
-        known = sources[0].dtype, targets[0].dtype, *units
+        firsts = sources[0], targets[0]  # on whose alignment Triton specialises
+        known = (*[t.dtype for t in firsts], *units, *[t.data_ptr() % 16 == 0 for t in firsts])
         if self._is_written is not None:
             self._wait(self._is_written)
         with current_device(self._device):
