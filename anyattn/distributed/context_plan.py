@@ -153,12 +153,24 @@ class ContextPlan:
         self.ranks, self.chunk = ranks, chunk
         self._channel = channel
         self._calls: set[tuple] = set()
-        self._made = self._sharded()
+        self._made: dict[str, ShardedMask] | None = self._sharded()
 
     def _sharded(self) -> dict[str, ShardedMask]:
-        """The masks of the plan, with this rank's share of each if the plan has a group."""
+        """The masks of the plan, with this rank's share of each if the plan has a group.
+
+        They know a plan that does not know them: in a cycle their lists would stay on the GPU until Python collects garbage, those of a
+        training loop that plans every step by the dozen.
+        """
+        known = object.__new__(ContextPlan)
+        known.__dict__.update(vars(self), _made=None)
         has_group = self._channel is not None
-        return {n: sharded(m, self, self._share(m, self._demands[n]) if has_group else None) for n, m in self._masks.items()}
+        return {n: sharded(m, known, self._share(m, self._demands[n]) if has_group else None) for n, m in self._masks.items()}
+
+    @property
+    def _shards(self) -> dict[str, ShardedMask]:
+        if self._made is None:
+            self._made = self._sharded()
+        return self._made
 
     # ---- the group
 
@@ -202,7 +214,7 @@ class ContextPlan:
 
     @property
     def mask(self) -> Any:
-        masks = self._masks if self.ranks == 1 else self._made
+        masks = self._masks if self.ranks == 1 else self._shards
         return masks[ONE] if ONE in masks else dict(masks)
 
     def also(self, mask: Any) -> BlockMask:
@@ -359,7 +371,7 @@ class ContextPlan:
             )
             return "\n".join([*lines, *[f"rows of rank {r}: {a}:{b}" for r in range(self.ranks) for a, b in self.rows_of(r)]])
         lines.append(f"transport: keys; every rank receives the keys that its rows see; their gradients travel in {self._options.wire}")
-        for name, m in self._made.items():
+        for name, m in self._shards.items():
             layout = self._layout(self._demands[name])
             received = [layout.received(r) for r in range(self.ranks)]
             label = f"mask {name!r}: " if name else ""
@@ -380,10 +392,6 @@ class ContextPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_channel": None, "_made": None, "_calls": set()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._made = self._sharded()
 
     # ---- calls
 

@@ -83,7 +83,7 @@ class KeyMoves:
     """
 
     def __init__(self, share: Share, calls: LocalCalls, k: Tensor, v: Tensor):
-        self._share, self._calls = share, calls
+        self._route, self._rows, self._calls = share.route, share.rows, calls  # not the share, which keeps this object
         self._batch, self._heads = k.shape[:2]
         self._widths = k.shape[3], v.shape[3]
         self._own = part_of(0, k), part_of(1, v)
@@ -100,7 +100,7 @@ class KeyMoves:
 
     def send(self, k: Tensor, v: Tensor, channel: Channel) -> Pending:
         """Starts to send each rank the rows of k and v that it needs, or passes on."""
-        route = self._share.route
+        route = self._route
         sizes = sum(route.sent[0]) * self.width, sum(map(sum, route.received)) * self.width
         flat, message = (torch.empty(size, dtype=k.dtype, device=k.device) for size in sizes)
         self._packing.run((k, v), (flat,))
@@ -109,7 +109,7 @@ class KeyMoves:
 
     def keys(self, pending: Pending, channel: Channel) -> Tensor:
         """The message of ``Route.keys``, after ``send``: what has come is passed on, and what others pass on awaited."""
-        route, message = self._share.route, awaited(pending, channel, "keys")
+        route, message = self._route, awaited(pending, channel, "keys")
         if len(route.sent) > 1:
             flat = message.new_empty(sum(route.sent[1]) * self.width)
             self._passing.run((message,), (flat,))
@@ -122,7 +122,7 @@ class KeyMoves:
 
         Those of keys that were passed on go to the ranks that did so, and are added there to the rank's own, in the order of the ranks.
         """
-        route, came = self._share.route, None
+        route, came = self._route, None
         for at in reversed(range(len(route.sent))):
             flat = torch.empty(sum(route.received[at]) * self.width, dtype=dtype, device=like.device)
             self._sum_received(at, pieces, came, flat)
@@ -134,7 +134,7 @@ class KeyMoves:
     def _sum_received(self, at: int, pieces: Sequence[Piece], came: Tensor | None, flat: Tensor) -> None:
         """Writes the gradients of keys that were received in an exchange: sums of ``pieces`` and, in the order of the ranks, of what has
         come back from where they were passed on to."""
-        route = self._share.route
+        route = self._route
         sources = [t for piece in pieces for t in (piece.dk, piece.dv)] + ([] if came is None else [came])
         key = ("return", at, *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
         if key not in self._sums:
@@ -151,13 +151,12 @@ class KeyMoves:
     def home(self, pieces: Sequence[Piece], returned: Tensor | None, grads: tuple[Tensor, Tensor]) -> None:
         """Writes the gradients of k and v: the sums of ``pieces`` and, in the order of the ranks, of what other ranks return, rounded
         once."""
-        share = self._share
         sources = [t for piece in pieces for t in (piece.dk, piece.dv)] + ([] if returned is None else [returned])
         key = ("home", *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces], *[g.stride() for g in grads])
         if key not in self._sums:
-            come = [] if returned is None else list(self._in_message(share.route.rows, 2 * len(pieces)))
+            come = [] if returned is None else list(self._in_message(self._route.rows, 2 * len(pieces)))
             moves, first = [], 0
-            for interval in share.rows:
+            for interval in self._rows:
                 local = (first, first + interval[1] - interval[0])
                 for which, grad in enumerate(grads):
                     given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
@@ -205,8 +204,7 @@ class KeyMoves:
         A hull's gap may lie in what other segments receive; where nothing has come it is 0, since a tile of a kernel may reach into keys
         that no row needs.
         """
-        share = self._share
-        received = [parts for _, *parts in self._in_message(share.route.keys, 2)]
+        received = [parts for _, *parts in self._in_message(self._route.keys, 2)]
         places, moves, size = {}, [], 0
         for at, (segment, hull) in enumerate(zip(self._calls.segments, self._calls.hulls)):
             if segment.is_local is not is_local or is_interval(hull):

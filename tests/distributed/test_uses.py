@@ -122,3 +122,8 @@ def test_rows_in_many_intervals() -> None:
 def test_gathered_tensors_have_no_second_derivative() -> None:
     for text in on_ranks(2, uses.second_derivative_of_gathered):
         assert "once_differentiable" in text
+
+
+def test_a_plan_is_freed_with_its_last_user() -> None:
+    for found in on_ranks(2, uses.freed):
+        assert found == [True] * 4

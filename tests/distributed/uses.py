@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -470,3 +472,21 @@ def plans_of_documents(mesh: Any) -> tuple[list[int], bool, int]:
     finally:
         share._MOST_KEPT, planner.planned = most, planned
         share.RUN_DOCUMENTS.remove("cpu")
+
+
+def freed(mesh: Any) -> list[bool]:
+    """Whether a plan's mask and its share die with it and with the graph of a call, without the garbage collector."""
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        for transport in ("keys", "heads"):
+            plan = ad.plan(mask_of(masks.causal()), mesh, transport=transport)
+            local = [t.requires_grad_() for t in plan.shard(*tensors(), dim=2)]
+            anyattn.flex_attention(*local, block_mask=plan.mask, enable_gqa=True).sum().backward()
+            refs = [weakref.ref(plan.mask), weakref.ref(plan.mask.share)]
+            del plan, local
+            found += [ref() is None for ref in refs]
+    finally:
+        gc.enable()
+    return found
