@@ -61,18 +61,21 @@ def summed(target: Part, interval: Interval, sources: Iterable[tuple[Interval, P
     1 8 [(0, 16), (1, 0)]
     3 12 [(1, 4)]
     """
-    known = list(sources)
-    inside = [cut for span, _ in known for cut in overlap((span,), interval)]
-    edges = sorted({*interval, *[edge for cut in inside for edge in cut]})
-    return [
-        Move(
-            target.after(start - interval[0]),
-            tuple([part.after(start - span[0]) for span, part in known if span[0] <= start and stop <= span[1]]),
-            stop - start,
-            width,
-        )
-        for start, stop in itertools.pairwise(edges)
-    ]
+    cuts = [(*cut[0], part.after(cut[0][0] - span[0])) for span, part in sources if (cut := overlap((span,), interval))]
+    edges = sorted({*interval, *[edge for start, stop, _ in cuts for edge in (start, stop)]})
+    places = {edge: at for at, edge in enumerate(edges)}
+    covering: list[list[Part]] = [[] for _ in edges[1:]]
+    for start, stop, part in cuts:
+        for at in range(places[start], places[stop]):
+            covering[at].append(part.after(edges[at] - start))
+    moves: list[Move] = []
+    for (start, stop), parts in zip(itertools.pairwise(edges), covering, strict=True):
+        last = moves[-1] if moves else None
+        if last is not None and tuple([part.after(last.rows) for part in last.sources]) == tuple(parts):
+            moves[-1] = last._replace(rows=last.rows + stop - start)
+        else:
+            moves.append(Move(target.after(start - interval[0]), tuple(parts), stop - start, width))
+    return moves
 
 
 class RowMoves:
