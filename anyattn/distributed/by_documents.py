@@ -152,23 +152,27 @@ def _pieces(ids: np.ndarray, layout: Layout, visits: np.ndarray, rank: int) -> _
     if len(np.unique(ids[begins])) < len(begins):
         return None
     edges = [*begins.tolist(), layout.length]
+    mine = np.flatnonzero(layout.owner == rank)
+    visits, place = visits[mine], {chunk: at for at, chunk in enumerate(mine.tolist())}
+    # the hull of the keys that each chunk of rows sees; of none, an empty one that changes no other
+    sees, last = visits.any(1), visits.shape[1]
+    low = (np.where(sees, visits.argmax(1), last) * layout.chunk).tolist()
+    high = (np.where(sees, last - visits[:, ::-1].argmax(1), 0) * layout.chunk).tolist()
+    others = np.pad(np.cumsum(visits & (layout.owner != rank), 1), ((0, 0), (1, 0)))  # seen chunks of other ranks, before each chunk
     own = layout.rows_of(rank)
     rows, keys, is_local = [], [], True
     for start, stop in own:
         at = int(np.searchsorted(begins, start, side="right")) - 1
         while at < len(begins) and edges[at] < stop:
             row = (max(start, edges[at]), min(stop, edges[at + 1]))
-            seen = np.flatnonzero(visits[row[0] // layout.chunk : (row[1] - 1) // layout.chunk + 1].any(0))
-            if not len(seen):
-                return None
-            low, high = int(seen[0]) * layout.chunk, (int(seen[-1]) + 1) * layout.chunk
-            key = (max(edges[at], low), min(edges[at + 1], high))
+            seen = slice(place[row[0] // layout.chunk], place[(row[1] - 1) // layout.chunk] + 1)
+            key = (max(edges[at], min(low[seen])), min(edges[at + 1], max(high[seen])))
             if key[0] >= key[1]:
                 return None
             rows.append(row)
             keys.append(key)
-            inside = seen[(seen >= key[0] // layout.chunk) & (seen <= (key[1] - 1) // layout.chunk)]
-            is_local = is_local and bool((layout.owner[inside] == rank).all())
+            first, end = key[0] // layout.chunk, (key[1] - 1) // layout.chunk + 1
+            is_local = is_local and not (others[seen, end] - others[seen, first]).any()
             at += 1
     if not rows or len(rows) > max(_FEWEST, length_of(own) // _MEAN):
         return None
