@@ -17,6 +17,7 @@ import torch
 from anyattn.distributed.layout import Interval, Layout, length_of
 from anyattn.distributed.placed_mods import reads
 from anyattn.distributed.placement.prefetched import is_asynchronous, keep_ids, on_host
+from anyattn.distributed.row_moves import Uploaded
 from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.ir.expr import Builder, Expr
@@ -53,28 +54,33 @@ class DocumentRows:
         lengths = [[stop - start for start, stop in intervals] for intervals in (pieces.rows, pieces.keys)]
         first = [rows[0] - keys[0] for rows, keys in zip(pieces.rows, pieces.keys, strict=True)]
         ends = [[0, *np.cumsum(n).tolist()] for n in lengths]
-        self._tables = torch.tensor([*ends, [*first, 0]], dtype=torch.int32, device="cpu").to(device)
+        self._uploaded = Uploaded(torch.tensor([*ends, [*first, 0]], dtype=torch.int32, device="cpu"), device)
+        tables = self._uploaded.there()
         sizes = StoredSizes(len(first), self.length, ends[1][-1], max(lengths[0]), max(lengths[1]))
-        stored = StoredSequences(LengthTables(self._tables[0], self._tables[1], None, None), sizes, device=device)
+        stored = StoredSequences(LengthTables(tables[0], tables[1], None, None), sizes, device=device)
         self.sequences: Sequences = stored if device.type == "cuda" else stored.read()
-        self._is_shifted = any(first)
+        self._firsts = tables[2] if any(first) else None
         self.rest = None if rest is None else self.inside(rest)
 
     @property
     def key_length(self) -> int:
         return length_of(self.spans)
 
+    def wait(self) -> None:
+        """Before a call: makes its stream wait for the tables of the sequences, if another one has copied them."""
+        self._uploaded.there()
+
     def inside(self, mod: TracedMod) -> TracedMod:
         """A mod that depends on distances alone, for positions that count from a piece's first row and key."""
-        if not self._is_shifted:
+        if self._firsts is None:
             return mod
         expr, scalars, slots = _shifted(mod.expr, len(mod.tensors))
-        tensors = (*mod.tensors, self._tables[2])
+        tensors = (*mod.tensors, self._firsts)
         return TracedMod(mod.kind, expr, tuple([mod.scalars[s] for s in scalars]), tuple([tensors[s] for s in slots]), mod.name, None)
 
     def slots(self, mod: TracedMod, tensors: int) -> list[int]:
         """Which of the ``tensors`` that a mod captures each tensor of ``inside(mod)`` is; a number beyond them for the table of rows."""
-        return _shifted(mod.expr, tensors)[2] if self._is_shifted else list(range(tensors))
+        return _shifted(mod.expr, tensors)[2] if self._firsts is not None else list(range(tensors))
 
 
 @lru_cache(maxsize=256)

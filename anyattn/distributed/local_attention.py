@@ -178,6 +178,7 @@ def _over_documents(
 ) -> tuple[Problem, Plan]:
     """The problem of a call over documents. A share keeps its plan, for the properties on which that depends."""
     q, sink = inputs.q, inputs.sink
+    rows.wait()
     score = None if score is None else rows.inside(score)
     predicates = () if rows.rest is None else (rows.rest,)
     scale = flex.scale_of("scale", call.scale, q.shape[3], q.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from anyattn.distributed.layout import Interval, overlap
 from anyattn.sparsity.compute import runs_kernels
 
-__all__ = ["Move", "Part", "RowMoves", "part_of", "summed"]
+__all__ = ["Move", "Part", "RowMoves", "Uploaded", "part_of", "summed"]
 
 _MOST_TENSORS = 16  # of the sources, and of the targets, of one launch
 _NUMBERS = 5  # of a ``Part`` in the table
@@ -117,6 +117,33 @@ class RowMoves:
         return t.as_strided((self._batch, self._heads, move.rows, move.width), (*part.strides, 1), t.storage_offset() + part.offset)
 
 
+class Uploaded:
+    """Numbers of the host on a device, to which they are copied without a wait of the host."""
+
+    def __init__(self, numbers: Tensor, device: torch.device):
+        self._is_written: torch.cuda.Event | None = None
+        if device.type != "cuda":
+            self._there = numbers.to(device)
+            return
+        self._numbers = numbers.pin_memory()  # kept, since a captured graph copies them again at every replay
+        self._there = self._numbers.to(device, non_blocking=True)
+        self._is_written, self._streams = torch.cuda.Event(), {self._stream}
+        self._is_written.record(torch.cuda.current_stream(device))
+
+    @property
+    def _stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._there.device.index)
+
+    def there(self) -> Tensor:
+        """The numbers on the device, for the current stream: one that has not copied them waits for them, once."""
+        if self._is_written is not None and (stream := self._stream) not in self._streams:
+            if torch.cuda.is_current_stream_capturing():  # which begins when all streams are done
+                return self._there
+            torch.cuda.current_stream(self._there.device).wait_event(self._is_written)
+            self._streams.add(stream)
+        return self._there
+
+
 class _Launch:
     """The table of the kernel, int64 on the device, and what its launches have in common."""
 
@@ -127,19 +154,13 @@ class _Launch:
             + [n for i in range(most) for n in (_numbers(m.sources[i]) if i < len(m.sources) else (0,) * _NUMBERS)]
             for m in moves
         ]
-        # kept, since a captured graph copies it again at every replay
-        self._lines = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self._table = self._lines.to(device, non_blocking=True)
-        self._is_written: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._is_written, self._streams = torch.cuda.Event(), {_stream(device)}
-            self._is_written.record(torch.cuda.current_stream(device))
+        self._table = Uploaded(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
         self._heads, self._device = heads, device
         width = 1 << (max(m.width for m in moves) - 1).bit_length()
         rows = max(_ELEMENTS // width, 1)
         rows = 1 << (rows.bit_length() - 1)
         self._grid = (-(-max(m.rows for m in moves) // rows), batch * heads, len(moves))
-        self._options = {"STEP": self._table.shape[1], "ROWS": rows, "WIDTH": width, "num_warps": 4 if rows * width > 2048 else 1}
+        self._options = {"STEP": len(lines[0]), "ROWS": rows, "WIDTH": width, "num_warps": 4 if rows * width > 2048 else 1}
         of_targets = [n for m in moves for n in (m.width, m.target.offset, *m.target.strides)]
         of_sources = [n for m in moves for n in (m.width, *[x for s in m.sources for x in (s.offset, *s.strides)])]
         self._divisible = tuple([all(n % unit == 0 for n in given) for given in (of_sources, of_targets) for unit in (2, 4, 8)])
@@ -148,7 +169,7 @@ class _Launch:
         from anyattn.distributed.row_moves_kernel import move_rows
         from anyattn.triton_tools.launch import current_device, launch
 
-        given: list = [self._table, sources[0].detach(), targets[0].detach()]
+        given: list = [self._table.there(), sources[0].detach(), targets[0].detach()]
         units = []
         for tensors, divisible in ((sources, self._divisible[:3]), (targets, self._divisible[3:])):
             size, first = tensors[0].element_size(), tensors[0].data_ptr()
@@ -163,21 +184,8 @@ class _Launch:
         given.append(self._heads)
         firsts = sources[0], targets[0]  # on whose alignment Triton specialises
         known = (*[t.dtype for t in firsts], *units, *[t.data_ptr() % 16 == 0 for t in firsts])
-        if self._is_written is not None:
-            self._wait(self._is_written)
         with current_device(self._device):
             launch(move_rows, self._grid, given, self._device, options, known)
-
-    def _wait(self, is_written: torch.cuda.Event) -> None:
-        """Makes a stream that has not written the table wait for it, once."""
-        stream = _stream(self._device)
-        if stream not in self._streams and not torch.cuda.is_current_stream_capturing():  # which begins when all streams are done
-            torch.cuda.current_stream(self._device).wait_event(is_written)
-            self._streams.add(stream)
-
-
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _numbers(part: Part) -> tuple[int, ...]:
