@@ -168,11 +168,11 @@ class _Sharded(torch.autograd.Function):
         ctx.call = call
         # the backward pass reads the masks' tensors again; saved, they are checked for writes
         masks: list[Any] = [*(m.mask_mod for m in call.block_masks), call.mask]
-        of_masks = [t for m in masks for t in getattr(m, "tensors", ()) if not t.is_inference()]
+        of_masks = [t for m in masks for t in getattr(m, "tensors", ())]
         if not call.block_masks:
             of_masks += captures(call.share.mask.mask_mod)[2]
         ctx.inputs = len(tensors)
-        ctx.save_for_backward(*tensors, out, lse, message, *of_masks)
+        ctx.save_for_backward(*tensors, out, lse, message, *[t for t in of_masks if not t.is_inference()])
         ctx.set_materialize_grads(False)
         if highest is not None:
             ctx.mark_non_differentiable(highest)

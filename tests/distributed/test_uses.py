@@ -127,3 +127,8 @@ def test_gathered_tensors_have_no_second_derivative() -> None:
 def test_a_plan_is_freed_with_its_last_user() -> None:
     for found in on_ranks(2, uses.freed):
         assert found == [True] * 4
+
+
+def test_ids_of_inference_mode_on_ranks_without_rows() -> None:
+    for found in on_ranks(4, uses.inference_ids):
+        assert all(found)
