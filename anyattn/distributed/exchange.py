@@ -139,12 +139,11 @@ class KeyMoves:
         key = ("return", at, *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces])
         if key not in self._sums:
             back = [] if came is None else self._in_message(route.passed, 2 * len(pieces))
+            given = [_parts_of(pieces, which) + [(passed, parts[which]) for passed, *parts in back] for which in range(2)]
             moves = []
             for interval, *targets in self._in_message(route.arriving[at], 0):
                 for which, target in enumerate(targets):
-                    given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
-                    given += [(passed, parts[which]) for passed, *parts in back]
-                    moves += summed(target, interval, given, self._widths[which])
+                    moves += summed(target, interval, given[which], self._widths[which])
             self._sums[key] = self._moves(moves)
         self._sums[key].run(sources, (flat,))
 
@@ -155,14 +154,14 @@ class KeyMoves:
         key = ("home", *[(piece.spans, piece.dk.stride(), piece.dv.stride()) for piece in pieces], *[g.stride() for g in grads])
         if key not in self._sums:
             come = [] if returned is None else list(self._in_message(self._route.rows, 2 * len(pieces)))
+            parts_of_pieces = [_parts_of(pieces, which) for which in range(2)]
             moves, first = [], 0
             for interval in self._rows:
                 local = (first, first + interval[1] - interval[0])
                 for which, grad in enumerate(grads):
-                    given = [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
                     shift = interval[0] - first  # rows of a message are local ones
-                    given += [((a + shift, b + shift), parts[which]) for (a, b), *parts in come if local[0] <= a and b <= local[1]]
-                    moves += summed(part_of(which, grad, first), interval, given, self._widths[which])
+                    back = [((a + shift, b + shift), parts[which]) for (a, b), *parts in come if local[0] <= a and b <= local[1]]
+                    moves += summed(part_of(which, grad, first), interval, parts_of_pieces[which] + back, self._widths[which])
                 first = local[1]
             self._sums[key] = self._moves(moves)
         self._sums[key].run(sources, grads)
@@ -225,6 +224,11 @@ class KeyMoves:
                 size += self._batch * self._heads * of_head
             places[at] = found[0], found[1]
         return Hulls(size, places, self._moves(moves))
+
+
+def _parts_of(pieces: Sequence[Piece], which: int) -> list[tuple[Interval, Part]]:
+    """``Piece.parts`` of all pieces, whose tensors are numbered in their order."""
+    return [part for i, piece in enumerate(pieces) for part in piece.parts(i, which)]
 
 
 def key_moves(share: Share, calls: LocalCalls, k: Tensor, v: Tensor) -> KeyMoves:

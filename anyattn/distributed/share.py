@@ -143,9 +143,10 @@ class Share(MaskShare):
     def _calls_by_documents(self, visits: np.ndarray) -> LocalCalls | None:
         if self.device.type not in RUN_DOCUMENTS or not self.length or not self.mask.is_exact:
             return None
-        found = documents_of(trace(self.mask.mask_mod, "mask", device=self.device), self.layout, visits, self.rank, self.device)
-        if found is not None and found.rest is not None and self.first_head and reads(found.rest.expr, "h"):
+        traced = trace(self.mask.mask_mod, "mask", device=self.device)
+        if self.first_head and reads(traced.expr, "h"):
             return None
+        found = documents_of(traced, self.layout, visits, self.rank, self.device)
         return None if found is None else self._calls("documents", [found])
 
     def _cut_lists(self, calls: LocalCalls, traced: TracedMod) -> tuple[BlockMask, ...]:
