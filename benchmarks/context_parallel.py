@@ -214,25 +214,11 @@ def _case(rank: Rank, name: str, length: int, who: str, setting: Setting) -> dic
     """The times of all contestants, in ms, and their differences from one GPU."""
     faulthandler.dump_traceback_later(setting.hang, exit=True)
     dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
-    g = torch.Generator(rank.device).manual_seed(1)
-    heads = (setting.heads[0], setting.heads[1], setting.heads[1], setting.heads[0])
-    tensors = [torch.randn(1, n, length, setting.head_dim, device=rank.device, dtype=dtype, generator=g) for n in heads]
-    mod, score = mods_of(name, length, setting, rank.device)
-    mask = anyattn.create_block_mask(mod, None, None, length, length, device=rank.device)
+    tensors, mask, score = _inputs(rank, name, length, dtype, setting)
     passes = {n: make(rank, tensors, mask, score) for n, make in CONTESTANTS.items() if n == "one GPU" or re.search(who, n)}
     runs: dict[str, Callable[[], list[Tensor]]] = {}
     for contestant, (call, local, dout) in passes.items():
-        leaves = [t.detach().requires_grad_() for t in local]
-
-        def forward(call: Any = call, local: Any = local) -> list[Tensor]:
-            with torch.no_grad():
-                return [call(*local)]
-
-        def both(call: Any = call, leaves: Any = leaves, dout: Tensor = dout) -> list[Tensor]:
-            out = call(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, dout)]
-
-        runs[f"{contestant}|forward"], runs[f"{contestant}|both"] = forward, both
+        runs[f"{contestant}|forward"], runs[f"{contestant}|both"] = _forward_and_both(call, local, dout)
     want, errors = [], {}
     for run, call in runs.items():
         if run.endswith("both"):
@@ -247,6 +233,31 @@ def _case(rank: Rank, name: str, length: int, who: str, setting: Setting) -> dic
         for run, call in runs.items():
             times[run].append(_time(rank, call))
     return {"case": name, "length": length, "ms": {run: median(t[1:] or t) for run, t in times.items()}, "error": errors}
+
+
+def _inputs(rank: Rank, name: str, length: int, dtype: torch.dtype, setting: Setting) -> tuple[list[Tensor], Any, Callable | None]:
+    """q, k, v and dout of the whole sequence, and the block mask and the score of a case."""
+    g = torch.Generator(rank.device).manual_seed(1)
+    heads = (setting.heads[0], setting.heads[1], setting.heads[1], setting.heads[0])
+    tensors = [torch.randn(1, n, length, setting.head_dim, device=rank.device, dtype=dtype, generator=g) for n in heads]
+    mod, score = mods_of(name, length, setting, rank.device)
+    mask = anyattn.create_block_mask(mod, None, None, length, length, device=rank.device)
+    return tensors, mask, score
+
+
+def _forward_and_both(call: Callable[..., Tensor], local: list[Tensor], dout: Tensor) -> tuple[Callable[[], list[Tensor]], ...]:
+    """What computes [out], and what computes out and the gradients."""
+    leaves = [t.detach().requires_grad_() for t in local]
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return [call(*local)]
+
+    def both() -> list[Tensor]:
+        out = call(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    return forward, both
 
 
 def _difference(rank: Rank, run: str, got: list[Tensor], want: list[Tensor], mask: Any) -> float:
@@ -265,17 +276,7 @@ def _difference(rank: Rank, run: str, got: list[Tensor], want: list[Tensor], mas
 def _time(rank: Rank, call: Callable[[], Any]) -> float:
     """ms of one call by the slowest rank."""
     dist.barrier()
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return _greatest(rank, begin.elapsed_time(end))
-    start = time.perf_counter()
-    call()
-    return _greatest(rank, 1e3 * (time.perf_counter() - start))
+    return _greatest(rank, _stretch(rank, call, 1))
 
 
 def _greatest(rank: Rank, number: float) -> float:
@@ -335,24 +336,11 @@ def _alone(_: int, index: int, size: int, device: str, lengths: list[int], only:
 
 def _alone_in(rank: Rank, name: str, length: int, dtype: torch.dtype, setting: Setting) -> dict[str, Any]:
     """ms of calls in a row and of one on an idle GPU, and the peak MiB, of one GPU and of this rank's part, by pass."""
-    g = torch.Generator(rank.device).manual_seed(1)
-    heads = (setting.heads[0], setting.heads[1], setting.heads[1], setting.heads[0])
-    tensors = [torch.randn(1, n, length, setting.head_dim, device=rank.device, dtype=dtype, generator=g) for n in heads]
-    mod, score = mods_of(name, length, setting, rank.device)
-    mask = anyattn.create_block_mask(mod, None, None, length, length, device=rank.device)
-    runs: dict[str, Callable[[], Any]] = {}
+    tensors, mask, score = _inputs(rank, name, length, dtype, setting)
+    runs: dict[str, Callable[[], list[Tensor]]] = {}
     for who in ("one GPU", *PLANS):
         call, local, dout = CONTESTANTS[who](rank, tensors, mask, score)
-        leaves = [t.detach().requires_grad_() for t in local]
-
-        def forward(call: Any = call, local: Any = local) -> Any:
-            with torch.no_grad():
-                return call(*local)
-
-        def both(call: Any = call, leaves: Any = leaves, dout: Tensor = dout) -> Any:
-            return torch.autograd.grad(call(*leaves), leaves, dout)
-
-        runs[f"{who}|forward"], runs[f"{who}|both"] = forward, both
+        runs[f"{who}|forward"], runs[f"{who}|both"] = _forward_and_both(call, local, dout)
     peaks, times = {}, {run: ([], []) for run in runs}  # type: ignore[var-annotated]
     for run, do in runs.items():
         do()
