@@ -53,6 +53,8 @@ _TORCH_OPTIONS = frozenset(
 )  # fmt: skip
 _TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
+_FEW_QUERIES, _MANY_KEYS = 16, 1024
+
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     """Whether (lse, max_scores) are requested, by either of torch's two arguments."""
@@ -158,9 +160,16 @@ def flex_problem(
         wants_lse,
         wants_max,
         bool(deterministic),
+        num_splits=_splits_of(query, key),
         blocks_follow=follows,
         dropout=dropout_of(dropout),
     )
+
+
+def _splits_of(query: Tensor, key: Tensor) -> int:
+    """0, the plan's choice, for few queries and many keys on a GPU, which several programs should read; else 1."""
+    is_decoding = query.device.type == "cuda" and query.shape[2] <= _FEW_QUERIES and key.shape[2] >= _MANY_KEYS
+    return 0 if is_decoding else 1
 
 
 def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:

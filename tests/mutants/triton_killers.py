@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import anyattn
 from anyattn import masks
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
-from tests.support import cases
+from tests.support import cases, flash_reference
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
 from tests.support.sequences import Meaning
@@ -237,6 +239,41 @@ def windows() -> None:
     judge(*x, mask=lambda b, h, i, j: (i + 2 * j) % 3 < 2, **options)
 
 
+def shares() -> None:
+    """Decoding of an uneven batch of more sequences than are counted at once, whose tiles few and many programs share; with NaN in rows
+    that are not in use."""
+    from unittest import mock
+
+    from anyattn.backends.triton import api, launch_shape, tile_config
+    from anyattn.call_cache import attention
+
+    random = torch.Generator().manual_seed(2)
+    lengths = torch.randint(0, 40, (140,), generator=random)
+    lengths[7], lengths[133] = 90, 75
+    q, k, v = (torch.randn(140, n, h, 16, generator=random) for n, h in ((1, 4), (96, 2), (96, 2)))
+    for x in (k, v):
+        x[torch.arange(96, device="cpu") >= lengths[:, None]] = math.nan
+    given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+    wanted = flash_reference.cached(q, k, v, **given)
+    for programs in (5, 150):
+        patches = [
+            (launch_shape, "_programs", lambda *about: programs),
+            (launch_shape, "_LEAST_SHARED", 0),
+            (launch_shape, "_MOST_ROWS", 64),
+        ]
+        patches += [(api, "MERGED_TILES", 10**6), (api, "SPARED_TILES", -(10**4)), (api, "LEAST_TILES", 1)]
+        patches += [(tile_config, "_few_rows", lambda *about: tile_config.Tiles(16, 16, 4, 2))]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            attention.clear()
+            options = {"sink": SINK, "return_lse": True, "backend": "triton", "num_splits": 0, "validate": False}
+            with torch.no_grad():
+                out, lse = anyattn.flash_attn_with_kvcache(q, k, v, **given, **options)
+        flash_reference.judge(wanted.sequences, {"out": out, "lse": lse}, lambda _: {"causal": True, "sink": SINK}, label=str(programs))
+    attention.clear()
+
+
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -264,6 +301,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     # 17 heads take two tiles of 16 rows: of nine heads, and of eight
     "uneven_group": judged((1, 34, 2, 1, 50, 16, 16), kernel_options={"tile_m": 16}),
     "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
+    "shares": shares,
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "beside_lists": beside_lists,

@@ -39,6 +39,7 @@ _PAIR_TILE = "backends.triton.kernels.pair_tile"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
 _ITERATOR = "backends.triton.kernels.tile_iterator"
 _ADDRESSING = "backends.triton.kernels.addressing"
+_SHARES = "backends.triton.kernels.even_shares"
 _COMBINE = "backends.triton.kernels.combine"
 _DROPOUT = "backends.triton.kernels.dropout"
 _MATMUL = "backends.triton.kernels.matmul"
@@ -58,14 +59,14 @@ MUTANTS = by_name(
         "lost_last_key", f"{_ITERATOR}:inside_of",
         "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], tl.minimum(limits[1], seqlen_k - 1))", "full",
     ),
-    Mutant("unmasked_tail_of_lists", f"{_FORWARD}:scores_of", "lanes < end", "lanes < end + 1", "uneven_lists"),
-    Mutant("lost_last_key_of_lists", f"{_FORWARD}:scores_of", "lanes < end", "lanes < end - 1", "lists"),
+    Mutant("unmasked_tail_of_lists", f"{_FORWARD}:seen_in", "lanes < end", "lanes < end + 1", "uneven_lists"),
+    Mutant("lost_last_key_of_lists", f"{_FORWARD}:seen_in", "lanes < end", "lanes < end - 1", "lists"),
     Mutant(
         "row_limit_off_by_one", f"{_PROGRAMS}:_ranges_source",
         "text('(kv_idx < rows[{i + 1}])')", "text('(kv_idx <= rows[{i + 1}])')", "causal",
     ),
     Mutant("left_limit_off_by_one", f"{_DEVICE_MATH}:between", "place - lo", "place - lo - 1", "window"),
-    Mutant("mask_forgotten", f"{_FORWARD}:scores_of", "seen & __", "seen | __", "dilated"),
+    Mutant("mask_forgotten", f"{_FORWARD}:seen_in", "seen & __", "seen | __", "dilated"),
     Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:scores_of", "if mods.always.exists: ...", "if False: ...", "beside_lists"),
     Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "lanes = lane[None, :]", "lanes = (lane - first)[None, :]", "alibi"),
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
@@ -91,14 +92,14 @@ MUTANTS = by_name(
     ),
     Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums
-    Mutant("scale_1_percent_off", f"{_FORWARD}:forward_tile", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
+    Mutant("scale_1_percent_off", f"{_FORWARD}:empty_results", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
     Mutant(
         "output_not_rescaled", f"{_MATMUL}:plus_product",
         "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky",
     ),
     Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
     Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
-    Mutant("kept_weights_not_scaled", f"{_FORWARD}:forward_tile", "acc = acc * factor_of(mods)", "pass", "dropout"),
+    Mutant("kept_weights_not_scaled", f"{_FORWARD}:visited", "acc = acc * factor_of(mods)", "pass", "dropout"),
     Mutant(
         "dropped_lanes_of_the_first_tile", f"{_DROPOUT}:kept_of",
         "places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "places(first * 0, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "dropout",
@@ -132,9 +133,9 @@ MUTANTS = by_name(
         "first_head_of_whole_tiles", f"{_ADDRESSING}:work_of",
         "kv_head * sizes.ratio + part * dealt.packed", "h * dealt.packed", "uneven_group",
     ),
-    Mutant("packed_heads_are_one", f"{_FORWARD}:forward_tile", "r % group", "r % group * 0", "few_rows"),
+    Mutant("packed_heads_are_one", f"{_ADDRESSING}:tile_of", "r % group", "r % group * 0", "few_rows"),
     Mutant("head_dim_not_cut", f"{_FORWARD}:load_rows", "is_row & (d < HEAD_DIM)", "is_row & (d <= HEAD_DIM)", "head_dim"),
-    Mutant("queries_of_the_first_sequence", f"{_FORWARD}:forward_tile", "sequence.q_start + position", "position", "packed"),
+    Mutant("queries_of_the_first_sequence", f"{_ADDRESSING}:tile_of", "sequence.q_start + position", "position", "packed"),
     Mutant(
         "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
         "first + tl.arange(0, c.TILE_N) + key.start", "first + tl.arange(0, c.TILE_N)", "packed",
@@ -143,19 +144,37 @@ MUTANTS = by_name(
     Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),
     Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % c.PAGE_SIZE", "(lane + 1) % c.PAGE_SIZE", "pages"),
     Mutant(
-        "page_table_of_the_first_sequence", f"{_FORWARD}:forward_tile",
+        "page_table_of_the_first_sequence", f"{_FORWARD}:visited",
         "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages",
     ),
     Mutant("launch_without_work_does_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
     Mutant("launch_with_work_leaves_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
     # splits
-    Mutant("split_lost", f"{_FORWARD}:forward_tile", "split * share", "(split + 1) * share", "splits"),
-    Mutant("last_tile_of_every_split_lost", f"{_FORWARD}:forward_tile", "begin + share", "begin + share - 1", "splits"),
+    Mutant("split_lost", f"{_FORWARD}:visited", "portion.first * share", "(portion.first + 1) * share", "splits"),
+    Mutant("last_tile_of_every_split_lost", f"{_FORWARD}:visited", "begin + share", "begin + share - 1", "splits"),
     Mutant(
         "splits_weighed_alike", f"{_COMBINE}:combine_row",
         "tl.exp(lse_of_parts - near)", "tl.where(lse_of_parts > float('-inf'), 1.0, 0.0)", "splits",
     ),
     Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "total += share", "total += 2 * share", "splits"),
+    # even shares
+    Mutant("share_one_tile_short", f"{_SHARES}:start_of_share", "at + share", "at + share - 1", "shares"),
+    Mutant("heads_of_an_item_lost", f"{_SHARES}:start_of_share", "inside // own", "inside // own * 0", "shares"),
+    Mutant("item_of_a_share_off_by_one", f"{_SHARES}:_item_of", "ends <= at", "ends < at", "shares"),
+    Mutant("second_chunk_of_items_counted_twice", f"{_SHARES}:start_of_share", "item + more_items", "item + 2 * more_items", "shares"),
+    Mutant("next_head_skipped", f"{_SHARES}:next_in_share", "head += is_done.to(tl.int32)", "head += 2 * is_done.to(tl.int32)", "shares"),
+    Mutant("parts_in_one_place", f"{_SHARES}:store_part", "program * 2 + (begin == 0)", "program * 2", "shares"),
+    Mutant(
+        "end_of_a_row_tile_noted_by_others", f"{_SHARES}:store_part",
+        "tl.where(is_end, rows, -1)", "tl.where(is_end, -1, rows)", "shares",
+    ),
+    Mutant("first_part_of_another_program", f"{_COMBINE}:combine_shares", "program - first + 1", "program - first", "shares"),
+    Mutant("sink_of_shares_forgotten", f"{_COMBINE}:combine_shares", "total + 1", "total", "shares"),
+    Mutant(
+        "parts_of_shares_weighed_alike", f"{_COMBINE}:combine_shares",
+        "tl.exp2(maxima - near)", "(maxima > float('-inf')).to(tl.float32)", "shares",
+    ),
+    Mutant("first_partial_tile_taken_for_full", f"{_FORWARD}:visit_portion", "i >= full", "i > full", "shares"),
     # the backward pass
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if c.HAS_DLSE: ...", "if False: ...", "full"),

@@ -86,7 +86,8 @@ def noted_launches(patch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Si
     pretend_unread(patch, Hardware("cuda", "a GPU", 0, dtypes, capability, 132))
     patch.setattr(hardware, "of", lambda *a: Hardware("cuda", "a GPU", 0, dtypes, found.capability, 132))
     patch.setattr(launch_cache, "run_entry", lambda *args: found.made.append(args))
-    patch.setattr(api, "merge", lambda *args: None)
+    for name in ("merge", "merge_shares"):
+        patch.setattr(api, name, lambda *args: None)
     return found
 
 

@@ -33,7 +33,7 @@ def reason_against(problem: Problem) -> str | None:
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
     if max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1]:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
-    if problem.num_splits != 1 or (problem.sequences is not None and problem.sequences.is_cache):
+    if problem.num_splits > 1 or (problem.sequences is not None and problem.sequences.is_cache):
         return "split keys and caches that grow are not in this kernel yet"
     if max(problem.batch, problem.heads_q, problem.bound_q, problem.bound_k) >= MOST_POSITIONS:
         return "it counts positions in 24 bits, and there are 2^24 or more"

@@ -13,7 +13,7 @@ from anyattn.backends.result import Result
 from anyattn.backends.triton import autotune, tile_config
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
-from anyattn.backends.triton.combine import merge
+from anyattn.backends.triton.combine import merge, merge_shares
 from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
@@ -24,11 +24,15 @@ from anyattn.backends.triton.kernels.arguments import (
     ForwardTensors,
     HeadGroups,
     Lists,
+    Shares,
     Sizes,
 )
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import (
+    LEAST_TILES,
+    MERGED_TILES,
     MOST_BLOCKS,
+    SPARED_TILES,
     forward_shape,
     grid_of,
     has_few_rows,
@@ -55,7 +59,8 @@ _FORWARD = Signature(
     "forward.forward_tile",
     (
         Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
-        Group("int", CacheSizes, "cache_"), Group("int", HeadGroups), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadGroups), Group("int", Sizes), Group("int", Shares), Group("pointer", Lists),
+        Group("float", "scale"),
     ),
     PARTS,
     ForwardConstants,
@@ -63,12 +68,14 @@ _FORWARD = Signature(
 
 
 class _Target(NamedTuple):
-    """The output tensors of one launch. parts: number of splits, then the strides from one split's statistics and outputs to the next's."""
+    """The output tensors of one launch. parts: number of splits, then the strides from one split's statistics and outputs to the next's.
+    shared: the last of ``ForwardTensors``, for even shares."""
 
     out: Tensor
     lse: Tensor | None
     highest: Tensor | None
     parts: tuple[int, int, int] = (1, 0, 0)
+    shared: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
 
 class FormPlan(NamedTuple):
@@ -90,8 +97,11 @@ def forward(problem: Problem, forms: Sequence[FormPlan]) -> Result:
         out.zero_()
     rest = -torch.inf if fill else None
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
-    for form in forms:
-        _launch(form, _Target(out, lse, highest))
+    if forms[0].plan.programs:
+        _forward_by_shares(problem, forms[0], out, lse)
+    else:
+        for form in forms:
+            _launch(form, _Target(out, lse, highest))
     return Result(out, lse, highest)
 
 
@@ -142,6 +152,16 @@ def _forward_by_splits(problem: Problem, form: FormPlan, fill: bool) -> Result:
     return Result(out, lse, None if highest is None else highest.amax(0))
 
 
+def _forward_by_shares(problem: Problem, form: FormPlan, out: Tensor, lse: Tensor | None) -> None:
+    """Forward pass with even shares: row tiles whose keys several programs visited are written when their parts are combined."""
+    device, rows = problem.q.device, (form.plan.programs, 2, form.plan.tile_m)
+    parts, sums = (torch.empty((*rows, n), dtype=torch.float32, device=device) for n in (tile_config.padded(out.shape[3]), 2))
+    shared = parts, sums, torch.empty((rows[0], rows[2] + 1), dtype=torch.int64, device=device)
+    _launch(form, _Target(out, lse, None, shared=shared))
+    used = min(rows[2], problem.bound_q * padded_group(form.plan.heads_per_tile))
+    merge_shares(*shared, used, _contiguous(problem.sink), out, lse)
+
+
 def _launch(form_plan: FormPlan, target: _Target) -> None:
     form, plan, launches = form_plan
     problem = form.problem
@@ -156,7 +176,7 @@ def _launch(form_plan: FormPlan, target: _Target) -> None:
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), tables.entries, tables.order, tables.pages, *cache_tables,
-        tables.guard,
+        tables.guard, *target.shared,
     )  # fmt: skip
     key = (*launch_key(problem, tables, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     launch_cached(launches, key, problem, tensors, tables.lists, _launch_spec, (form, plan, target, call_program, tables, is_raw))
@@ -199,13 +219,21 @@ def _launch_spec(
         grid = (together, usual[0], groups * usual[2])
     elif grid != usual:
         together = -1
+    if plan.programs:
+        grid = (plan.programs, 1, 1)
     numbers = (
         *strides, part_statistics, *tables.strides, *_cache_sizes(problem, tables.cache), packed, padded_group(packed),
-        together, groups, tiles_each, *sizes_of(problem, tables, splits),
+        together, groups, tiles_each, *sizes_of(problem, tables, splits), *_shares(problem, plan, tables),
     )  # fmt: skip
     options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     captured = captured_of(call_program)
     return LaunchSpec(_FORWARD, call_program, call_program.program, captured, is_aligned, grid, numbers, options, described)
+
+
+def _shares(problem: Problem, plan: TritonPlan, tables: Tables) -> Shares:
+    return Shares(
+        tables.row_tiles * programs_along_batch(problem, tables), plan.most_tiles, LEAST_TILES, MERGED_TILES, SPARED_TILES, plan.saturating
+    )
 
 
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
@@ -231,7 +259,8 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": pipeline.is_late and tables.pages is None,
         "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0,
-        "IS_RISING": program.is_rising, "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
+        "IS_RISING": program.is_rising, "IS_SHARED": plan.programs > 0,
+        "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
     }  # fmt: skip
 
 
@@ -244,7 +273,7 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
     grid: row tiles; heads, or groups that share tiles; entries times splits."""
     problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
     has_few = has_few_rows(problem, capability)
-    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.tables.entries is not None:
+    if has_few or call.plan.heads_per_tile > 1 or call.plan.programs or call.target.parts[0] > 1 or call.tables.entries is not None:
         return 0, 1
     if not tile_config.pipeline_of(forward_shape(problem), capability, has_few).is_grouped:
         return 0, 1

@@ -8,9 +8,9 @@ from torch import Tensor
 from anyattn.arithmetic import next_power_of_2
 from anyattn.triton_tools.launch import run_plain
 
-__all__ = ["combine", "merge"]
+__all__ = ["combine", "merge", "merge_shares"]
 
-_PARTS_AT_ONCE = 8
+_PARTS_AT_ONCE, _SHARES_AT_ONCE = 8, 1024  # parts; elements of parts
 
 
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -59,3 +59,18 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
             "num_warps": 1 if at_once * block <= 512 else 4,
         },
     )  # fmt: skip
+
+
+def merge_shares(parts: Tensor, sums: Tensor, rows: Tensor, used: int, sink: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
+    """Writes the rows of out and lse, as in ``merge``, whose keys several programs visited, from what ``even_shares.store_part`` stored:
+    parts (programs, 2, tile_m, width padded), sums (programs, 2, tile_m, 2), rows (programs, tile_m + 1). used: the first rows of a tile,
+    which may exist. sink: (H,), contiguous."""
+    programs, _, tile_m, block = parts.shape
+    from anyattn.backends.triton.kernels.combine import combine_shares
+
+    given = (parts, sums, rows, sums if sink is None else sink, out, sums if lse is None else lse, used, *out.shape[1:3], *out.stride()[:3])
+    options = {
+        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "PARTS": max(1, _SHARES_AT_ONCE // block), "TILE_M": tile_m,
+        "WIDTH": out.shape[3], "BLOCK": block, "num_warps": 1,
+    }  # fmt: skip
+    run_plain(combine_shares, programs * used, given, (), out.device, options)

@@ -24,10 +24,10 @@ class Form(NamedTuple):
     documents: DocumentTables | None = None
 
 
-def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
-    """The document form with which a call is run; None if it is not: with splits, and if a document's own mask has more ranges than a
-    kernel keeps. The result is the same for all calls of one signature."""
-    if num_splits > 1 or (form_and_problem := over_unknown_documents(problem)) is None:
+def form_of_documents(problem: Problem, divides_keys: bool) -> DocumentForm | None:
+    """The document form with which a call is run; None if it is not: if several programs visit a row tile's keys, and if a
+    document's own mask has more ranges than a kernel keeps. The result is the same for all calls of one signature."""
+    if divides_keys or (form_and_problem := over_unknown_documents(problem)) is None:
         return None
     form, over_documents = form_and_problem
     return None if masks_of(over_documents).has_lists else form

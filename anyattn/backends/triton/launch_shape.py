@@ -22,7 +22,10 @@ from anyattn.problem import Problem
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = [
+    "LEAST_TILES",
+    "MERGED_TILES",
     "MOST_BLOCKS",
+    "SPARED_TILES",
     "Layout",
     "Reading",
     "forward_shape",
@@ -36,6 +39,14 @@ __all__ = [
     "tiles_per_group",
 ]
 
+# Even shares, in key tiles: the fewest of a program, how many more make one more part worth adding, and the time of merging.
+LEAST_TILES, MERGED_TILES, SPARED_TILES = 2, 8, 4
+_SATURATING = 0.7  # programs per multiprocessor that together read at the memory's rate
+_MOST_ROWS = 16  # of a tile: with more, products take as long as reading keys, and a loop over row tiles spills registers
+# Bytes of keys and values that there is room for: finding shares takes some 5 us more than a number of splits, a third of the time in
+# which these are read (H200: 8 sequences of 1,024 keys, 8 heads of 128, 18 instead of 12.5 us; 32 of up to 16,384, log-normal, 104
+# instead of 122).
+_LEAST_SHARED = 64 << 20
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # assumed queries per entry if a call gives no upper bound
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
@@ -55,11 +66,15 @@ _CLOSE = 1.015  # within this factor of the best, fewer splits are preferred, si
 
 
 class Layout(NamedTuple):
-    """packed: most query heads of a K/V head whose rows share a tile. why: one line per decision, for people."""
+    """packed: most query heads of a K/V head whose rows share a tile. programs, most_tiles, saturating: see ``plan.TritonPlan``. why: one
+    line per decision, for people."""
 
     tiles: Tiles
     packed: int
     num_splits: int
+    programs: int
+    most_tiles: int
+    saturating: int
     why: tuple[str, ...]
 
 
@@ -67,9 +82,12 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are requirements and pack_gqa is a preference."""
     requested = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
+    splits, programs, most_tiles, saturating = options.get("num_splits", problem.num_splits), 0, 0, 0
+    is_shared = splits == 0 and _wants_shares(problem, hardware)
     for packed in _allowed_choices(problem, hardware.capability, options):
         is_short = has_few_rows(problem, hardware.capability)
-        tiles = tile_config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
+        rows, queries = rows_of(problem, packed), _most_q(problem) if _is_cache(problem) else 1
+        tiles = tile_config.forward_tiles(shape, hardware.capability, rows, is_short, is_shared, queries)
         if requested:
             tiles = tile_config.requested_tiles("forward", replace(tiles, **requested), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -80,15 +98,18 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
         why.append("pack_gqa=True is not followed: few queries only are packed, and heads that share lists of tiles")
     if requested:
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
-    splits = options.get("num_splits", problem.num_splits)
-    if splits == 0:
+    if is_shared and tiles.tile_m <= _MOST_ROWS:
+        splits, programs, most_tiles = 1, _programs(problem, tiles, hardware), _most_tiles(problem, tiles, packed)
+        saturating = max(1, int(_SATURATING * hardware.sm_count))
+        why.append(f"keys shared evenly by {programs} programs, by the lengths on the device")
+    elif splits == 0:
         splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
     most = min(MOST_SPLITS, max(1, MOST_BLOCKS // max(1, problem.batch)))
     if splits > most:
         why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
         splits = most
-    return Layout(tiles, packed, splits, tuple(why))
+    return Layout(tiles, packed, splits, programs, most_tiles, saturating, tuple(why))
 
 
 def forward_shape(problem: Problem) -> Shape:
@@ -116,8 +137,12 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
 
 
 def has_few_rows(problem: Problem, capability: tuple[int, int] | None) -> bool:
-    """Whether the heads of a group may share a tile. All such calls use one kernel, for any number of heads."""
-    return _most_q(problem) <= tile_config.most_short(problem.q.dtype, capability)
+    """Whether the heads of a group may share a tile. All such calls with tiles of one size use one kernel, for any number of heads."""
+    return _most_q(problem) <= tile_config.most_short(problem.q.dtype, capability, _is_cache(problem))
+
+
+def _is_cache(problem: Problem) -> bool:
+    return problem.sequences is not None and problem.sequences.is_cache
 
 
 def rows_of(problem: Problem, packed: int) -> int:
@@ -157,6 +182,24 @@ def _shares_lists(problem: Problem) -> bool:
         return not plan.has_lists  # lists made here have a line per head
     counts: torch.Tensor = problem.blocks.mask_block_cnt  # type: ignore[union-attr]
     return counts.shape[1 if counts.ndim == 3 else 0] == 1
+
+
+def _wants_shares(problem: Problem, hardware: Hardware) -> bool:
+    """Whether programs should take even shares of the call's key tiles."""
+    if problem.wants_max or not has_few_rows(problem, hardware.capability):
+        return False
+    keys = problem.batch * problem.heads_kv * _most_seen(problem)
+    return keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.k.element_size() > _LEAST_SHARED
+
+
+def _programs(problem: Problem, tiles: Tiles, hardware: Hardware) -> int:
+    """The programs that take even shares: as many as run at the same time, with the registers that a loop over row tiles takes."""
+    return max(1, hardware.sm_count) * min(2, tile_config.resident(tiles, shape_of(problem), hardware.capability))
+
+
+def _most_tiles(problem: Problem, tiles: Tiles, packed: int) -> int:
+    """The most key tiles that a row tile visits."""
+    return ceil_div(_most_seen(problem) + positions_per_tile(tiles.tile_m, packed), tiles.tile_n) + 1
 
 
 def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> int:

@@ -23,7 +23,7 @@ class Repeater(plan.Repeater):
 
     def __init__(self, problem: Problem, plan: TritonPlan) -> None:
         self.plan = plan
-        self._document_form = None if problem.blocks is None else form_of_documents(problem, plan.num_splits)
+        self._document_form = None if problem.blocks is None else form_of_documents(problem, plan.divides_keys)
         self._launches = LaunchCache()
         self._over_documents: dict[int, tuple[TritonPlan, LaunchCache]] = {}  # by number of batch entries
         self._passes: dict[tuple[bool, bool], Passes] = {}  # of the backward pass; over documents, with wide gradients of keys

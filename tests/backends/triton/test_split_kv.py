@@ -47,6 +47,12 @@ RATES += [(shape, {s: 1e6 / us for s, us in times.items()}, 64) for shape, times
 IDS = [f"{shape}, {tile_n}" for shape, _, tile_n in RATES]
 
 
+@pytest.fixture(autouse=True)
+def no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut by number, however many keys there are."""
+    monkeypatch.setattr(launch_shape, "_LEAST_SHARED", 2**50)
+
+
 def reading(batch: int, heads: int, heads_kv: int, keys: int, tile_n: int = 128, **other: int) -> Reading:
     """As ``layout`` asked about such a step of decoding: a tile of 128 has 64 KiB, of which one is on its way while one is worked on."""
     ahead = {"stages": 1, "resident": 3} if tile_n == 128 else {"stages": 3, "resident": 2}

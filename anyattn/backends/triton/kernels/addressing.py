@@ -4,8 +4,12 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import Sequence
+from anyattn.backends.triton.kernels.row_tile import RowTile
 
-__all__ = ["cache_entry", "entry", "is_off", "key_places", "row_at", "row_offsets", "row_tile", "tile_offsets", "work_of"]
+__all__ = [
+    "cache_entry", "entry", "is_off", "key_places", "row_at", "row_offsets", "row_tile", "sequence_of",
+    "tile_of", "tile_offsets", "work_of",
+]  # fmt: skip
 
 
 @triton.jit
@@ -94,6 +98,38 @@ def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
         return line, first, tl.minimum((line + 1) * LIST_M, seqlen_q)
     else:
         return m, m * step, seqlen_q
+
+
+@triton.jit
+def sequence_of(b, tensors, cache, sizes, c):
+    """``Sequence`` b of the call."""
+    if c.IS_CACHE:
+        return cache_entry(b, tensors, cache, sizes.seqlen_q, c.HAS_LEFTPAD, c.HAS_ROWS)
+    else:
+        return entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
+
+
+@triton.jit
+def tile_of(m, b, h, kv_head, sequence, dealt, sizes, c):
+    """``RowTile`` m of a sequence, whose first query head is h; it has no row if ``first >= end``."""
+    if c.IS_PACKED:
+        packed, group = dealt.packed, dealt.padded
+    else:
+        packed, group = 1, 1
+    line, first_row, end_row = row_tile(m, sequence.seqlen_q, c.TILE_M, c.LIST_M, group)
+    r = tl.arange(0, c.TILE_M)
+    position = first_row + r // group
+    is_row = position < end_row
+    position = tl.minimum(position, end_row - 1)  # missing rows are evaluated as the last row, and not stored
+    heads = h + r % group
+    if c.IS_PACKED:
+        end_head = tl.minimum(h + packed, (kv_head + 1) * sizes.ratio)
+        is_row = is_row & (heads < end_head)
+        heads = tl.minimum(heads, end_head - 1)
+    return RowTile(
+        m=m, b=b, h=h, kv_head=kv_head, line=line, first=first_row, end=end_row, group=group, position=position, is_row=is_row,
+        heads=heads, at=sequence.q_start + position, sequence=sequence,
+    )  # fmt: skip
 
 
 @triton.jit

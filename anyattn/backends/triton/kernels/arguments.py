@@ -16,7 +16,7 @@ __all__ = [
     "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans",
     "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
     "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales",
-    "Sequence", "Sizes", "TileOfScores", "TileRange",
+    "Sequence", "Shares", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
 
@@ -102,6 +102,20 @@ class HeadGroups(NamedTuple):
     tiles_each: Any
 
 
+class Shares(NamedTuple):
+    """Even shares of all key tiles (``kernels.even_shares``): int32. items: row tiles per query head, of all batch entries. most: most key
+    tiles that a row tile visits. least: fewest key tiles of a program that has any. merged: tiles of keys that a program reads in the
+    time of adding one more part. spared: tiles that one reads in the time of merging. saturating: programs that together read at the
+    memory's rate."""
+
+    items: Any
+    most: Any
+    least: Any
+    merged: Any
+    spared: Any
+    saturating: Any
+
+
 class Mod(NamedTuple):
     """One part of the program: its functions, and its captured values. exists: whether the kernel has the part; without it the functions
     are None.
@@ -140,7 +154,7 @@ class Mods(NamedTuple):
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
 # hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
-# over entries, see ``codegen.programs.summed_over_entries``.
+# over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -153,7 +167,7 @@ def _constants(name: str, *more: str) -> Any:
 
 ForwardConstants = _constants(
     "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
-    "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS",
+    "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
@@ -169,7 +183,8 @@ class ForwardTensors(NamedTuple):
     q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). k and v may be pools of pages. out: (B, Hq, Sq, Dv). These four may be
     tensor descriptors. lse, max_scores: float32 (B, Hq, Sq), contiguous, in nats. sink: (Hq,). entries: int32 (B, 9), ``Sequence``. order:
     int32 (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages per sequence). cached, leftpad, cache_rows: integers (B,),
-    a cache's tables. guard: int32 (1,), see ``addressing.is_off``.
+    a cache's tables. guard: int32 (1,), see ``addressing.is_off``. Of ``even_shares.store_part``, parts and
+    part_sums: float32 (programs, 2, TILE_M, BLOCK_DV) and (programs, 2, TILE_M, 2); part_rows: int64 (programs, TILE_M + 1).
     """
 
     q: Any
@@ -186,6 +201,9 @@ class ForwardTensors(NamedTuple):
     leftpad: Any
     cache_rows: Any
     guard: Any
+    parts: Any
+    part_sums: Any
+    part_rows: Any
 
 
 class ForwardStrides(NamedTuple):

@@ -1,13 +1,20 @@
-"""Kernel that combines partial results over parts of the keys by their log-sum-exps."""
+"""Kernels that combine partial results over parts of the keys: those of splits, and of even shares."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["combine_row"]
+from anyattn.arithmetic import LN2, LOG2E
+
+__all__ = ["combine_row", "combine_shares"]
+
+_LN2: tl.constexpr = tl.constexpr(LN2)
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 _NUMBERS = (
     "heads", "positions", "parts", "part_out", "part_lse", "sink_b", "sink_h", "sink_s", "out_b", "out_h", "out_s", "width",
 )  # fmt: skip
+
+_OF_SHARES = ("used", "heads", "positions", "out_b", "out_h", "out_s")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
@@ -61,3 +68,45 @@ def combine_row(
     tl.store(target + d, (acc / total).to(out.dtype.element_ty), mask=d < width)
     if HAS_LSE:
         tl.store(lse + start, tl.where(is_blind, float("-inf"), near + tl.log(total)))
+
+
+@triton.jit(do_not_specialize=_OF_SHARES, do_not_specialize_on_alignment=_OF_SHARES)
+def combine_shares(
+    parts, part_sums, part_rows, sink, out, lse, used: tl.int32, heads: tl.int32, positions: tl.int32, out_b: tl.int64, out_h: tl.int64,
+    out_s: tl.int64, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Combines one row of the row tile that a program ended and another began. Grid: (programs * used,).
+
+    used: rows of a tile that may exist. parts, part_sums, part_rows: ``even_shares.store_part``. sink: (heads,), contiguous. out: (batch,
+    heads, positions, WIDTH). lse: float32 (batch, heads, positions), contiguous. PARTS: how many parts are loaded at once.
+    """
+    program, r = tl.program_id(0) // used, tl.program_id(0) % used
+    table = part_rows + program.to(tl.int64) * (TILE_M + 1)
+    row, first = tl.load(table + r), tl.load(table + TILE_M)
+    if row < 0:
+        return
+    h = row // positions % heads
+    lane, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    count = program - first + 1
+    acc, total, top = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32), tl.full((), float("-inf"), tl.float32)
+    if HAS_SINK:
+        total, top = total + 1, tl.load(sink + h).to(tl.float32) * _LOG2E
+    for begin in range(0, count, PARTS):
+        part = begin + lane
+        at = ((first + part) * 2 + (part == 0)) * TILE_M + r
+        exists = part < count
+        sums = tl.load(part_sums + at * 2, mask=exists, other=0.0)
+        maxima = tl.load(part_sums + at * 2 + 1, mask=exists, other=float("-inf"))
+        outs = tl.load(parts + at[:, None] * BLOCK + d[None, :], mask=exists[:, None], other=0.0)
+        highest = tl.maximum(top, tl.max(maxima, 0))
+        near = tl.where(highest == float("-inf"), 0.0, highest)
+        rescale, weight = tl.exp2(top - near), tl.exp2(maxima - near)
+        acc = acc * rescale + tl.sum(outs * weight[:, None], 0)
+        total, top = total * rescale + tl.sum(sums * weight, 0), highest
+    is_blind = total == 0
+    total = tl.where(is_blind, 1.0, total)
+    target = out + row // positions // heads * out_b + h * out_h + row % positions * out_s
+    tl.store(target + d, (acc / total).to(out.dtype.element_ty), mask=d < WIDTH)
+    if HAS_LSE:
+        tl.store(lse + row, tl.where(is_blind, float("-inf"), top * _LN2 + tl.log(total)))

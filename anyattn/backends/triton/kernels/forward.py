@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LN2, LOG2E
-from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
+from anyattn.backends.triton.kernels.addressing import is_off, key_places, parted, row_offsets, sequence_of, tile_of, work_of
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
 from anyattn.backends.triton.kernels.dropout import factor_of, places, plus_kept
+from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, start_of_share, store_no_rows, store_part
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
-from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
+from anyattn.backends.triton.kernels.row_tile import Portion
+from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, visits_of
 from anyattn.backends.triton.tile_config import FEW
 
 __all__ = ["forward_tile", "load_rows", "rows_of"]
@@ -64,16 +66,17 @@ def kv_for(kv, end, mod, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr, IS_WHOLE: tl.constexpr
+    q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IS_CUT: tl.constexpr,
 ):  # fmt: skip
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where hidden; in base 2, unless IS_RAW.
 
     end: keys from it on do not exist (IS_WHOLE: all keys of the tile exist; unless IS_PARTIAL, missing ones are zeros). is_shown: all
     others are visible regardless of the mask. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
-    ``paged_kv.page_numbers``.
+    ``paged_kv.page_numbers``. IS_CUT: keys from ``end`` on are not loaded.
     """
     lane = first + tl.arange(0, c.TILE_N)
-    s = tl.dot(q, tl.trans(keys_at(key, first, end, numbers, c, False, IS_PARTIAL)), input_precision=c.PRECISION)
+    s = tl.dot(q, tl.trans(keys_at(key, first, end, numbers, c, False, IS_CUT, not IS_PARTIAL)), input_precision=c.PRECISION)
     if mods.score.exists:
         s = s * scales.score
     elif not c.IS_RAW:
@@ -84,14 +87,7 @@ def scores_of(
             tl.float32
         )
     if IS_PARTIAL:
-        if c.RANGES > 0:  # the rows' limits are inside the sequence
-            seen = mods.mask.value(b, h, lanes, rows.mask, mods.mask.scalars, mods.mask.tensors)
-        else:
-            seen = lanes < end
-            if mods.mask.exists:
-                kv = kv_for(lanes, end, mods.mask, IS_WHOLE)
-                seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE), s, float("-inf"))
     if mods.always.exists:
         kv = kv_for(lanes, end, mods.always, IS_WHOLE)
         s = tl.where(mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors), s, float("-inf"))
@@ -99,10 +95,23 @@ def scores_of(
 
 
 @triton.jit
-def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_PARTIAL: tl.constexpr):
-    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, from position ``first``; zeros from ``end`` on (partial tiles only).
+def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
+    """Whether the keys at positions ``lanes`` of a partial tile are visible by ranges or lists; see ``scores_of``."""
+    if c.RANGES > 0:  # the rows' limits are inside the sequence
+        return mods.mask.value(b, h, lanes, rows.mask, mods.mask.scalars, mods.mask.tensors)
+    else:
+        seen = lanes < end
+        if mods.mask.exists:
+            kv = kv_for(lanes, end, mods.mask, IS_WHOLE)
+            seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
+        return seen
 
-    key: ``KeyStorage``. numbers: of the tile's pages.
+
+@triton.jit
+def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.constexpr, IS_PLAIN: tl.constexpr):
+    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, from position ``first``; with IS_CUT those from ``end`` on are not loaded.
+
+    IS_PLAIN: for those anything is returned, else zeros. key: ``KeyStorage``. numbers: of the tile's pages.
     """
     source, strides = (key.v, key.v_strides) if IS_VALUE else (key.k, key.k_strides)
     HEAD_DIM: tl.constexpr = c.HEAD_DIM_V if IS_VALUE else c.HEAD_DIM
@@ -114,17 +123,17 @@ def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_PARTIAL: tl.
     else:
         is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
         if c.PAGE_SIZE > 0:
-            at = paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_PARTIAL)
-        elif c.TILE_M <= _FEW and not IS_PARTIAL:
+            at = paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_CUT and not c.IS_SHARED)
+        elif c.TILE_M <= _FEW and not IS_CUT:
             # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
             step = strides.position
             at = key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, c.TILE_N) * step
         else:
             lane = first + tl.arange(0, c.TILE_N) + key.start
-            if IS_PARTIAL:
+            if IS_CUT:
                 lane = tl.minimum(lane, key.start + end - 1)
             at = key_places(lane, key.row, strides)
-        return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+        return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, IS_PLAIN)
 
 
 @triton.jit
@@ -161,9 +170,9 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
 @triton.jit
 def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr):
     """Adds one tile of keys, from position ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
-    s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL)
+    s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
-    v = keys_at(key, first, end, numbers, c, True, IS_PARTIAL)
+    v = keys_at(key, first, end, numbers, c, True, IS_PARTIAL, not IS_PARTIAL)
     acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
     return acc, row_sum, row_max
 
@@ -171,7 +180,7 @@ def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbe
 @triton.jit
 def add_late(acc, pending_rescale, p, before, key, rows, b, h, mods, c):
     """``acc`` with the second product of the tile at position ``before``, whose keys all exist and are not in pages."""
-    v = keys_at(key, before, before + c.TILE_N, 0, c, True, False)
+    v = keys_at(key, before, before + c.TILE_N, 0, c, True, False, True)
     return plus_kept(acc, pending_rescale, p, v, b, h, before, rows, mods, c.PRECISION)
 
 
@@ -183,7 +192,7 @@ def visit_late(acc, row_sum, row_max, p, pending_rescale, before, q, first, key,
     pending_rescale: the factor by which acc is still to be multiplied. p is float32: in 16 bits the compiler would pass it through shared
     memory.
     """
-    s = scores_of(q, first, first + c.TILE_N, True, key, rows, b, h, 0, scales, mods, c, False, True)
+    s = scores_of(q, first, first + c.TILE_N, True, key, rows, b, h, 0, scales, mods, c, False, True, False)
     acc = add_late(acc, pending_rescale, p, before, key, rows, b, h, mods, c)
     p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
     return acc, row_sum, row_max, p, pending_rescale
@@ -200,7 +209,7 @@ def visit_all(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, 
         before = first_at(runs, begin, full, seqlen_k, c)
     for i in range(begin, stop):
         first = first_at(runs, i, full, seqlen_k, c)
-        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, 0, scales, mods, c, False, False)
+        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, 0, scales, mods, c, False, False, False)
         if i >= full:
             lane = first + tl.arange(0, c.TILE_N)
             s = tl.where(mods.mask.value(b, h, lane[None, :], rows.mask, mods.mask.scalars, mods.mask.tensors), s, float("-inf"))
@@ -218,22 +227,42 @@ def visit_all(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, 
 
 
 @triton.jit
-def first_at(runs, i, full, seqlen_k, c):
-    """The first key of the i-th tile, with full tiles before partial ones."""
-    partial, _, _ = partial_at(runs, i - full, seqlen_k, c.RANGES, c.TILE_N, 0)
-    return tl.where(i < full, full_at(runs, i, c.RANGES, c.TILE_N, 0), partial)
+def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, pages, rows, b, h, cache, scales, mods, c):
+    """Tiles ``begin`` to ``stop`` in one loop: ``visit_all`` for keys without descriptors, in pages or not. Returns (acc, row_sum,
+    row_max, nearby page numbers). The first partial tile is loaded ahead like all others."""
+    numbers, near, coming, nearby = 0, 0, 0, 0
+    if c.PAGE_SIZE > 0:
+        numbers, near, coming, nearby = first_numbers(runs, begin, stop, full, key.start, seqlen_k, pages, cache.last_page, c)
+    for i in range(begin, stop):
+        first = first_at(runs, i, full, seqlen_k, c)
+        of_tile = numbers
+        if c.PAGE_SIZE > 0:  # loaded three tiles ahead, see ``visited``
+            numbers, near = tl.minimum(near, cache.last_page), tl.maximum(coming, 0)
+            beyond = first_at(runs, tl.minimum(i + 3, stop - 1), full, seqlen_k, c)
+            coming = page_numbers(key.start + beyond, key.start + seqlen_k - 1, pages, c, True)
+        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, of_tile, scales, mods, c, False, False, True)
+        if i >= full:
+            lanes = first + tl.arange(0, c.TILE_N)[None, :]
+            s = tl.where(seen_in(lanes, seqlen_k, True, rows, b, h, mods, c, False), s, float("-inf"))
+        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
+        v = keys_at(key, first, seqlen_k, of_tile, c, True, True, False)
+        acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
+    return acc, row_sum, row_max, nearby
 
 
 @triton.jit
-def store_results(acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, described_at, c):
-    """Writes a row tile's output and statistics. at: its rows of storage. h: their heads. described_at:
-    entry, head and row of its first row.
+def places_of_rows(tile, sizes):
+    """[TILE_M], int64: the places of a tile's rows among the statistics."""
+    return (tile.sequence.q_row.to(tl.int64) * sizes.heads + tile.heads) * sizes.positions + tile.at
 
-    A split writes to [split][q row][head][position]; the sink is added when splits are combined.
-    """
-    row_sum = tl.sum(row_sum, 1)
-    statistic = (q_row.to(tl.int64) * sizes.heads + h) * sizes.positions + at
-    part = split.to(tl.int64) * spans.part_statistics
+
+@triton.jit
+def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, split, c):
+    """Writes the output and statistics of a ``RowTile``. A split writes to [split][q row][head][position]; the sink is added when splits
+    are combined."""
+    h, is_row, q_row = tile.heads, tile.is_row, tile.sequence.q_row
+    statistic = places_of_rows(tile, sizes)
+    part = tl.cast(split, tl.int64) * spans.part_statistics
     if c.HAS_MAX:
         seen = tl.where(row_sum == 0, float("-inf"), row_max * _LN2)
         tl.store(tensors.max_scores + part + statistic, seen, mask=is_row)
@@ -253,79 +282,39 @@ def store_results(acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, 
     else:  # one division instead of many, each of seven instructions
         acc = acc * (1.0 / total)[:, None]
     if c.IS_DESCRIBED >= 3:
-        b, head, first = described_at
-        tensors.out.store([b, head, first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], c.BLOCK_DV)))
+        tensors.out.store([tile.b, tile.h, tile.first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], c.BLOCK_DV)))
     else:
-        offsets = row_offsets(q_row, h, at, strides.out)
+        offsets = row_offsets(q_row, h, tile.at, strides.out)
         d = tl.arange(0, c.BLOCK_DV)[None, :]
-        out = tensors.out + split.to(tl.int64) * strides.part_out
+        out = tensors.out + tl.cast(split, tl.int64) * strides.part_out
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM_V))
 
 
 @triton.jit
-def forward_tile(tensors, strides, spans, cache, dealt, sizes, lists, scale, mods, c):
-    """One row tile, or one split of its keys.
-
-    c: ``ForwardConstants``.
-    """
-    if c.HAS_GUARD and is_off(tensors.guard):
-        return
-    m, b, h, kv_head, split = work_of(sizes, dealt, tensors.order, c.HAS_ENTRIES)
-    if m < 0:
-        return
-    if c.IS_CACHE:
-        sequence = cache_entry(b, tensors, cache, sizes.seqlen_q, c.HAS_LEFTPAD, c.HAS_ROWS)
-    else:
-        sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
+def visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
+    """(acc, row_sum, row_max) with a portion of the keys of ``tile``, whose sequence has some. row_max is in base 2."""
+    sequence, b, position, heads, first_row = tile.sequence, tile.b, tile.position, tile.heads, tile.first
     seqlen_k = sequence.seqlen_k
-    if c.IS_PACKED:
-        packed, group = dealt.packed, dealt.padded
-    else:
-        packed, group = 1, 1
-    line, first_row, end_row = row_tile(m, sequence.seqlen_q, c.TILE_M, c.LIST_M, group)
-    if first_row >= end_row:
-        return
-    r = tl.arange(0, c.TILE_M)
-    position = first_row + r // group
-    is_row = position < end_row
-    position = tl.minimum(position, end_row - 1)  # missing rows are evaluated as the last row, and not stored
-    heads = h + r % group
-    if c.IS_PACKED:
-        end_head = tl.minimum(h + packed, (kv_head + 1) * sizes.ratio)
-        is_row = is_row & (heads < end_head)
-        heads = tl.minimum(heads, end_head - 1)
-    at = sequence.q_start + position
-    acc = tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((c.TILE_M, c.SUMS), tl.float32)
-    factor = tl.full((), _LOG2E, tl.float32) if mods.score.exists else scale * _LOG2E
-    scales = Scales(score=scale, base_2=factor)
-    if c.IS_RAW:  # finite after scaling too
-        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
-    else:
-        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32)
-    if seqlen_k <= 0:  # mods must not be evaluated for a sequence without keys: captured tensors need not cover it
-        store_results(acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row), c)
-        return
     if c.IS_DESCRIBED == 4:
-        q = tl.reshape(tensors.q.load([b, h, first_row, 0]), (c.TILE_M, c.BLOCK_D))
+        q = tl.reshape(tensors.q.load([b, tile.h, first_row, 0]), (c.TILE_M, c.BLOCK_D))
     else:
-        offsets = row_offsets(sequence.q_row, heads, at, strides.q)
-        q = load_rows(tensors.q, offsets[:, None], is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+        offsets = row_offsets(sequence.q_row, heads, tile.at, strides.q)
+        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
     q_idx = (position + sequence.q_first)[:, None]
     if c.IS_PACKED:
         q_head = heads[:, None]
     else:
-        q_head = h
+        q_head = tile.h
     # heads in one tile are 8 rows apart with other words
     q_places = places(first_row + sequence.q_first, c.TILE_M, True, False) if c.HAS_FOURS and not c.IS_PACKED else q_idx
     kept = rows_of(b, q_head, q_idx, q_places, mods)
-    kv_head = kv_head.to(tl.int64)
+    kv_head = tile.kv_head.to(tl.int64)
     if c.IS_DESCRIBED >= 2:
         k_from, v_from = tensors.k, tensors.v
     else:
         k_from, v_from = tensors.k + kv_head * strides.k.head, tensors.v + kv_head * strides.v.head
     if c.IS_DESCRIBED == 1:
-        row, start = sequence.k_row.to(tl.int64), (m * 0 + sequence.k_start).to(tl.int64)
+        row, start = sequence.k_row.to(tl.int64), (tile.m * 0 + sequence.k_start).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
             k_from + row * strides.k.rows + start * strides.k.position,
             [seqlen_k, c.HEAD_DIM],
@@ -343,23 +332,32 @@ def forward_tile(tensors, strides, spans, cache, dealt, sizes, lists, scale, mod
     )
     pages = tensors.pages + b.to(tl.int64) * sizes.pages_each
     if c.IS_RISING:
-        last_row = tl.minimum(first_row + c.TILE_M // group, end_row) - 1
+        last_row = tl.minimum(first_row + c.TILE_M // tile.group, tile.end) - 1
         limits = (
-            mods.mask.rows(b, h, first_row + sequence.q_first, mods.mask.scalars, mods.mask.tensors),
-            mods.mask.rows(b, h, last_row + sequence.q_first, mods.mask.scalars, mods.mask.tensors),
+            mods.mask.rows(b, tile.h, first_row + sequence.q_first, mods.mask.scalars, mods.mask.tensors),
+            mods.mask.rows(b, tile.h, last_row + sequence.q_first, mods.mask.scalars, mods.mask.tensors),
         )
     else:
         limits = kept.mask
-    runs, full, partial = visits_of(limits, lists, spans.lists, sequence, b, h, line, seqlen_k, c, c.IS_RISING)
+    runs, full, partial = visits_of(limits, lists, spans.lists, sequence, b, tile.h, tile.line, seqlen_k, c, c.IS_RISING)
     begin, stop = 0, full + partial
-    if sizes.splits > 1:  # equal shares, as in sequences.split_kv
-        share = (full + partial + sizes.splits - 1) // sizes.splits
-        begin = tl.minimum(split * share, full + partial)
+    if c.IS_SHARED:
+        begin = (portion.first.to(tl.int64) * stop // portion.of).to(tl.int32)
+        stop = ((portion.first + portion.count).to(tl.int64) * stop // portion.of).to(tl.int32)
+    elif portion.of > 1:  # equal shares, as in sequences.split_kv
+        share = (full + partial + portion.of - 1) // portion.of
+        begin = tl.minimum(portion.first * share, full + partial)
         stop = tl.minimum(begin + share, full + partial)
     if c.RANGES > 0:
         kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, c.RANGES), always=kept.always, dropout=kept.dropout)
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
-    if c.IS_JOINED:
+    nearby = 0
+    if c.IS_SHARED and c.RANGES > 0:
+        acc, row_sum, row_max, nearby = visit_portion(
+            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, pages, kept, b, q_head, cache, scales, mods, c
+        )
+        begin, stop = full, full
+    elif c.IS_JOINED:
         tl.static_assert(c.RANGES > 0 and c.PAGE_SIZE == 0 and c.IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
             acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, q_head, scales, mods, c
@@ -382,9 +380,9 @@ def forward_tile(tensors, strides, spans, cache, dealt, sizes, lists, scale, mod
     else:
         # Page numbers are loaded three tiles ahead and clamped closer to their use: Triton does not pipeline a loop
         # that passes on an unchanged value
-        numbers, near, coming, nearby = 0, 0, 0, 0
+        numbers, near, coming = 0, 0, 0
         if c.PAGE_SIZE > 0:
-            numbers, near, coming, nearby = first_numbers(runs, start, end_full, key.start, seqlen_k, pages, cache.last_page, c)
+            numbers, near, coming, nearby = first_numbers(runs, start, end_full, full, key.start, seqlen_k, pages, cache.last_page, c)
         for i in range(start, end_full):
             first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
             of_tile = numbers
@@ -403,9 +401,77 @@ def forward_tile(tensors, strides, spans, cache, dealt, sizes, lists, scale, mod
             of_tile = 0
         acc, row_sum, row_max = visit(acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, mods, c, True)
     if c.IS_RAW:
-        row_max = row_max * factor
+        row_max = row_max * scales.base_2
     if mods.dropout.exists:
         acc = acc * factor_of(mods)
     if c.PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
-    store_results(acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row), c)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def empty_results(scale, mods, c):
+    """(acc, row_sum, row_max, ``Scales``) of rows that have seen no key."""
+    acc = tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
+    row_sum = tl.zeros((c.TILE_M, c.SUMS), tl.float32)
+    factor = tl.full((), _LOG2E, tl.float32) if mods.score.exists else scale * _LOG2E
+    if c.IS_RAW:  # finite after scaling too
+        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
+    else:
+        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32)
+    return acc, row_sum, row_max, Scales(score=scale, base_2=factor)
+
+
+@triton.jit
+def forward_tile(tensors, strides, spans, cache, dealt, sizes, shares, lists, scale, mods, c):
+    """One row tile, one split of its keys, or with IS_SHARED an equal share of all key tiles of the call.
+
+    c: ``ForwardConstants``.
+    """
+    if c.HAS_GUARD and is_off(tensors.guard):
+        return
+    if c.IS_SHARED:
+        share_of_tiles(tensors, strides, spans, cache, dealt, sizes, shares, lists, scale, mods, c)
+    else:
+        m, b, h, kv_head, split = work_of(sizes, dealt, tensors.order, c.HAS_ENTRIES)
+        if m < 0:
+            return
+        tile = tile_of(m, b, h, kv_head, sequence_of(b, tensors, cache, sizes, c), dealt, sizes, c)
+        if tile.first >= tile.end:
+            return
+        acc, row_sum, row_max, scales = empty_results(scale, mods, c)
+        if tile.sequence.seqlen_k <= 0:  # mods must not be evaluated for a sequence without keys: captured tensors need not cover it
+            store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
+            return
+        portion = Portion(first=split, count=1, of=sizes.splits)
+        acc, row_sum, row_max = visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
+        store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
+
+
+@triton.jit
+def share_of_tiles(tensors, strides, spans, cache, dealt, sizes, shares, lists, scale, mods, c):
+    """The row tiles, or portions of their keys, in this program's share. A row tile whose keys are all in one share is stored as a result,
+    any other by parts, which ``combine.combine_shares`` adds."""
+    at, stop, item, head, begin, share = start_of_share(tensors, cache, dealt, sizes, shares, c)
+    if (at >= stop) | (begin == 0):
+        store_no_rows(tensors, c)
+    while (at < stop) & (item < shares.items):
+        b, m, tiles = item_at(item, tensors, cache, sizes, shares, c)
+        count = tl.minimum((tiles - begin).to(tl.int64), stop - at).to(tl.int32)
+        if tiles > 0:
+            kv_head, group = parted(head, dealt.tiles_each)
+            sequence = sequence_of(b, tensors, cache, sizes, c)
+            tile = tile_of(m, b, kv_head * sizes.ratio + group * dealt.packed, kv_head, sequence, dealt, sizes, c)
+            acc, row_sum, row_max, scales = empty_results(scale, mods, c)
+            if (sequence.seqlen_k > 0) & (tile.first < tile.end):
+                portion = Portion(first=begin, count=count, of=tiles)
+                acc, row_sum, row_max = visited(
+                    tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c
+                )
+            row_sum = tl.sum(row_sum, 1)
+            if count == tiles:
+                store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, 0, c)
+            else:
+                rows = tl.where(tile.is_row, places_of_rows(tile, sizes), -1)
+                store_part(acc, row_sum, row_max, rows, (at - begin) // share, begin, begin + count == tiles, tensors, c)
+        at, item, head, begin = next_in_share(at, item, head, begin, count, tiles, dealt, sizes)

@@ -7,7 +7,7 @@ remainder is a mask, and the product of a number and a stride is two multiplicat
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.kernels.tile_iterator import full_at
+from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at
 
 __all__ = ["NEARBY", "first_numbers", "inside", "page_numbers", "paged_places"]
 
@@ -30,10 +30,12 @@ def page_numbers(first, last, pages, c, IS_CUT: tl.constexpr):
     lane = tl.arange(0, c.TILE_N)
     if c.PAGES_FIT and c.PAGE_SIZE >= c.TILE_N:
         indices = first.to(tl.uint32) // c.PAGE_SIZE
-    elif IS_CUT:
-        indices = tl.minimum(first + lane, last).to(tl.uint32) // c.PAGE_SIZE
     elif c.PAGES_FIT:
         indices = first.to(tl.uint32) // c.PAGE_SIZE + lane // c.PAGE_SIZE
+        if IS_CUT:
+            indices = tl.minimum(indices, last.to(tl.uint32) // c.PAGE_SIZE)
+    elif IS_CUT:
+        indices = tl.minimum(first + lane, last).to(tl.uint32) // c.PAGE_SIZE
     else:
         indices = (first + lane).to(tl.uint32) // c.PAGE_SIZE
     return tl.load(pages + indices)
@@ -50,23 +52,29 @@ def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _first_ahead(runs, i, begin, end, c):
-    """The first key of the i-th full tile, or of the last one before ``end``; 0 if there is none from ``begin`` on."""
+def _first_ahead(runs, i, begin, end, full, seqlen_k, c):
+    """The first key of the i-th tile, or of the last one before ``end``; 0 if there is none from ``begin`` on."""
     first = begin * 0
     if begin < end:
-        first = full_at(runs, tl.minimum(i, end - 1), c.RANGES, c.TILE_N, c.LIST_N)
+        if c.IS_SHARED and c.RANGES > 0:
+            first = first_at(runs, tl.minimum(i, end - 1), full, seqlen_k, c)
+        else:
+            first = full_at(runs, tl.minimum(i, end - 1), c.RANGES, c.TILE_N, c.LIST_N)
     return first
 
 
 @triton.jit
-def first_numbers(runs, start, end, k_start, seqlen_k, pages, last_page, c):
-    """The initial values of a loop over the full tiles ``start .. end``: the page numbers of the first tile, clamped to the pool; of the
-    second, clamped to 0; of the third, not clamped; and ``_nearby`` of all. If there is no tile they are of rows that the sequence has."""
+def first_numbers(runs, start, end, full, k_start, seqlen_k, pages, last_page, c):
+    """The initial values of a loop over the tiles ``start .. end``: the page numbers of the first tile, clamped to the pool; of the second,
+    clamped to 0; of the third, not clamped; and ``_nearby`` of all. If there is no tile they are of rows that the sequence has.
+
+    The loop is over full tiles, or with even shares and ranges over all, of which ``full`` are full.
+    """
     last_key = k_start + seqlen_k - 1
-    one = k_start + _first_ahead(runs, start, start, end, c)
-    two = k_start + _first_ahead(runs, start + 1, start, end, c)
-    three = k_start + _first_ahead(runs, start + 2, start, end, c)
-    last = k_start + _first_ahead(runs, end, start, end, c) + c.TILE_N - 1
+    one = k_start + _first_ahead(runs, start, start, end, full, seqlen_k, c)
+    two = k_start + _first_ahead(runs, start + 1, start, end, full, seqlen_k, c)
+    three = k_start + _first_ahead(runs, start + 2, start, end, full, seqlen_k, c)
+    last = k_start + _first_ahead(runs, end, start, end, full, seqlen_k, c) + c.TILE_N - 1
     nearby = _nearby(one, tl.minimum(last, last_key), pages, c.PAGE_SIZE)
     numbers = inside(page_numbers(one, last_key, pages, c, True), last_page)
     near = tl.maximum(page_numbers(two, last_key, pages, c, True), 0)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
 
-__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -251,3 +251,10 @@ def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LI
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+
+
+@triton.jit
+def first_at(runs, i, full, seqlen_k, c):
+    """The first key of the i-th tile, with full tiles before partial ones."""
+    partial, _, _ = partial_at(runs, i - full, seqlen_k, c.RANGES, c.TILE_N, 0)
+    return tl.where(i < full, full_at(runs, i, c.RANGES, c.TILE_N, 0), partial)
