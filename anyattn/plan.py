@@ -24,7 +24,13 @@ class Backward(NamedTuple):
 
 class Repeater:
     """Computes the calls of one plan, and keeps what they share, such as prepared launches: a backend's ``Repeater(problem, plan)``, made
-    from the first of the calls. problem: a ``Problem`` with the first one's signature."""
+    from the first of the calls. problem: a ``Problem`` with the first one's signature.
+
+    reports_launches: all launches of ``forward`` are reported to a recorder (``triton_tools.recording``), so that calls can be replayed.
+    reports_numbers: with the scale and the score mod's numbers marked among their arguments, so that calls of other numbers can be too.
+    """
+
+    reports_launches = reports_numbers = False
 
     def forward(self, problem: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``backends.result.Result``: (out, lse, max_scores). out is in q's stride order (``tensors.strides.empty_in_order``), lse and

@@ -12,6 +12,8 @@ from torch import Tensor
 from anyattn.mods.analysis.captured_loads import UNIT
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
+from anyattn.triton_tools.recording import active_recorder, unrecorded
+from anyattn.triton_tools.replay import Launcher
 
 __all__ = ["UNIT", "current_device", "known_handle", "launch", "run_plain", "strides_of"]
 
@@ -37,14 +39,34 @@ def launch(
 ) -> Handle | None:
     """Launches a kernel: the first time by Triton's launcher, then by ``fast_launch``. Returns the handle for equal launches.
 
-    known: everything besides the options that Triton would recompile for.
+    known: everything besides the options that Triton would recompile for. A recorder takes the numbers among the arguments for constants.
     """
+    handle = _launched(kernel, grid, given, device, options, known)
+    recorder = active_recorder()
+    if recorder is not None and handle is not None:
+        launcher = handle.send if handle.takes_addresses else _on_device(handle.send, device)
+        recorder.launched(launcher, grid, given, handle.takes_addresses)
+    return handle
+
+
+def _on_device(launcher: Launcher, device: torch.device) -> Launcher:
+    def launch_there(grid: tuple[int, ...], values: Sequence[Any]) -> None:
+        with current_device(device):
+            launcher(grid, values)
+
+    return launch_there
+
+
+def _launched(
+    kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple
+) -> Handle | None:
     if launch_log.noted is not None:
         launch_log.noted.append(f"triton {_name(kernel)}")
     if device.type != "cuda":  # the interpreter, which cannot read tensors that require grad
 
         def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
-            kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
+            with unrecorded():
+                kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
 
         interpreted(grid, given)
         return Handle(interpreted)

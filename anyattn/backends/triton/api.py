@@ -44,15 +44,13 @@ from anyattn.backends.triton.launch_shape import (
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
 from anyattn.backends.triton.tile_config import Tiles, TmaUse
+from anyattn.mods.float32_scores import is_ordinary_scale
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
 __all__ = ["FormPlan", "forward", "plan_of_documents", "source_of"]
-
-
-_LEAST_SCALE = 1e-30  # positive; times the limits of a score it is neither 0 nor infinite
 
 
 _FORWARD = Signature(
@@ -265,7 +263,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
 
 
 def _is_raw(problem: Problem) -> bool:
-    return problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE
+    return problem.score is not None or is_ordinary_scale(problem.scale)
 
 
 def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
 from anyattn.triton_tools.fast_launch import Handle
+from anyattn.triton_tools.recording import Recorder, active_recorder
+from anyattn.triton_tools.replay import SCALE, Number
 
 __all__ = ["LaunchCache", "LaunchSpec", "launch_cached", "launch_key"]
 
@@ -117,7 +119,9 @@ class PreparedLaunch(NamedTuple):
         captured: Sequence[CapturedValues],
     ) -> None:
         """Launches with these arguments; for a pointer or list of None any pointer is passed."""
-        handle = self.handle
+        handle, recorder = self.handle, active_recorder()
+        if recorder is not None:
+            self._record(recorder, pointers, lists, captured)
         if not handle.takes_addresses:
             self._launch_with_tensors(pointers, lists, scale, captured)
             return
@@ -135,6 +139,23 @@ class PreparedLaunch(NamedTuple):
             values += [t.data_ptr() for t in part.tensors]
             values += [t.data_ptr() for t in part.totals]
         handle.send(self.grid, values)
+
+    def _record(
+        self, recorder: Recorder, pointers: Sequence[Tensor | None], lists: Sequence[Tensor | None], captured: Sequence[CapturedValues]
+    ) -> None:
+        values = [
+            *(pointers[0] if t is None else t for t in pointers),
+            *self.numbers,
+            *(pointers[0] if t is None else t for t in lists),
+            SCALE,
+        ]
+        for i, (part, sizes) in enumerate(zip(captured, self.sizes, strict=True)):
+            is_score = i == 0 and self.sources.has_score
+            values += map(Number, range(len(part.scalars))) if is_score else part.scalars
+            values += (*sizes, *part.tensors, *part.totals)
+        if self.described or self.sources.has_dropout:
+            recorder.refuse("a launch is passed tensor descriptors or a seed")
+        recorder.launched(self.handle.send, self.grid, values, self.handle.takes_addresses)
 
     def _encoded(self, number: int, address: int, x: Any, rows: int) -> list[Any]:
         """The encoded descriptor of an address; memoised, since it depends only on the address and the launch's sizes."""
@@ -200,6 +221,8 @@ def _launch_first(
     spec: LaunchSpec, problem: Problem, tensors: Sequence[Tensor | None], lists: Sequence[Tensor | None]
 ) -> PreparedLaunch | None:
     """Launches a kernel for the first time; None if the launch cannot be repeated."""
+    if (recorder := active_recorder()) is not None:
+        recorder.refuse("a kernel's first launch, of whose numbers it is not known which are the call's")
     pointers = [None if t is None else t.detach() for t in tensors]
     values = _values(pointers, spec.numbers, lists, problem.scale, spec.described)
     entry = entry_of(spec.signature, spec.program, spec.is_aligned)

@@ -21,6 +21,8 @@ __all__ = ["Repeater"]
 class Repeater(plan.Repeater):
     """Computes the calls of one plan. An autotuned launch is looked up at every call."""
 
+    reports_launches = reports_numbers = True
+
     def __init__(self, problem: Problem, plan: TritonPlan) -> None:
         self.plan = plan
         self._document_form = None if problem.blocks is None else form_of_documents(problem, plan.divides_keys)
