@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
+from anyattn.triton_tools.recording import active_recorder
 
 __all__ = ["CACHE_FOR_KEYS", "ForwardLaunches", "config_of", "counter_of", "multiprocessors", "runs_documents"]
 
@@ -144,6 +145,8 @@ class ForwardLaunches:
 
 def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLaunch) -> Result:
     """Repeats a prepared launch with other tensors and values."""
+    if (recorder := active_recorder()) is not None:
+        recorder.refuse("a prepared launch is not reported")
     q, empty = problem.q, prepared.empty
     out = empty(*prepared.of_out, q.dtype)
     lse = empty(*prepared.of_rows, torch.float32) if problem.wants_lse else None
@@ -251,6 +254,8 @@ def counter_of(device: torch.device) -> Tensor:
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = _zeros_apart(device)
+    if (recorder := active_recorder()) is not None:
+        recorder.outlives(found, partial(counter_of, device))
     return found
 
 

@@ -21,6 +21,8 @@ __all__ = ["Repeater"]
 class Repeater(plan.Repeater):
     """Computes the calls of one plan. What the plan's signature leaves open selects their launches."""
 
+    reports_launches = True
+
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._packs = plan.heads_per_tile > 1
         self._forward: dict[tuple[bool, bool], ForwardLaunches] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from anyattn import disk_cache
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.cache_key import AnyConfig, NoContentError, key_of
 from anyattn.triton_tools import launch_log
+from anyattn.triton_tools.recording import Recorder, active_recorder
 
 __all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]
 
@@ -52,7 +53,28 @@ def launch(config: AnyConfig, arguments: tuple) -> None:
         function = config.__dict__[_SLOT][kinds]
     except KeyError:
         function = prepare(config, kinds)
-    function(*(arguments if is_plain else indexable(arguments)))
+    arguments = arguments if is_plain else indexable(arguments)
+    function(*arguments)
+    recorder = active_recorder()
+    if recorder is not None:
+        _record(recorder, function, arguments)
+
+
+def _record(recorder: Recorder, function: Callable[..., None], arguments: tuple) -> None:
+    """Reports a launch. The recorder takes arguments one by one; a forward kernel's end with two tuples."""
+    if _is_compiling_only:
+        recorder.refuse("a kernel is compiled and not launched")
+    sizes = [len(a) for a in arguments if isinstance(a, tuple)]
+    if not sizes:
+        recorder.launched(lambda grid, values: function(*values), (), arguments, takes_addresses=False)
+        return
+    assert len(sizes) == 2 and all(isinstance(a, tuple) for a in arguments[-2:])
+    first, second = len(arguments) - 2, len(arguments) - 2 + sizes[0]
+
+    def launcher(grid: tuple[int, ...], values: Sequence[Any]) -> None:
+        function(*values[:first], values[first:second], values[second:])
+
+    recorder.launched(launcher, (), (*arguments[:-2], *arguments[-2], *arguments[-1]), takes_addresses=False)
 
 
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
