@@ -200,17 +200,17 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, option_values: tup
     options = Options(*option_values)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
+    results: Any
     if is_varlen:
-        call = attention.varlen_call(q, k, v, attention.Places(*places), options, backend)
+        results = attention.varlen(q, k, v, attention.Places(*places), options, backend)
     else:
         call = attention.flash_call(q, k, v, options, backend)
-    if call is None:
+        results = None if call is None else flash.laid_out(*autograd.compute(*call)[:2], False)
+    if results is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, attention.Places(*places), options, backend)
-        return found if options.return_lse else found[0]
-    out, lse, _ = autograd.compute(*call)
-    return _laid_out(out, lse, places[0][0] is not None, options.return_lse)
+        results = eager_calls.flash(q, k, v, attention.Places(*places), options, backend)
+    return results if options.return_lse else results[0]
 
 
 @entry_point
@@ -312,24 +312,17 @@ def flash_attn_with_kvcache(
 @without_default_device
 def _decoded(cached: tuple, option_values: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """Eager calls of ``flash_attn_with_kvcache``. cached, option_values: ``CacheArguments``, ``Options``."""
-    from anyattn.call_cache.kvcache import decode_call
-    from anyattn.validate.kvcache import CacheArguments, check_no_captured_gradients, check_no_gradients
+    from anyattn.call_cache.kvcache import decode
+    from anyattn.validate.kvcache import CacheArguments
 
     arguments, options = CacheArguments(*cached), Options(*option_values)
-    is_grad_mode = torch.is_grad_enabled()
-    if is_grad_mode:
-        check_no_gradients(arguments, options)
-    with torch.no_grad():
-        step = decode_call(arguments, options, backend)
-        if step is None:
-            from anyattn.custom_ops import eager_calls
+    results = decode(arguments, options, backend)
+    if results is None:
+        from anyattn.custom_ops import eager_calls
 
-            return eager_calls.decode(arguments, options, backend)
-        call, chosen = step
-        if is_grad_mode:
-            check_no_captured_gradients(call.problem.score)
-        out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
-    return _laid_out(out, lse, arguments.cu_seqlens_q is not None, True)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            results = eager_calls.decode(arguments, options, backend)
+    return results  # type: ignore[return-value]
 
 
 @entry_point
@@ -367,14 +360,6 @@ def _combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]
     else:
         chosen = planner.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return backend_module(chosen).combine(out_partial, lse_partial)
-
-
-def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:
-    out = torch.transpose(out, 1, 2)  # half a microsecond faster than the method
-    if is_packed:
-        # not out[0], whose derivative is a copy into a tensor of zeros
-        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
-    return (out, lse) if return_lse else out
 
 
 # ---- q, k and v in one tensor

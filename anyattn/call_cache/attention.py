@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import planner
-from anyattn.call_cache.calls import RememberedCall, clear, known, remember, score_of_user, size
+from anyattn import autograd, planner
+from anyattn.call_cache.calls import RememberedCall, clear, known, remember, remember_again, score_of_user, size
+from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
-from anyattn.call_cache.varlen import Places, signature_of_varlen
+from anyattn.call_cache.varlen import Places, exact_signature, signature_of_varlen
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -26,9 +27,9 @@ from anyattn.tensors import kinds
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flash, flex
-from anyattn.validate.flash import Options
+from anyattn.validate.flash import Options, laid_out
 
-__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_again", "flex_call", "known_flex", "size", "varlen_call"]
+__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_again", "flex_call", "known_flex", "size", "varlen", "varlen_call"]
 
 
 class FlexCall(NamedTuple):
@@ -61,6 +62,7 @@ _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE,
 _signature_of_flash = signature(
     "flash_attn_func", q=Kind.OPERANDS.format(x="q, k, v"), k=Kind.ELSEWHERE, v=Kind.ELSEWHERE, options=OPTIONS, backend=Kind.VALUE
 )
+_MANY_UNKNOWN = 16
 
 
 # ---- flex_attention
@@ -155,11 +157,59 @@ def _named(q: Any, k: Any, v: Any, options: Options) -> dict[str, Any]:
 
 
 @opaque
+def varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> Results | None:
+    """out and lse of an eager ``flash_attn_varlen_func`` call, laid out as q; None and raises as ``varlen_call``."""
+    exact = exact_signature(q, k, v, places, options, backend) if _sizes.recur else None
+    warm = known(exact)
+    if warm is not None and exact is not None and warm.replays is not None:
+        _sizes.unknown = 0
+        tensors = [x for x in (q, k, v, *places.tables, *options) if isinstance(x, Tensor)]
+        values = warm.values(tensors, options.softmax_scale, exact, (options.alibi_slopes, *places.tables))
+        results = warm.replays.results(values)
+        if results is not None:
+            return results
+        call = varlen_call(q, k, v, places, options, backend)
+        return None if call is None else warm.replays.made(values, partial(_attended, *call, places))
+    signature = signature_of_varlen(q, k, v, places, options, backend)
+    warm = known(signature)
+    call = varlen_call(q, k, v, places, options, backend, False, signature)
+    if warm is not None and exact is not None:
+        _sizes.unknown += 1
+        remember_again(exact, warm)
+    elif warm is not None and signature is not None and warm.replays is not None and warm.replays.comes_again(signature.sizes):
+        _sizes.unknown = 0
+    return None if call is None else _attended(*call, places)
+
+
+class _Sizes:
+    """unknown: the number of warm calls in a row whose exact signature was not known; after many of them, as where each batch has another
+    number of rows and is passed to one call, none is made until two calls in a row have equal sizes: it takes 6 us."""
+
+    unknown = 0
+
+    @property
+    def recur(self) -> bool:
+        return self.unknown < _MANY_UNKNOWN
+
+
+_sizes = _Sizes()
+
+
+def _attended(problem: Problem, plan: Plan, places: Places) -> Results:
+    out, lse, _ = autograd.compute(problem, plan)
+    return laid_out(out, lse, places.tables[0] is not None)
+
+
+_UNREAD: Any = object()
+
+
+@opaque
 def varlen_call(
-    q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None, is_operator: bool = False
+    q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None, is_operator: bool = False, signature: Any = _UNREAD
 ) -> tuple[Problem, Plan] | None:
     """``flash_call`` for ``flash_attn_varlen_func``. Raises as ``validate.flash.varlen_problem`` and the planner."""
-    signature = signature_of_varlen(q, k, v, places, options, backend)
+    if signature is _UNREAD:
+        signature = signature_of_varlen(q, k, v, places, options, backend)
     warm = known(signature)
     arguments = (options.alibi_slopes, *places.tables)
     if warm is None or signature is None:
@@ -173,7 +223,8 @@ def varlen_call(
         problem, plan = _planned_varlen(q, k, v, places, options, backend)
         if signature is not None:
             recompute = partial(signature_of_varlen, q, k, v, places, options, backend)
-            remember(signature, recompute, problem, plan, score_of_user(options, problem), arguments)
+            score, replays = score_of_user(options, problem), Replays.of(problem, plan)
+            remember(signature, recompute, problem, plan, score, arguments, replays=replays)
         return problem, plan
     filled = warm.filled(_heads_first(q), _heads_first(k), _heads_first(v), options.sink, options.softmax_scale, signature, arguments)
     filled["sequences"] = StoredSequences(LengthTables(*places.tables[:4]), signature.sizes, places.tables[4], q.device)

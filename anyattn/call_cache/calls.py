@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from anyattn.call_cache.rebind import Recipe, checks_hold, decisive_tensors
+from anyattn.call_cache.replays import Replays, Values
 from anyattn.call_cache.signature import NotCacheable, Signature
 from anyattn.mods.analysis.by_writes import ByWrites
 from anyattn.mods.analysis.visible_loads import is_captured
@@ -22,7 +23,7 @@ from anyattn.sequences.unread_kvcache import CacheSizes
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
-__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "score_of_user", "size"]
+__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "remember_again", "score_of_user", "size"]
 
 MOST = 512
 
@@ -33,6 +34,7 @@ class RememberedCall(NamedTuple):
     fields: of the problem, without its tensors and the captured values of its mods.
     has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value have batch 1 for every query batch
     entry. extents, sizes, follows (``flash_attn_with_kvcache``): for ``append.check_step``, if the call appends; for ``CacheStep``.
+    replays: of such calls, if their launches can be recorded.
     decisive, checked: ``rebind.decisive_tensors``, and the tensors in these places whose contents the bounds checks have read.
     """
 
@@ -45,11 +47,20 @@ class RememberedCall(NamedTuple):
     extents: tuple[int, ...] = ()
     sizes: CacheSizes | None = None
     follows: bool = False
+    replays: Replays | None = None
     decisive: tuple[tuple[int, int], ...] = ()
     checked: ByWrites | None = None
 
     def decisive_tensors(self, signature: Signature) -> list[Any]:
         return [(*signature.readings[reading].tensors, *signature.aux)[place] for reading, place in self.decisive]
+
+    def values(self, tensors: list[Any], scale: Any, signature: Signature, arguments: tuple[Any, ...]) -> Values:
+        """What a replay of a warm call is given. tensors: of the call, without those of its mods. arguments: as in ``Recipe.mod``."""
+        for reading in signature.readings:
+            tensors += reading.tensors
+        tensors += signature.aux
+        numbers = () if self.score is None else self.score.captured(signature, arguments)[0]
+        return Values(tensors, self.fields["scale"] if scale is None else float(scale), numbers)
 
     def filled(
         self, q: Any, k: Any, v: Any, sink: Any, scale: Any, signature: Signature, arguments: tuple[Any, ...] = ()
@@ -165,6 +176,14 @@ def remember(
     if checked is not None:
         checked.put(call.decisive_tensors(signature), True)
     _calls.put(signature.key, call)
+
+
+def remember_again(signature: Signature, call: RememberedCall) -> None:
+    """Remembers a warm call under its narrower signature too, with replays of its own, once two in a row have it: where every call has
+    other sizes, nothing would be found again."""
+    replays = call.replays
+    if replays is not None and replays.comes_again(signature.key):
+        _calls.put(signature.key, call._replace(replays=replays.apart()))
 
 
 def score_of_user(options: Options, problem: Problem) -> TracedMod | None:

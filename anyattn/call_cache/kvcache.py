@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from anyattn import planner
+from anyattn.call_cache import kvcache_step
 from anyattn.call_cache.calls import RememberedCall, known, remember
-from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, extents_of, named_tensors, step_call
+from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, attended, extents_of, named_tensors
+from anyattn.call_cache.replays import Results
 from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.mods.tracing.trace import TracedMod
@@ -28,10 +30,17 @@ from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import CacheArguments, CacheCall, cache_call, with_own_pages
+from anyattn.validate.kvcache import (
+    CacheArguments,
+    CacheCall,
+    cache_call,
+    check_no_captured_gradients,
+    check_no_gradients,
+    with_own_pages,
+)
 from anyattn.validate.window import band
 
-__all__ = ["KnownCall", "decode_call"]
+__all__ = ["KnownCall", "decode", "decode_call"]
 
 _CPU = torch.device("cpu")
 _NO_PAGES = torch.empty(0, 0, dtype=torch.int32, device="cpu")
@@ -62,6 +71,24 @@ class KnownCall(NamedTuple):
         return self.problem
 
 
+def decode(arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False) -> Results | None:
+    """out and lse of a call, laid out as q; None as for ``decode_call``. Grad mode is off in an operator.
+
+    Raises as ``decode_call``, and ``ValueError`` for a tensor that requires grad in grad mode.
+    """
+    arguments = with_own_pages(arguments)
+    if _is_unread(arguments):
+        return kvcache_step.decode(arguments, options, backend, is_operator)
+    is_grad_mode = torch.is_grad_enabled()
+    if is_grad_mode:
+        check_no_gradients(arguments, options)
+    with torch.no_grad():
+        step = decode_call(arguments, options, backend, is_operator)
+        if step is not None and is_grad_mode:
+            check_no_captured_gradients(step[0].problem.score)
+        return None if step is None else attended(*step, arguments.cu_seqlens_q is not None)
+
+
 def decode_call(
     arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
@@ -72,8 +99,8 @@ def decode_call(
     arguments = with_own_pages(arguments)
     if planner.misfits((arguments.q,), backend):  # the caches are written in place, and are not copied
         arguments = arguments._replace(q=innermost(arguments.q))
-    if isinstance(arguments.q, Tensor) and check_lengths.skips_device_reads(arguments.q.device, arguments.validate):
-        return step_call(arguments, options, backend, is_operator)
+    if _is_unread(arguments):
+        return kvcache_step.step_call(arguments, options, backend, is_operator)
     call_signature = _signature_of_call(arguments, options, backend)
     warm = known(call_signature)
     if warm is not None and call_signature is not None:
@@ -88,6 +115,10 @@ def decode_call(
         recompute = partial(_signature_of_call, arguments, options, backend)
         remember(call_signature, recompute, call.problem, plan, extents=extents_of(arguments))
     return call, plan
+
+
+def _is_unread(arguments: CacheArguments) -> bool:
+    return isinstance(arguments.q, Tensor) and check_lengths.skips_device_reads(arguments.q.device, arguments.validate)
 
 
 def _signature_of_call(arguments: CacheArguments, options: Options, backend: str | None) -> Signature | None:

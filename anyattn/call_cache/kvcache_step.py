@@ -11,8 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from anyattn import planner
-from anyattn.call_cache.calls import RememberedCall, known, remember, score_of_user
+import torch
+from torch import Tensor
+
+from anyattn import autograd, planner
+from anyattn.call_cache.calls import RememberedCall, known, remember, remember_again, score_of_user
+from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.mods.tracing.trace import TracedMod
@@ -20,17 +24,26 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import CacheStep, CacheTables, StoredCache, room_for
 from anyattn.tensors import kinds
+from anyattn.tensors.strides import innermost
 from anyattn.validate import flash
-from anyattn.validate.flash import Options
-from anyattn.validate.kvcache import CacheArguments, CacheCall, cache_call, cached_rows, heads_first
+from anyattn.validate.flash import Options, laid_out
+from anyattn.validate.kvcache import (
+    CacheArguments,
+    CacheCall,
+    cache_call,
+    cached_rows,
+    check_no_captured_gradients,
+    check_no_gradients,
+    heads_first,
+)
 
-__all__ = ["OPTIONS_WITHOUT_MODS", "extents_of", "named_tensors", "step_call"]
+__all__ = ["OPTIONS_WITHOUT_MODS", "attended", "decode", "extents_of", "named_tensors", "step_call"]
 
 OPTIONS_WITHOUT_MODS = OPTIONS | dict.fromkeys(("score_mod", "mask_mod", "alibi_slopes", "aux_tensors"), Kind.ABSENT)
 _ARGUMENTS = fields(
-    CacheArguments, q=Kind.ALIGNED, k_cache=Kind.ALIGNED, v_cache=Kind.ALIGNED, k=Kind.ALIGNED, v=Kind.ALIGNED, rotary_cos=Kind.ALIGNED,
-    rotary_sin=Kind.ALIGNED, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.ALIGNED, cache_leftpad=Kind.ALIGNED,
-    page_table=Kind.ALIGNED, cu_seqlens_q=Kind.ALIGNED, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
+    CacheArguments, q=Kind.TENSOR, k_cache=Kind.TENSOR, v_cache=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, rotary_cos=Kind.TENSOR,
+    rotary_sin=Kind.TENSOR, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.TENSOR, cache_leftpad=Kind.TENSOR,
+    page_table=Kind.TENSOR, cu_seqlens_q=Kind.TENSOR, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
 )  # fmt: skip
 _of_call = signature("flash_attn_with_kvcache, unread", arguments=_ARGUMENTS, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
@@ -39,27 +52,67 @@ _of_room = signature(
 )  # fmt: skip
 
 
+def decode(arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False) -> Results | None:
+    """out and lse of a call, laid out as q; None if an eager call must run as its operator. Raises as ``step_call``."""
+    call_signature = _of_call(arguments, options, backend)
+    warm = known(call_signature)
+    if warm is not None and call_signature is not None:
+        return _repeated(arguments, options, warm, call_signature)
+    if planner.misfits((arguments.q,), backend):
+        return decode(arguments._replace(q=innermost(arguments.q)), options, backend, is_operator)
+    is_grad_mode = torch.is_grad_enabled()
+    with torch.no_grad():
+        step = _step_of(arguments, options, backend, is_operator, call_signature, is_grad_mode)
+        return None if step is None else attended(*step, arguments.cu_seqlens_q is not None)
+
+
 def step_call(arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
-    """The checked call and its plan; nothing is written. None if the call must run as its operator."""
+    """The checked call and its plan; nothing is written. None if the call must run as its operator. Tensors may require grad."""
+    exact = _in_mode(False, partial(_of_call, arguments, options, backend))
+    return _step_of(arguments, options, backend, is_operator, exact, False)
+
+
+def attended(call: Any, plan: Plan, is_packed: bool) -> Results:
+    """out and lse of a checked call, laid out as its queries. call: as ``CacheCall``. Grad mode is off."""
+    out, lse, _ = autograd.compute(call.prepared(plan), plan)
+    return laid_out(out, lse, is_packed)
+
+
+def _step_of(
+    arguments: CacheArguments, options: Options, backend: str | None, is_operator: bool, exact: Signature | None, is_grad_mode: bool
+) -> tuple[CacheCall, Plan] | None:
+    """``step_call`` of a call with the signature ``exact``, made in this grad mode. Raises for a tensor that requires grad in grad
+    mode; a signature that is known tells that none does."""
+    warm = known(exact)
+    if warm is not None and exact is not None:
+        return _warm_call(arguments, options, warm, exact), warm.plan
     may_grow = arguments.k is None and arguments.page_table is None
-    signatures: dict[Callable, Signature | None] = {}
-    for signature_of in (_of_room, _of_call) if may_grow else (_of_call,):
-        call_signature = signatures[signature_of] = signature_of(arguments, options, backend)
-        warm = known(call_signature)
-        if warm is not None and call_signature is not None:
-            return _warm_call(arguments, options, warm, call_signature), warm.plan
+    room = _in_mode(is_grad_mode, partial(_of_room, arguments, options, backend)) if may_grow and exact is not None else None
+    warm = known(room)
+    if warm is not None and room is not None and exact is not None:
+        remember_again(exact, warm)
+        return _warm_call(arguments, options, warm, room), warm.plan
+    if is_grad_mode:
+        check_no_gradients(arguments, options)
     if not is_operator and kinds.belong_to_operators(named_tensors(arguments, options)):
         return None
     call = cache_call(arguments, options)
+    if is_grad_mode:
+        check_no_captured_gradients(call.problem.score)
     larger = _with_room(call, options) if may_grow else None
-    problem, signature_of = (call.problem, _of_call) if larger is None else (larger, _of_room)
+    problem, signature_of, call_signature = (call.problem, _of_call, exact) if larger is None else (larger, _of_room, room)
     plan = planner.planned(problem, backend)
-    call_signature = signatures[signature_of]
     if call_signature is not None:
-        recompute = partial(signature_of, arguments, options, backend)
-        of_step = {"extents": extents_of(arguments), "sizes": call.step.sizes, "follows": call.step.follows}
+        recompute = partial(_in_mode, is_grad_mode, partial(signature_of, arguments, options, backend))
+        replays = Replays.of(call.problem, plan)
+        of_step = {"extents": extents_of(arguments), "sizes": call.step.sizes, "follows": call.step.follows, "replays": replays}
         remember(call_signature, recompute, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
+
+
+def _in_mode(is_grad_mode: bool, signature_of: Callable[[], Signature | None]) -> Signature | None:
+    with torch.set_grad_enabled(is_grad_mode):
+        return signature_of()
 
 
 def _with_room(call: CacheCall, options: Options) -> Problem | None:
@@ -85,6 +138,32 @@ def named_tensors(arguments: CacheArguments, options: Options) -> dict[str, Any]
 def extents_of(arguments: CacheArguments) -> tuple[int, ...]:
     """The extents that ``append.check_step`` needs; empty if the call does not append."""
     return () if arguments.k is None else append.reaches(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache)
+
+
+# ---- a warm call
+
+
+def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> Results:
+    """The results of a warm call, from a replay if there is one."""
+    sizes, replays = warm.sizes, warm.replays
+    assert sizes is not None
+    if type(arguments.cache_seqlens) is not Tensor:
+        capacity = arguments.k_cache.shape[1] if sizes.page_size == 0 else sizes.capacity
+        arguments = arguments._replace(cache_seqlens=cached_rows(arguments.cache_seqlens, sizes.batch, capacity, arguments.q.device))
+    is_packed = arguments.cu_seqlens_q is not None
+    if replays is None:
+        with torch.no_grad():
+            return attended(_warm_call(arguments, options, warm, call_signature), warm.plan, is_packed)
+    tensors = [x for x in (*arguments, *options) if isinstance(x, Tensor)]
+    values = warm.values(tensors, options.softmax_scale, call_signature, (options.alibi_slopes,))
+    if arguments.k is not None:
+        append.check_step(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
+    results = replays.results(values)
+    if results is not None:
+        return results
+    with torch.no_grad():
+        call = _warm_call(arguments, options, warm, call_signature)
+        return replays.made(values, partial(attended, call, warm.plan, is_packed))
 
 
 def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> CacheCall:

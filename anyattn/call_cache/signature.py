@@ -86,16 +86,15 @@ class Kind:
 
     ALIGNMENT = "{x}.data_ptr() & 15"
     STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch operations read, outside autograd
-    ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # the same, and kernels read it too
-    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # the same, and it may receive a gradient
+    TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # the same, but kernels read it, and it may receive or refuse a gradient
     OPERANDS = "_operands({x})"  # x: the names of three arguments, each of the kind TENSOR
     # the number of packed rows is not in the key, only whether there are several, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # the capacity planned for the rows instead of their number, and only the properties of strides that plans use
-    GROWING = _tensor("_room({x})", ALIGNMENT, strides="_parts_of_strides({x})")
+    GROWING = _tensor("_room({x})", ALIGNMENT, "{x}.requires_grad", strides="_parts_of_strides({x})")
     TENSORS = "(None if {x} is None else _tensors({x}, signature))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number whose value is read at every call, or a tensor
-    ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
+    ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {TENSOR})"
     INTS = "({x} if type({x}) is int else _ints({x}))"  # an int, or a tuple or list of ints
     INT_OR_NONE = "({x} if {x} is None or type({x}) is int else _refuse())"
     VALUE = "{x}, type({x})"  # the type too: 1, 1.0 and True are equal

@@ -1,4 +1,5 @@
-"""Signatures of ``flash_attn_varlen_func`` calls whose length tables the host does not read: the key contains few of the lengths."""
+"""Signatures of ``flash_attn_varlen_func`` calls whose length tables the host does not read: a key that contains few of the lengths, by
+which calls are planned, and an exact one, by which launches are replayed."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, signature
+from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, fields, signature
 from anyattn.sequences.unread_varlen import StoredSizes, queries_each
 from anyattn.validate import sequences
 from anyattn.validate.flash import Options
 from anyattn.validate.window import sides_in_sight
 
-__all__ = ["Places", "key_of_places", "signature_of_varlen"]
+__all__ = ["Places", "exact_signature", "key_of_places", "signature_of_varlen"]
 
 _FEW = 64  # queries: up to this number a plan depends on their exact number
 _INTEGERS = (torch.int32, torch.int64)
@@ -35,6 +36,22 @@ _signature = signature(
     "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, options=OPTIONS,
     backend=Kind.VALUE,
 )  # fmt: skip
+_PLACES = fields(
+    Places, tables=", ".join((*(Kind.TENSOR.format(x=f"{{x}}[{i}]") for i in range(5)), "{x}[0] is {x}[1]", "{x}[2] is {x}[3]")),
+    most=", ".join(Kind.INT_OR_NONE.format(x=f"{{x}}[{i}]") for i in range(2)), validate=Kind.VALUE,
+)  # fmt: skip
+_exact = signature(
+    "flash_attn_varlen_func, exact", q=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, places=_PLACES, options=OPTIONS, backend=Kind.VALUE
+)
+
+
+def exact_signature(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> Signature | None:
+    """A signature with all sizes, which determine the launches; None also for a call whose tables are read, or that wants gradients."""
+    if not isinstance(q, Tensor) or not sequences.skips_device_reads(q.device, places.validate):
+        return None
+    if q.requires_grad and torch.is_grad_enabled():
+        return None
+    return _exact(q, k, v, places, options, backend)
 
 
 def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> Signature | None:

@@ -197,12 +197,13 @@ for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_
 @operator(Decode, fake=lambda operands: _fake(operands.q, operands.v_cache), changed=("k_cache", "v_cache"))
 def decode(operands: Decode) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.call_cache.kvcache import decode_call
+    from anyattn.call_cache.kvcache import decode as decoded
 
     options = _options(operands.shared, False, operands.q.is_cuda)
     arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
-    call, chosen = decode_call(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
-    return _results(call.prepared(chosen), chosen, operands.q.ndim == 3)
+    with torch.no_grad():
+        out, lse = decoded(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
+    return out, lse  # type: ignore[return-value]
 
 
 count_operator(decode, decode_pairs)

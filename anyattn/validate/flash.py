@@ -49,6 +49,7 @@ __all__ = [
     "dense_problem",
     "ends",
     "heads_first",
+    "laid_out",
     "other_names",
     "page_lengths",
     "problem_of",
@@ -350,6 +351,15 @@ def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
 def heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
     return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
+
+
+def laid_out(out: Tensor, lse: Tensor | None, is_packed: bool) -> tuple[Tensor, Tensor | None]:
+    """The results of ``heads_first`` queries in the queries' own layout."""
+    out = torch.transpose(out, 1, 2)  # half a microsecond faster than the method
+    if is_packed:
+        # not out[0], whose derivative is a copy into a tensor of zeros
+        return out.squeeze(0), None if lse is None else lse.squeeze(0)
+    return out, lse
 
 
 # ---- mods

@@ -53,8 +53,6 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
     "no tensor": (Kind.TENSOR, X, None, OTHER),
     "subclass": (Kind.TENSOR, X, X.as_subclass(Subclass), NONE),
     "number for a tensor": (Kind.TENSOR, X, 3, NONE),
-    "alignment, to kernels": (Kind.ALIGNED, X, SHIFTED, OTHER),
-    "requires_grad, without gradients": (Kind.ALIGNED, X, LEAF, SAME),
     "alignment, to torch": (Kind.STORAGE, X, SHIFTED, SAME),
     "shape, to torch": (Kind.STORAGE, X, torch.zeros(2, 4), OTHER),
     "packed rows": (Kind.PACKED_ROWS, PACKED, torch.zeros(5, 2, 8), SAME),

@@ -72,6 +72,7 @@ PARTS = {
         (
             *(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "combine")),
             *("backends/triton/test_decoding_interpreted.py", "backends/triton/test_even_shares_interpreted.py"),
+            "call_cache/test_replays_interpreted.py",
         ),
         has_slow=False,
         insists=False,
