@@ -1,8 +1,9 @@
 """``python -m benchmarks.host_time``: host time of warm calls in microseconds.
 
 On a machine without a GPU the call is planned as if for a Hopper GPU, whose backend is replaced by one that returns preallocated tensors:
-the rest is our own Python. ``--device cuda`` makes real calls, launches included, and does not wait for the kernels. Each line is the
-smallest mean of several runs, since every disturbance makes a run longer.
+the rest is our own Python; of a batch of sequences everything but the launches themselves. ``--device cuda`` makes real calls, launches
+included, and does not wait for the kernels; torch's SDPA and installed builds of FlashAttention-3 make the same calls, where they have
+them. Each line is the smallest mean of many short runs, since every disturbance makes a run longer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,10 +27,11 @@ from anyattn import autograd, hardware, planner
 from anyattn.call_cache import attention
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity.read_lists import lists_of
+from anyattn.triton_tools.recording import active_recorder
 from anyattn.validate import flash, flex, sequences
 from anyattn.validate.flash import Options
 
-__all__ = ["measured", "microseconds", "stubbed"]
+__all__ = ["SERVING_BARS", "measured", "microseconds", "serving_times", "stubbed"]
 
 _HOPPER = hardware.Hardware("cuda", "a Hopper GPU", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
 _SHAPE = (1, 2, 128, 64)
@@ -44,7 +47,17 @@ def stubbed() -> Iterator[None]:
     counter = torch.zeros(2, dtype=torch.int32)
     made: dict[Any, Any] = {}
 
+    def counter_of(device: Any) -> Tensor:  # of a GPU's stream there is one
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.outlives(counter, lambda: counter)
+        return counter
+
+    attended = run.ForwardLaunches.run
+
     def forward(launches: Any, problem: Any) -> Any:
+        if problem.sequences is not None:  # up to the kernels: the tables' one is launched too
+            return attended(launches, problem)
         key = (problem.q.shape, problem.wants_lse)
         if key not in made:
             lse = torch.empty(problem.q.shape[:3]) if problem.wants_lse else None
@@ -55,9 +68,10 @@ def stubbed() -> Iterator[None]:
     pretended = (
         mock.patch.object(hardware, "of", lambda *a: _HOPPER),
         mock.patch.object(run.ForwardLaunches, "run", forward),
+        mock.patch.object(run, "counter_of", counter_of),
         mock.patch.object(compiling, "_found_or_made", lambda config, kinds: lambda *arguments: None),
         mock.patch.object(compiling.build, "has_tvm_ffi", lambda: True),
-        mock.patch.object(launches, "counter_of", lambda device: counter),  # of a GPU's stream there is one
+        mock.patch.object(launches, "counter_of", counter_of),
         mock.patch.object(sequences, "skips_device_reads", lambda device, validate: validate is not True),
     )
     with contextlib.ExitStack() as stack:
@@ -66,9 +80,7 @@ def stubbed() -> Iterator[None]:
         if _HAS_TRITON:  # up to Triton's launcher, which would call a driver
             launch = importlib.import_module("anyattn.triton_tools.launch")
             handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True, lambda x, number: [x])
-            entry = importlib.import_module("anyattn.backends.triton.codegen.entry")
-            for module in (launch, entry):
-                stack.enter_context(mock.patch.object(module, "launch", lambda *a: handle))
+            stack.enter_context(mock.patch.object(launch, "_launched", lambda *a: handle))
             ordering = importlib.import_module("anyattn.sequences.tile_order_device")
             stack.enter_context(mock.patch.object(ordering, "_runs_kernels", lambda device: True))
         compiling.forget()
@@ -162,6 +174,69 @@ def _decode(device: str, **options: Any) -> Callable[[], Any]:
     return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, backend="triton", **options)
 
 
+_DECODE = (1, 32, 8, 128, 4096)  # batch, query heads, K/V heads, head_dim, capacity
+
+
+def _decoder(device: str, page_size: int = 0, appends: bool = False) -> dict[str, Any]:
+    """The arguments of a decoding step, in names that FlashAttention-3 has too."""
+    batch, heads, kv_heads, dim, capacity = _DECODE
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    pool = (capacity // page_size, page_size) if page_size else (batch, capacity)
+    given: dict[str, Any] = {"q": rows(batch, 1, heads, dim), "k_cache": rows(*pool, kv_heads, dim), "v_cache": rows(*pool, kv_heads, dim)}
+    given |= {"cache_seqlens": torch.full((batch,), capacity // 2, dtype=torch.int32, device=device), "causal": True}
+    if page_size:
+        given["page_table"] = torch.randperm(pool[0], device=device).view(batch, -1).int()
+    if appends:
+        angles = torch.rand(capacity, dim // 2, device=device)
+        given |= {"k": rows(batch, 1, kv_heads, dim), "v": rows(batch, 1, kv_heads, dim)}
+        given |= {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+    return given
+
+
+def _sequences(device: str) -> dict[str, Any]:
+    """The arguments of a packed batch, in names that FlashAttention-3 has too."""
+    _, heads, kv_heads, dim, _ = _DECODE
+    lengths = (700, 30, 1100, 218)
+    q, k, v = (torch.randn(sum(lengths), h, dim, dtype=torch.bfloat16, device=device) for h in (heads, kv_heads, kv_heads))
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    return given | {"max_seqlen_q": longest, "max_seqlen_k": longest, "causal": True}
+
+
+_SERVING: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
+    "decoding, contiguous cache": lambda device: ("flash_attn_with_kvcache", _decoder(device)),
+    "decoding, pages of 64": lambda device: ("flash_attn_with_kvcache", _decoder(device, 64)),
+    "decoding, appends, rotary": lambda device: ("flash_attn_with_kvcache", _decoder(device, 0, True)),
+    "decoding, appends, rotary, pages of 64": lambda device: ("flash_attn_with_kvcache", _decoder(device, 64, True)),
+    "varlen, 4 sequences": lambda device: ("flash_attn_varlen_func", _sequences(device)),
+}
+
+
+def _serving(device: str, module: Any = anyattn) -> dict[str, Callable[[], Any]]:
+    """Calls that an inference engine makes at batch 1; of another module that has functions of these names, if it has."""
+    found = {name: make(device) for name, make in _SERVING.items()}
+    return {name: partial(getattr(module, function), **given) for name, (function, given) in found.items() if hasattr(module, function)}
+
+
+SERVING_BARS = {  # microseconds at most, and the aim, by figure and call
+    "contiguous_us": ("decoding, contiguous cache", 60, 40),
+    "pages_us": ("decoding, pages of 64", 60, 40),
+    "append_us": ("decoding, appends, rotary", 60, 40),
+    "append_pages_us": ("decoding, appends, rotary, pages of 64", 60, 40),
+    "varlen_us": ("varlen, 4 sequences", 45, None),
+}
+
+
+def serving_times(device: str = "cuda") -> dict[str, Any]:
+    """The figures of ``SERVING_BARS``. microseconds: by call, of FlashAttention-3 and torch's SDPA too."""
+    found = {name: microseconds(call) for name, call in {**_serving(device), **_peers(device)}.items()}
+    return {**{figure: found[name] for figure, (name, *_) in SERVING_BARS.items()}, "microseconds": found}
+
+
 def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     """Calls by Triton's kernels, and the backend's own part of one of them."""
     if not _HAS_TRITON:
@@ -250,9 +325,38 @@ def _compiled(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+_FA3 = ("fa3_fwd_interface", "flash_attn_interface")  # builds of FlashAttention-3
+
+
 def _peers(device: str) -> dict[str, Callable[[], Any]]:
     q, k, v = _tensors(device)
-    return {"torch's SDPA, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    batch, heads, kv_heads, dim, capacity = _DECODE
+    one = torch.randn(batch, heads, 1, dim, dtype=torch.bfloat16, device=device)
+    keys, values = (torch.randn(batch, kv_heads, capacity // 2, dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found: dict[str, Callable[[], Any]] = {
+        "torch's SDPA, causal": lambda: attend(q, k, v, is_causal=True),
+        "torch's SDPA, one query": lambda: attend(one, keys, values, enable_gqa=True),
+    }
+    for module in _FA3:
+        if importlib.util.find_spec(module) is not None:
+            calls = _serving(device, importlib.import_module(module))
+            found |= {f"{name}, {module}": _without_grad(call) for name, call in calls.items()}
+    return {name: call for name, call in found.items() if _runs(name, call)}
+
+
+def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
+    return torch.no_grad()(call)
+
+
+def _runs(name: str, call: Callable[[], Any]) -> bool:
+    """Whether a peer's build has this call."""
+    try:
+        call()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        click.echo(f"{name}: {error}", err=True)
+        return False
+    return True
 
 
 def _stages(device: str) -> dict[str, Callable[[], Any]]:
@@ -282,34 +386,39 @@ def _stages(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def microseconds(call: Callable[[], Any], repeat: int = 7, number: int = 300) -> float:
+def microseconds(call: Callable[[], Any], repeat: int = 60, number: int = 40) -> float:
     for _ in range(20):
         call()
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     return min(timeit.repeat(call, wait, repeat=repeat, number=number)) / number * 1e6
 
 
-def measured(device: str) -> dict[str, float]:
-    """Microseconds by name: entry points, then the stages of a call."""
+def measured(device: str, only: str = "") -> dict[str, float]:
+    """Microseconds by name, of names that contain ``only``: entry points, then the stages of a call."""
+
+    def times(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        return {name: microseconds(call) for name, call in calls.items() if only in name}
+
     if device == "cpu":
         with stubbed():
-            found = {name: microseconds(call) for name, call in _ours(device).items()}
+            found = times(_ours(device))
             with listing() if _HAS_TRITON else contextlib.nullcontext():
-                return found | {name: microseconds(call) for name, call in _block_masks(device).items()}
-    return {name: microseconds(call) for name, call in {**_ours(device), **_block_masks(device), **_peers(device)}.items()}
+                return found | times(_block_masks(device))
+    return times({**_ours(device), **_block_masks(device), **_peers(device)})
 
 
 def _ours(device: str) -> dict[str, Callable[[], Any]]:
-    return {**_calls(device), **_by_triton(device), **_compiled(device), **_stages(device)}
+    return {**_calls(device), **_serving(device), **_by_triton(device), **_compiled(device), **_stages(device)}
 
 
 @click.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="cpu: with a stand-in for the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def main(device: str, as_json: bool) -> None:
+@click.option("--only", default="", help="Calls whose names contain this, such as decoding, varlen or SDPA.")
+def main(device: str, as_json: bool, only: str) -> None:
     """Host time of warm calls, eager and compiled."""
     torch.set_num_threads(1)
-    found = measured(device)
+    found = measured(device, only)
     if as_json:
         click.echo(json.dumps(found))
         return

@@ -6,6 +6,7 @@ from anyattn.testing.harness.case import OURS
 from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
 from benchmarks.bars import Bar, one, probe, some
 from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, SCORE_VARIANTS
+from benchmarks.host_time import SERVING_BARS
 
 __all__ = ["BARS"]
 
@@ -50,6 +51,13 @@ def _memory_bars() -> list[Bar]:
     return bars
 
 
+def _host_bars() -> list[Bar]:
+    return [
+        probe(f"host time of a warm call, {name}", "serving-call", figure, most, "us", aim)
+        for figure, (name, most, aim) in SERVING_BARS.items()
+    ]  # fmt: skip
+
+
 BARS: list[Bar] = [
     *some("Triton forward vs flex TRITON", _FORWARD, _FLEX, 1.0, 1.15, mine=_TRITON),
     *(one(f"Triton forward, {name}, vs flex TRITON", f"variants/{v}/d128/8192", _FLEX, 1.3, mine=_TRITON) for v, name in _HARD.items()),
@@ -58,6 +66,7 @@ BARS: list[Bar] = [
     *some("Triton dense forward vs FA2", _fa2("fa2"), ("fa2",), 1.4),
     *some("Triton dense backward vs FA2", _fa2("fa2-backward"), ("fa2",), 1.2),
     *_decode_bars(),
+    *_host_bars(),
     *_learning_bars(),
     *_memory_bars(),
     probe("Triton: compilations over 1,000 random shapes", "compilations-triton", "random_shapes", 2, ""),

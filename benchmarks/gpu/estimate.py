@@ -24,6 +24,7 @@ _PROBES = {
     "compilations": 40.0,
     "compilations-triton": 60.0,
     "compiled-call": 60.0,
+    "serving-call": 30.0,
     "gpt-8k": 200.0,
     "gpt-32k": 220.0,
 }

@@ -141,6 +141,12 @@ def _compiled_call() -> dict[str, Any]:
     return host_times()
 
 
+def _serving_call() -> dict[str, Any]:
+    from benchmarks.host_time import serving_times
+
+    return serving_times()
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": _memory,
     "first-call": _first_call,
@@ -148,6 +154,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "compilations": lambda: _compilations(_hopper_kernels, None),
     "compilations-triton": lambda: _compilations(_triton_kernels, "triton"),
     "compiled-call": _compiled_call,
+    "serving-call": _serving_call,
 }
 _GPT = ("gpt-8k", "gpt-32k")
 NAMES = (*PROBES, *_GPT)

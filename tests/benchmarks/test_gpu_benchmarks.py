@@ -27,6 +27,7 @@ from benchmarks.bars import Found, versus
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import bars, memory, probes
 from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CASES, chosen, gpu_case
+from benchmarks.host_time import SERVING_BARS
 from benchmarks.store import State, Store
 from tests.support.limits import HANG
 
@@ -273,6 +274,7 @@ def _everything(ours: float) -> Found:
     figures = ("cold_s", "warm_s", "first_s", "host_us", "peak_bytes", "waits", "passed_on", "new_closure", "random_shapes", "breaks")
     figures += ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us")
     figures += tuple(f"{name}_{what}" for name in memory.FUNCTIONS for what in ("largest", "peak"))
+    figures += tuple(SERVING_BARS)
     count = 0 if ours < 1e-4 else 1000
     mine = {**dict.fromkeys(figures, count), "graphs": 1 + count, "steps": 20, "budget": {"losses": count}, "rounds": [[ours]]}
     theirs = {**mine, "first_s": 1, "peak_bytes": 1, "rounds": [[1e-4]]}

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from anyattn import autograd, planner
-from anyattn.call_cache import block_mask
+from anyattn.call_cache import block_mask, replays
 from anyattn.custom_ops import flex as operators
 from anyattn.validate import flash, flex
 from benchmarks import host_time
@@ -24,12 +24,28 @@ def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, original=original: (checked.append(1), original(*a))[1])
     with host_time.stubbed():
-        for name, call in {**host_time._calls("cpu"), **host_time._by_triton("cpu")}.items():
+        for name, call in {**host_time._calls("cpu"), **host_time._serving("cpu"), **host_time._by_triton("cpu")}.items():
             for _ in range(2):  # the first finds which of a mod's numbers are facts of the call
                 call()
             before = len(checked)
             call()
             assert (len(checked) == before) is not name.endswith("a new length each time"), name
+
+
+def test_calls_of_inference_engines_are_replayed(monkeypatch):
+    with host_time.stubbed():
+        for name, call in host_time._serving("cpu").items():
+            for _ in range(9):
+                call()
+            with monkeypatch.context() as patched:
+                patched.setattr(replays.Replays, "made", mock.Mock(side_effect=AssertionError(name)))
+                call()
+
+
+def test_figures_of_the_bars():
+    with host_time.stubbed():
+        found = host_time.serving_times("cpu")
+    assert {*host_time.SERVING_BARS, "microseconds"} == {*found} and "torch's SDPA, one query" in found["microseconds"]
 
 
 def test_compiled_calls_are_remembered(monkeypatch):
@@ -70,4 +86,5 @@ def test_command_line(monkeypatch):
     monkeypatch.setattr(host_time, "microseconds", lambda call: (call(), 1.5)[1])
     found = CliRunner().invoke(host_time.main, ["--json"], catch_exceptions=False)
     assert set(json.loads(found.output).values()) == {1.5}
-    assert "flash, causal " in CliRunner().invoke(host_time.main, [], catch_exceptions=False).output
+    shown = CliRunner().invoke(host_time.main, ["--only", "decoding"], catch_exceptions=False).output
+    assert "decoding, pages of 64 " in shown and "flash" not in shown
