@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_AT_THE_ROOT, MAX_IN_A_FOLDER = 500, 18, 22
 DECLARED = {
     "torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "psutil", "transformers",
-    "anyattn",
+    "vllm", "anyattn",
 }  # fmt: skip
 
 

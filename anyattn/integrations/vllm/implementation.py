@@ -1,0 +1,144 @@
+"""Forward pass of a vLLM attention layer on anyattn: paged decoding and prefill in one batch, cross attention, and encoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+import anyattn
+from anyattn.integrations.vllm.cache import cache_views, format_of
+from anyattn.integrations.vllm.cache_update import update_cache
+from anyattn.integrations.vllm.metadata import AnyAttentionMetadata
+from anyattn.integrations.vllm.visibility import visibility
+
+__all__ = ["AnyAttentionImpl"]
+
+_WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
+    """A layer's attention. vLLM makes one for each layer, with the layer's numbers of heads, window, softcap, slopes and sinks.
+
+    A layer may have a mask and a score mod of its own: its attributes ``logical_mask_mod``, which vLLM's FLEX_ATTENTION reads too, and
+    ``logical_score_mod``. They see (request, query head, position of the query in its request, position of the key). With a trailing
+    argument ``aux_tensors`` they also get the batch's ``seq_lens`` and ``query_start_loc``. A mask replaces causality, not the window.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window, self.attn_type = sliding_window, attn_type
+        self.kv_cache_dtype, self.format = kv_cache_dtype, format_of(kv_cache_dtype)
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)} for {num_heads} heads; wanted one per head")
+        self.sinks = sinks
+        self.alibi_slopes: Tensor | None = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=torch.get_default_device())
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: AnyAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query: (tokens, Hq, D). key, value: (tokens, Hkv, D), which ``do_kv_cache_update`` has written to kv_cache; encoders read them
+        from here. output: (tokens, Hq, Dv), of which the first ``num_actual_tokens`` rows are written."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("anyattn's output is not quantised: vLLM's fusion of attention and quantisation must be off for it")
+        if attn_metadata is None:  # vLLM measures the memory that the rest of the model takes
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        q = _first(query, tokens)
+        if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        if self.attn_type in _WITHOUT_CACHE:
+            assert key is not None and value is not None
+            out = self._attend_without_cache(layer, q, _first(key, tokens), _first(value, tokens), attn_metadata)
+        else:
+            out = self._attend_to_cache(layer, q, kv_cache, attn_metadata)
+        _first(output, tokens).copy_(out)
+        return output
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes this step's keys and values to the cache; vLLM calls it before ``forward``, but not for a layer that shares another's."""
+        if self.attn_type not in _WITHOUT_CACHE:
+            views = cache_views(kv_cache, self.head_size, self.format)
+            update_cache(views, self.format, self.kv_cache_dtype, key, value, slot_mapping, layer)
+
+    def _attend_to_cache(self, layer: Any, q: Tensor, kv_cache: Tensor, metadata: AnyAttentionMetadata) -> Tensor:
+        mask_mod = getattr(layer, "logical_mask_mod", None)
+        if mask_mod is not None and self.attn_type == AttentionType.ENCODER_DECODER:
+            raise ValueError("a layer of cross attention has a logical_mask_mod; wanted none: set it on the layers of self-attention only")
+        views = cache_views(kv_cache, self.head_size, self.format)
+        seen = metadata.visible(self.sliding_window, mask_mod, getattr(layer, "mm_prefix_clamp_sliding_window", False))
+        scales: dict[str, Any] = {}
+        if self.format.dtype is not None:
+            scales = {"k_descale": _scale(views.k_scale, layer._k_scale), "v_descale": _scale(views.v_scale, layer._v_scale)}
+        return anyattn.flash_attn_with_kvcache(  # type: ignore[no-any-return]
+            q,
+            views.k,
+            views.v,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_table,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            num_splits=0,  # a batch of few long requests fills a GPU only if keys are divided among programs
+            **seen._asdict(),
+            **scales,
+            **self._options(layer, metadata),
+        )
+
+    def _attend_without_cache(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AnyAttentionMetadata) -> Tensor:
+        seen = visibility(False, self.sliding_window, mask_mod=getattr(layer, "logical_mask_mod", None))
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        return anyattn.flash_attn_varlen_func(  # type: ignore[no-any-return]
+            q, k, v, starts, starts, longest, longest, **seen._asdict(), **self._options(layer, metadata)
+        )
+
+    def _options(self, layer: Any, metadata: AnyAttentionMetadata) -> dict[str, Any]:
+        score_mod = getattr(layer, "logical_score_mod", None)
+        has_mods = score_mod is not None or getattr(layer, "logical_mask_mod", None) is not None
+        return {
+            "softmax_scale": self.scale,
+            "softcap": self.logits_soft_cap,
+            "alibi_slopes": self.alibi_slopes,
+            "sink": self.sinks,
+            "score_mod": score_mod,
+            "aux_tensors": [metadata.seq_lens, metadata.query_start_loc] if has_mods else None,
+        }
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    return rows if len(rows) == count else rows[:count]
+
+
+def _scale(inline: Tensor | None, of_layer: Tensor) -> Tensor:
+    """The scale of a quantised cache: of each token and head, of each head (1, 1, Hkv), or one."""
+    if inline is not None:
+        return inline
+    return of_layer if of_layer.numel() == 1 else of_layer.view(1, 1, -1)

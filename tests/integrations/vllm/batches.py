@@ -1,0 +1,133 @@
+"""Batches as vLLM runs them: requests at different lengths, packed queries, shuffled pages in any layout, padding and garbage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import sequences
+from tests.support.sequences import Meaning, Ragged
+
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
+MIXED = ((7, 7), (1, 33), (4, 50), (1, 1), (20, 64), (0, 0))
+"""(queries, keys): a whole prompt, decoding, drafts, a first token, a chunk of a prompt, a request of nothing."""
+
+
+@dataclass
+class Batch:
+    """tokens, requests: with padding. key, value: of the step's tokens. before: keys, values and slots that earlier steps have written."""
+
+    parts: Ragged
+    tokens: int
+    common: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    before: tuple[Tensor, Tensor, Tensor]
+    num_pages: int
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the first query of each request."""
+        return [k - q for q, k in zip(*self.parts.lengths, strict=True)]
+
+
+def batch_of(
+    vllm: Any,
+    lengths: Sequence[tuple[int, int]] = MIXED,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    padding: tuple[int, int] = (5, 2),
+    seed: int = 0,
+    heads: tuple[int, int] = (HEADS, KV_HEADS),
+    head_size: int = HEAD_SIZE,
+    **common: Any,
+) -> Batch:
+    """padding: tokens and requests behind those of ``lengths``. common: other fields of the metadata that vLLM gives a builder."""
+    counts, totals = [q for q, _ in lengths], [k for _, k in lengths]
+    parts = sequences.ragged(counts, totals, *heads, d=head_size, dtype=dtype, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    each = max(-(-max(totals) // page_size), 1)
+    requests = len(lengths) + padding[1]
+    num_pages = requests * each + 3
+    order = torch.randperm(num_pages - 1, generator=g) + 1  # vLLM keeps page 0 for padding
+    table = order[: requests * each].view(requests, each).to(torch.int32)
+    slots = [table[b, torch.arange(n) // page_size].long() * page_size + torch.arange(n) % page_size for b, n in enumerate(totals)]
+    for b in range(requests):  # vLLM does not clear what a request before has left
+        table[b, -(-(totals[b] if b < len(totals) else 0) // page_size) :] = 2**30
+    past = [k - q for q, k in lengths]
+    ends = torch.cat((sequences.ends(counts), torch.full((padding[1],), sum(counts), dtype=torch.int32)))
+    made = vllm.api.CommonAttentionMetadata(
+        query_start_loc=ends,
+        query_start_loc_cpu=ends.clone(),
+        seq_lens=torch.tensor(totals + [0] * padding[1], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(totals + [0] * padding[1], dtype=torch.int32),
+        num_reqs=requests,
+        num_actual_tokens=sum(counts) + min(padding[0], 2),
+        max_query_len=max(counts),
+        max_seq_len=max(totals),
+        block_table_tensor=table,
+        slot_mapping=torch.cat([*(s[n:] for s, n in zip(slots, past, strict=True)), torch.full((min(padding[0], 2),), -1)]),
+        **common,
+    )
+    k, v = ([x.transpose(0, 1) for x in of] for of in (parts.k, parts.v))
+    new = [_padded([x[n:] for x, n in zip(of, past, strict=True)], padding[0]) for of in (k, v)]
+    before = [torch.cat([x[:n] for x, n in zip(of, past, strict=True)]) for of in (k, v, slots)]
+    # queries are a part of the projection's output, whose rows are longer
+    rows = torch.randn(sum(counts) + padding[0], heads[0] + 3, head_size, generator=g).to(dtype)
+    query = rows[:, 1 : 1 + heads[0]]
+    query[: sum(counts)] = sequences.packed(parts.q)
+    return Batch(parts, sum(counts) + padding[0], made, query, *new, (before[0], before[1], before[2]), num_pages)
+
+
+def _padded(rows: list[Tensor], count: int) -> Tensor:
+    return torch.cat([*rows, torch.full((count, *rows[0].shape[1:]), sequences.NAN, dtype=rows[0].dtype)])
+
+
+def empty_cache(vllm: Any, batch: Batch, layout: str, stored: torch.dtype, content: int, page_size: int = 16) -> Tensor:
+    """The second layer of two, (pages, Hkv, page_size, content) in a layout of vLLM; every byte is 255, which is NaN in float formats."""
+    order = vllm.cache.KVCacheLayout[layout].value
+    logical = (2, batch.num_pages, batch.key.shape[1], page_size, content * stored.itemsize)
+    memory = torch.full([logical[axis] for axis in order], 255, dtype=torch.uint8)
+    return memory.permute([order.index(axis) for axis in range(5)])[1].view(stored)
+
+
+def config(rswa_window: int | None = None, is_mm_prefix_lm: bool = False) -> Any:
+    model = SimpleNamespace(rswa_window=rswa_window, is_mm_prefix_lm=is_mm_prefix_lm)
+    return SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=16))
+
+
+def builder_of(vllm: Any, page_size: int = 16, **model: Any) -> Any:
+    make = vllm.backend.AnyAttentionBackend.get_builder_cls()
+    return make(SimpleNamespace(block_size=page_size), ["layer"], config(**model), torch.device("cpu"))
+
+
+def layer_of(k_scale: float | Tensor = 1.0, v_scale: float | Tensor = 1.0, **attributes: Any) -> Any:
+    scales = {"_k_scale": torch.as_tensor(k_scale), "_v_scale": torch.as_tensor(v_scale)}
+    return SimpleNamespace(**scales, **attributes)
+
+
+def step(impl: Any, layer: Any, batch: Batch, kv_cache: Tensor, metadata: Any) -> Tensor:
+    """One step as vLLM's layer runs it: the cache is written, then read. Returns the output of the whole padded buffer."""
+    heads, size = batch.query.shape[1:]
+    output = torch.full((batch.tokens, heads, size), sequences.NAN, dtype=batch.query.dtype)
+    with torch.inference_mode():
+        impl.do_kv_cache_update(layer, batch.before[0], batch.before[1], kv_cache, batch.before[2])
+        impl.do_kv_cache_update(layer, batch.key, batch.value, kv_cache, metadata.slot_mapping)
+        result = impl.forward(layer, batch.query, batch.key, batch.value, kv_cache, metadata, output)
+    assert result is output
+    return output
+
+
+def judge(output: Tensor, batch: Batch, meaning: Meaning, label: str = "") -> None:
+    """By the budget; the padding that counts as tokens is 0, the padding behind it is not written."""
+    got = sequences.unpacked(output, batch.parts.lengths[0])
+    sequences.judge({"out": got}, batch.parts, meaning, firsts=batch.positions, label=label)
+    written = batch.common.num_actual_tokens
+    assert not output[sum(batch.parts.lengths[0]) : written].any()
+    assert output[written:].isnan().all()

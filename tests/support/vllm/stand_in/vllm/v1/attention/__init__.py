@@ -1,0 +1,1 @@
+"""Stand-in for vLLM's package of this name."""
