@@ -138,7 +138,7 @@ def _first(rows: Tensor, count: int) -> Tensor:
 
 
 def _scale(inline: Tensor | None, of_layer: Tensor) -> Tensor:
-    """The scale of a quantised cache: of each token and head, of each head (1, 1, Hkv), or one."""
+    """The scale of a quantised cache: of each token and head, of each head (1, Hkv), or one."""
     if inline is not None:
         return inline
-    return of_layer if of_layer.numel() == 1 else of_layer.view(1, 1, -1)
+    return of_layer if of_layer.numel() == 1 else of_layer.view(1, -1)

@@ -82,11 +82,11 @@ class AnyAttentionMetadataBuilder(AttentionMetadataBuilder[AnyAttentionMetadata]
         table = common.block_table_tensor
         return AnyAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
+            max_query_len=int(common.max_query_len),  # a number of numpy's in vLLM's chunked local attention
             query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
+            max_seq_len=int(common.max_seq_len),
             seq_lens=common.seq_lens,
-            block_table=table if self._has_all_pages else self._used(table, common.max_seq_len),
+            block_table=table if self._has_all_pages else self._used(table, int(common.max_seq_len)),
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             prefix=self._prefix_of(common),
@@ -140,7 +140,7 @@ def _shared_of(common: CommonAttentionMetadata) -> SharedRanges | None:
         past = lengths[request] - (end - start)  # positions before the first of these tokens
         for first, last in ranges:
             rows = slice(start + max(first - past, 0), min(start + last - past + 1, end))
-            if first < last and rows.start < rows.stop:
+            if rows.start < rows.stop:
                 found[rows] = torch.tensor((first, last), dtype=torch.int32, device="cpu")
     if int(found.max()) < 0:
         return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+import anyattn
+from anyattn.integrations.vllm.cache import FORMATS, SCALE_BYTES, cache_views
 from tests.integrations.vllm.batches import HEAD_SIZE, HEADS, KV_HEADS, batch_of, builder_of, empty_cache, judge, layer_of, step
 from tests.support.sequences import Meaning
 
@@ -125,12 +128,25 @@ def test_images_that_see_themselves(vllm: Any, window: int | None, clamps: bool)
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         near = (j <= i) if window is None else (j <= i) & (i - j < window)
         for first, last in ranges[b]:
-            inside = (i >= first) & (i <= last) & (j >= first) & (j <= last) & (first < last)
+            inside = (i >= first) & (i <= last) & (j >= first) & (j <= last)
             near = near | (inside & (i - j < window) if clamps and window is not None else inside)
         return near
 
     layer = layer_of(mm_prefix_clamp_sliding_window=clamps)
     judge(step(impl_of(vllm, sliding_window=window), layer, of, kv_cache, metadata), of, Meaning(mask_mod=mask))
+
+    def own(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i + j) % 2 == 0
+
+    def both(b: Any, h: Any, i: Any, j: Any) -> Any:
+        near = own(b, h, i, j) if window is None else own(b, h, i, j) & (i - j < window) & (j - i < window)
+        for first, last in ranges[b]:
+            inside = (i >= first) & (i <= last) & (j >= first) & (j <= last)
+            near = near | (inside & (i - j < window) if clamps and window is not None else inside)
+        return near
+
+    layer.logical_mask_mod = own
+    judge(step(impl_of(vllm, sliding_window=window), layer, of, kv_cache, metadata), of, Meaning(mask_mod=both))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -171,3 +187,61 @@ def test_what_is_refused(vllm: Any) -> None:
     metadata = builder_of(vllm).build(0, batch_of(vllm).common)
     with pytest.raises(ValueError, match=r"vLLM 0\.33"):
         impl.forward(layer_of(), x, None, None, torch.zeros(2, 9, 16, 2, 32), metadata, x)
+
+
+needs_scales = pytest.mark.skipif(
+    "k_descale" not in inspect.signature(anyattn.flash_attn_with_kvcache).parameters, reason="this anyattn reads no 8-bit caches"
+)
+QUANTISED = [name for name, stored in FORMATS.items() if stored.dtype is not None]
+
+
+@needs_scales
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+@pytest.mark.parametrize("page_size", [16, 13])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_caches(vllm: Any, name: str, page_size: int, layout: str) -> None:
+    """Beside the definition on the numbers that the cache holds."""
+    scales = {"k_scale": 0.37, "v_scale": 1.7}
+    quantised(vllm, name, impl_of(vllm, kv_cache_dtype=name), layer_of(**scales), Meaning(causal=True), page_size, layout)
+
+
+@needs_scales
+def test_scales_of_heads(vllm: Any) -> None:
+    layer = layer_of(k_scale=torch.tensor([0.5, 0.3]), v_scale=torch.tensor([2.0, 0.7]))
+    quantised(vllm, "fp8", impl_of(vllm, kv_cache_dtype="fp8"), layer, Meaning(causal=True))
+
+
+@needs_scales
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_caches_with_options(vllm: Any, name: str) -> None:
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(3))
+    options = {"sliding_window": 20, "sinks": sinks, "logits_soft_cap": 3.0, "alibi_slopes": SLOPES}
+    meaning = Meaning(causal=True, window_size=(19, 0), sink=sinks, softcap=3.0, alibi_slopes=torch.tensor(SLOPES))
+    quantised(vllm, name, impl_of(vllm, kv_cache_dtype=name, **options), layer_of(), meaning)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & (kv % 3 == h % 3)
+
+    quantised(vllm, name, impl_of(vllm, kv_cache_dtype=name), layer_of(logical_mask_mod=mask), Meaning(mask_mod=mask))
+
+
+def quantised(vllm: Any, name: str, impl: Any, layer: Any, meaning: Meaning, page_size: int = 16, layout: str = "LBNHC") -> None:
+    stored = FORMATS[name]
+    of = batch_of(vllm, page_size=page_size, dtype=torch.bfloat16)
+    content = 2 * HEAD_SIZE + 2 * SCALE_BYTES * stored.has_inline_scales
+    kv_cache = empty_cache(vllm, of, layout, torch.int8 if stored.dtype is torch.int8 else torch.uint8, content, page_size)
+    metadata = builder_of(vllm, page_size).build(0, of.common)
+    out = step(impl, layer, of, kv_cache, metadata)
+    views = cache_views(kv_cache, HEAD_SIZE, stored)
+    held = []
+    for cells, inline, scale in ((views.k, views.k_scale, layer._k_scale), (views.v, views.v_scale, layer._v_scale)):
+        wide = cells.double() * (scale.double().reshape(-1, 1) if inline is None else inline.double()[..., None])
+        slots = [_slots(of, b, page_size) for b in range(len(of.parts.k))]
+        held.append([wide[at // page_size, at % page_size].transpose(0, 1) for at in slots])
+    of.parts.k, of.parts.v = held
+    judge(out, of, meaning, f"{name} {layout}")
+
+
+def _slots(of: Any, b: int, page_size: int) -> torch.Tensor:
+    at = torch.arange(of.parts.k[b].shape[1])
+    return of.common.block_table_tensor[b, at // page_size].long() * page_size + at % page_size

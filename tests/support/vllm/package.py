@@ -27,6 +27,7 @@ __all__ = ["SOURCES", "provided", "sources"]
 
 SOURCES = "ANYATTN_VLLM_SOURCES"
 _OURS = "anyattn.integrations.vllm"
+_COMPILED = "vllm._C_stable_libtorch"  # vLLM's platform for NVIDIA GPUs imports it for its operators
 # What vLLM looks for to find out where it runs and what is optional: these stay missing.
 _OPTIONAL = ("libtpu", "amdsmi", "tpu_inference", "pynvml", "flashinfer", "torch_xla", "runai", "av", "soxr", "torchaudio", "soundfile",
              "torchcodec", "cv2", "intel", "vllm_", "aiter")  # fmt: skip
@@ -116,6 +117,8 @@ class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         top = name.split(".")[0]
+        if name == _COMPILED:
+            return importlib.machinery.ModuleSpec(name, self)
         if top in ("vllm", "torch", "triton", "anyattn", "tests") or top in sys.stdlib_module_names or name.startswith(_OPTIONAL):
             return None
         frame: Any = sys._getframe(1)
