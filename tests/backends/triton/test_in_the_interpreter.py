@@ -77,6 +77,9 @@ PARTS = {
         has_slow=False,
         insists=False,
     ),
+    "batches of vLLM": Part(
+        ("integrations/vllm/test_forward.py",), "prefill_and_decoding or options or tree or images or quantised", has_slow=False
+    ),
     "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
         ("entry_points/test_operations.py",),
@@ -90,8 +93,17 @@ PARTS = {
 
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
-    "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts"),
-    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "wide gradients of keys", "mutants"),
+    "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts", "batches of vLLM"),
+    "small parts": (
+        "kernels alone",
+        "decoding",
+        "operations",
+        "edge cases",
+        "dropout",
+        "batches of vLLM",
+        "wide gradients of keys",
+        "mutants",
+    ),
 }
 
 

@@ -9,8 +9,20 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.integrations.vllm.cache import FORMATS, SCALE_BYTES, cache_views
-from tests.integrations.vllm.batches import HEAD_SIZE, HEADS, KV_HEADS, batch_of, builder_of, empty_cache, judge, layer_of, step
+from anyattn.integrations.vllm.cache import FORMATS
+from tests.integrations.vllm.batches import (
+    HEAD_SIZE,
+    HEADS,
+    KV_HEADS,
+    batch_of,
+    builder_of,
+    empty_cache,
+    held_by,
+    judge,
+    layer_of,
+    quantised_cache,
+    step,
+)
 from tests.support.sequences import Meaning
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -226,22 +238,8 @@ def test_quantised_caches_with_options(vllm: Any, name: str) -> None:
 
 
 def quantised(vllm: Any, name: str, impl: Any, layer: Any, meaning: Meaning, page_size: int = 16, layout: str = "LBNHC") -> None:
-    stored = FORMATS[name]
     of = batch_of(vllm, page_size=page_size, dtype=torch.bfloat16)
-    content = 2 * HEAD_SIZE + 2 * SCALE_BYTES * stored.has_inline_scales
-    kv_cache = empty_cache(vllm, of, layout, torch.int8 if stored.dtype is torch.int8 else torch.uint8, content, page_size)
+    kv_cache = quantised_cache(vllm, of, layout, name, page_size)
     metadata = builder_of(vllm, page_size).build(0, of.common)
     out = step(impl, layer, of, kv_cache, metadata)
-    views = cache_views(kv_cache, HEAD_SIZE, stored)
-    held = []
-    for cells, inline, scale in ((views.k, views.k_scale, layer._k_scale), (views.v, views.v_scale, layer._v_scale)):
-        wide = cells.double() * (scale.double().reshape(-1, 1) if inline is None else inline.double()[..., None])
-        slots = [_slots(of, b, page_size) for b in range(len(of.parts.k))]
-        held.append([wide[at // page_size, at % page_size].transpose(0, 1) for at in slots])
-    of.parts.k, of.parts.v = held
-    judge(out, of, meaning, f"{name} {layout}")
-
-
-def _slots(of: Any, b: int, page_size: int) -> torch.Tensor:
-    at = torch.arange(of.parts.k[b].shape[1])
-    return of.common.block_table_tensor[b, at // page_size].long() * page_size + at % page_size
+    judge(out, held_by(of, kv_cache, layer, name), meaning, f"{name} {layout}")
