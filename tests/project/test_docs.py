@@ -67,6 +67,7 @@ def test_only_what_needs_another_machine_or_a_download_is_left_out() -> None:
         "context-parallel.md",
         "cute.md",
         "transformers.md",
+        "vllm.md",
     }
 
 
