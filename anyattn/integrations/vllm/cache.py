@@ -62,15 +62,16 @@ def cache_views(kv_cache: Tensor, head_size: int, stored: CacheFormat) -> CacheV
     torch.Size([9, 16, 2])
     """
     scales = SCALE_BYTES if stored.has_inline_scales else 0
-    if kv_cache.ndim != 4 or kv_cache.shape[-1] <= head_size + scales:
+    content = kv_cache.shape[-1]
+    if kv_cache.ndim != 4 or content <= head_size + scales:
         raise ValueError(
             f"kv_cache has shape {tuple(kv_cache.shape)} for head_size {head_size}; wanted (pages, heads, page_size, key and value), as "
             "vLLM 0.33 allocates it: use vLLM 0.33 or newer"
         )
-    cells = kv_cache.transpose(1, 2)
+    numbers = kv_cache if stored.dtype is None else kv_cache.view(stored.dtype)
+    cells = numbers.transpose(1, 2)
     if not scales:
-        k, v = cells[..., :head_size], cells[..., head_size:]
-        return CacheViews(k, v) if stored.dtype is None else CacheViews(k.view(stored.dtype), v.view(stored.dtype))
-    k, k_scale, v, v_scale = cells.split((head_size, scales, cells.shape[-1] - head_size - 2 * scales, scales), dim=-1)
-    k, v = k.view(stored.dtype), v.view(stored.dtype)
-    return CacheViews(k, v, k_scale.view(torch.float32)[..., 0], v_scale.view(torch.float32)[..., 0])
+        return CacheViews(*cells.split_with_sizes((head_size, content - head_size), -1))  # faster than split
+    k, _, v, _ = cells.split_with_sizes((head_size, scales, content - head_size - 2 * scales, scales), -1)
+    floats = kv_cache.view(torch.float32).transpose(1, 2)
+    return CacheViews(k, v, floats.select(-1, head_size // scales), floats.select(-1, -1))

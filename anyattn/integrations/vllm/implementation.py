@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
         self.alibi_slopes: Tensor | None = None
         if alibi_slopes is not None:
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=torch.get_default_device())
+        self._options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "softcap": self.logits_soft_cap,
+            "sink": sinks,
+            "alibi_slopes": self.alibi_slopes,
+        }
 
     def forward(
         self,
@@ -75,12 +82,16 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
         tokens = attn_metadata.num_actual_tokens
         q = _first(query, tokens)
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
-            self.alibi_slopes = self.alibi_slopes.to(query.device)
+            self._options["alibi_slopes"] = self.alibi_slopes = self.alibi_slopes.to(query.device)
+        options, mask_mod, score_mod = self._options, _of_layer(layer, "logical_mask_mod"), _of_layer(layer, "logical_score_mod")
+        if mask_mod is not None or score_mod is not None:
+            batch = [attn_metadata.seq_lens, attn_metadata.query_start_loc]
+            options = {**options, "score_mod": score_mod, "aux_tensors": batch}
         if self.attn_type in _WITHOUT_CACHE:
             assert key is not None and value is not None
-            out = self._attend_without_cache(layer, q, _first(key, tokens), _first(value, tokens), attn_metadata)
+            out = self._attend_without_cache(mask_mod, q, _first(key, tokens), _first(value, tokens), attn_metadata, options)
         else:
-            out = self._attend_to_cache(layer, q, kv_cache, attn_metadata)
+            out = self._attend_to_cache(layer, mask_mod, q, kv_cache, attn_metadata, options)
         _first(output, tokens).copy_(out)
         return output
 
@@ -90,15 +101,14 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
             views = cache_views(kv_cache, self.head_size, self.format)
             update_cache(views, self.format, self.kv_cache_dtype, key, value, slot_mapping, layer)
 
-    def _attend_to_cache(self, layer: Any, q: Tensor, kv_cache: Tensor, metadata: AnyAttentionMetadata) -> Tensor:
-        mask_mod = getattr(layer, "logical_mask_mod", None)
+    def _attend_to_cache(
+        self, layer: Any, mask_mod: Callable | None, q: Tensor, kv_cache: Tensor, metadata: AnyAttentionMetadata, options: dict[str, Any]
+    ) -> Tensor:
         if mask_mod is not None and self.attn_type == AttentionType.ENCODER_DECODER:
             raise ValueError("a layer of cross attention has a logical_mask_mod; wanted none: set it on the layers of self-attention only")
         views = cache_views(kv_cache, self.head_size, self.format)
-        seen = metadata.visible(self.sliding_window, mask_mod, getattr(layer, "mm_prefix_clamp_sliding_window", False))
-        scales: dict[str, Any] = {}
         if self.format.dtype is not None:
-            scales = {"k_descale": _scale(views.k_scale, layer._k_scale), "v_descale": _scale(views.v_scale, layer._v_scale)}
+            options = {**options, "k_descale": _scale(views.k_scale, layer._k_scale), "v_descale": _scale(views.v_scale, layer._v_scale)}
         return anyattn.flash_attn_with_kvcache(  # type: ignore[no-any-return]
             q,
             views.k,
@@ -108,29 +118,24 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
             cu_seqlens_q=metadata.query_start_loc,
             max_seqlen_q=metadata.max_query_len,
             num_splits=0,  # a batch of few long requests fills a GPU only if keys are divided among programs
-            **seen._asdict(),
-            **scales,
-            **self._options(layer, metadata),
+            **metadata.visible(self.sliding_window, mask_mod, bool(_of_layer(layer, "mm_prefix_clamp_sliding_window"))),
+            **options,
         )
 
-    def _attend_without_cache(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AnyAttentionMetadata) -> Tensor:
-        seen = visibility(False, self.sliding_window, mask_mod=getattr(layer, "logical_mask_mod", None))
+    def _attend_without_cache(
+        self, mask_mod: Callable | None, q: Tensor, k: Tensor, v: Tensor, metadata: AnyAttentionMetadata, options: dict[str, Any]
+    ) -> Tensor:
+        seen = visibility(False, self.sliding_window, mask_mod=mask_mod)
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         return anyattn.flash_attn_varlen_func(  # type: ignore[no-any-return]
-            q, k, v, starts, starts, longest, longest, **seen._asdict(), **self._options(layer, metadata)
+            q, k, v, starts, starts, longest, longest, **seen._asdict(), **options
         )
 
-    def _options(self, layer: Any, metadata: AnyAttentionMetadata) -> dict[str, Any]:
-        score_mod = getattr(layer, "logical_score_mod", None)
-        has_mods = score_mod is not None or getattr(layer, "logical_mask_mod", None) is not None
-        return {
-            "softmax_scale": self.scale,
-            "softcap": self.logits_soft_cap,
-            "alibi_slopes": self.alibi_slopes,
-            "sink": self.sinks,
-            "score_mod": score_mod,
-            "aux_tensors": [metadata.seq_lens, metadata.query_start_loc] if has_mods else None,
-        }
+
+def _of_layer(layer: Any, name: str) -> Any:
+    """An attribute that a layer, or its class, may have. ``torch.nn.Module.__getattr__`` is slow where there is none."""
+    found = layer.__dict__.get(name)
+    return getattr(type(layer), name, None) if found is None else found
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

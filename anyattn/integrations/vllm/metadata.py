@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from anyattn.arithmetic import ceil_div
-from anyattn.integrations.vllm.visibility import Prefix, SharedRanges, Visibility, visibility
+from anyattn.integrations.vllm.visibility import Prefix, SharedRanges, visibility
 
 __all__ = ["AnyAttentionMetadata", "AnyAttentionMetadataBuilder"]
 
@@ -37,15 +37,15 @@ class AnyAttentionMetadata(AttentionMetadata):
     causal: bool | Tensor = True
     prefix: Prefix | None = None
     shared: SharedRanges | None = None
-    known: dict[tuple, Visibility] = field(default_factory=dict)
+    known: dict[tuple, dict[str, Any]] = field(default_factory=dict)
 
-    def visible(self, sliding_window: int | None, mask_mod: Callable | None, clamps_shared: bool) -> Visibility:
-        """``visibility`` for a layer; layers that have the same window and mask get the same object."""
+    def visible(self, sliding_window: int | None, mask_mod: Callable | None, clamps_shared: bool) -> dict[str, Any]:
+        """``visibility`` for a layer, by the names of arguments; layers that have the same window and mask get the same object."""
         key = sliding_window, mask_mod, clamps_shared
         if key not in self.known:
             self.known[key] = visibility(
                 self.causal, sliding_window, mask_mod=mask_mod, prefix=self.prefix, shared=self.shared, clamps_shared=clamps_shared
-            )
+            )._asdict()
         return self.known[key]
 
 

@@ -173,7 +173,7 @@ def test_fast_prefill_metadata(real: Any) -> None:
     backend = create_fast_prefill_custom_backend("FastPrefill", real.ours)
     builder = backend.get_builder_cls()(SimpleNamespace(block_size=16), ["layer"], config(), torch.device("cpu"))
     metadata = builder.build(0, batch_of(real).common)
-    assert isinstance(metadata, real.metadata.AnyAttentionMetadata) and metadata.visible(None, None, False).causal
+    assert isinstance(metadata, real.metadata.AnyAttentionMetadata) and metadata.visible(None, None, False)["causal"]
 
 
 def test_local_chunks(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
