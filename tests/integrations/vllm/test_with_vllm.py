@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import anyattn
 from anyattn.integrations import vllm as plugin
 from tests.integrations.vllm.batches import (
     HEAD_SIZE,
@@ -21,6 +23,7 @@ from tests.integrations.vllm.batches import (
     builder_of,
     config,
     empty_cache,
+    held_by,
     judge,
     layer_of,
     step,
@@ -29,6 +32,9 @@ from tests.support.sequences import NAN, Meaning
 from tests.support.vllm.package import SOURCES
 
 DTYPE = torch.bfloat16
+needs_scales = pytest.mark.skipif(
+    "k_descale" not in inspect.signature(anyattn.flash_attn_with_kvcache).parameters, reason="this anyattn reads no 8-bit caches"
+)
 
 
 @pytest.fixture
@@ -80,19 +86,31 @@ def run(real: Any, layer: Any, metadata: Any, slots: torch.Tensor, q: torch.Tens
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
 def test_a_layer(real: Any, layout: str) -> None:
     """It writes a prompt's keys in one step and attends in the next, from a cache in vLLM's allocation; so does one that shares it."""
+    of, layer, out = two_steps(real, layout)
+    judge(out, of, Meaning(causal=True))
+    sharing = layer_of_vllm(real, "layers.1.attn", kv_sharing_target_layer_name="layers.0.attn")
+    sharing.kv_cache = layer.kv_cache
+    metadata = builder_of(real).build(0, of.common)
+    again = run(real, sharing, metadata, metadata.slot_mapping, of.query.contiguous(), torch.zeros_like(of.key), torch.zeros_like(of.value))
+    assert torch.equal(again[: of.common.num_actual_tokens], out[: of.common.num_actual_tokens])
+
+
+@needs_scales
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8_per_token_head", "fp8_per_token_head"])
+def test_a_layer_with_a_quantised_cache(real: Any, name: str, layout: str) -> None:
+    of, layer, out = two_steps(real, layout, name)
+    judge(out, held_by(of, layer.kv_cache, layer, name), Meaning(causal=True), name)
+
+
+def two_steps(real: Any, layout: str, name: str = "bfloat16") -> tuple[Batch, Any, torch.Tensor]:
     of, builder = batch_of(real, dtype=DTYPE), builder_of(real)
-    layer = layer_of_vllm(real)
+    layer = layer_of_vllm(real, kv_cache_dtype=name)
     layer.kv_cache = caches_of_vllm(real, layer, layout, of)[1]
     metadata = builder.build(0, of.common)
     k, v, slots = of.before
     run(real, layer, None, slots, torch.zeros(len(k), HEADS, HEAD_SIZE, dtype=DTYPE), k, v)
-    query = of.query.contiguous()
-    out = run(real, layer, metadata, metadata.slot_mapping, query, of.key, of.value)
-    judge(out, of, Meaning(causal=True))
-    sharing = layer_of_vllm(real, "layers.1.attn", kv_sharing_target_layer_name="layers.0.attn")
-    sharing.kv_cache = layer.kv_cache
-    again = run(real, sharing, metadata, metadata.slot_mapping, query, torch.zeros_like(of.key), torch.zeros_like(of.value))
-    assert torch.equal(again[: of.common.num_actual_tokens], out[: of.common.num_actual_tokens])
+    return of, layer, run(real, layer, metadata, metadata.slot_mapping, of.query.contiguous(), of.key, of.value)
 
 
 def test_a_mask_of_all_layers(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
