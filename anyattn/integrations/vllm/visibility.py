@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from anyattn.mods import masks
+
 __all__ = ["Prefix", "SharedRanges", "Visibility", "visibility"]
 
 Mask = Callable[..., Tensor]
@@ -62,18 +64,10 @@ def visibility(
             return Visibility(False, band, _causal_where(causal))
         return Visibility(causal, (-1 if reach is None else reach, 0) if causal else band)
     if mask_mod is None:
-        mask_mod = _causal_where(causal) if isinstance(causal, Tensor) else _causal if causal else _all
+        mask_mod = _causal_where(causal) if isinstance(causal, Tensor) else masks.causal() if causal else masks.full()
     if shared is not None:
         mask_mod, band = _with_shared(mask_mod, reach, shared, clamps_shared), (-1, -1)
     return Visibility(False, band, mask_mod if prefix is None else _with_prefix(mask_mod, prefix))
-
-
-def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return kv <= q
-
-
-def _all(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return kv >= 0
 
 
 def _causal_where(causal: Tensor) -> Mask:

@@ -78,7 +78,9 @@ PARTS = {
         insists=False,
     ),
     "batches of vLLM": Part(
-        ("integrations/vllm/test_forward.py",), "prefill_and_decoding or options or tree or images or quantised", has_slow=False
+        ("integrations/vllm/test_forward.py", "integrations/vllm/test_tables_interpreted.py"),
+        "captured or prefill_and_decoding or options or tree or images or quantised",
+        has_slow=False,
     ),
     "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
