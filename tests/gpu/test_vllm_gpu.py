@@ -20,11 +20,11 @@ from tests.integrations.vllm.batches import (
     Batch,
     batch_of,
     builder_of,
+    cache_of,
     empty_cache,
     judge,
     layer_of,
     on_device,
-    quantised_cache,
     step,
     write,
 )
@@ -94,7 +94,7 @@ def test_options(vllm: Any, dtype: torch.dtype) -> None:
 def test_quantised_caches(vllm: Any, name: str, shape: str, layout: str) -> None:
     of = batch(vllm, shape)
     layer = layer_of(0.37, 1.7, GPU)
-    kv_cache = quantised_cache(vllm, of, layout, name)
+    kv_cache = cache_of(vllm, of, layout, name)
     out = step(impl_of(vllm, shape, kv_cache_dtype=name), layer, of, kv_cache, builder_of(vllm, 16, GPU).build(0, of.common))
     judge(out, batches.held_by(of, kv_cache, layer, name), Meaning(causal=True))
 
@@ -114,7 +114,7 @@ def test_a_graph_of_a_batch_replays_another(vllm: Any, name: str, mask: bool) ->
     impl, layer = impl_of(vllm, kv_cache_dtype=name), layer_of(0.5, 2.0, GPU)
     if mask:
         layer.logical_mask_mod = drafts
-    kv_cache = cache(vllm, first) if name == "auto" else quantised_cache(vllm, first, "LBNHC", name)
+    kv_cache = cache(vllm, first) if name == "auto" else cache_of(vllm, first, "LBNHC", name)
     static = first.common
     static.max_query_len = static.num_actual_tokens
     metadata = builder_of(vllm, 16, GPU).build_for_cudagraph_capture(static)

@@ -16,6 +16,7 @@ from anyattn.integrations.vllm.metadata import AnyAttentionMetadataBuilder
 __all__ = ["AnyAttentionBackend"]
 
 _GREATEST_HEAD_SIZE = 256
+_LEAST_FOR_E4M3 = (8, 9)
 _INLINE_SCALES = (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
 
 
@@ -104,4 +105,7 @@ class AnyAttentionBackend(AttentionBackend):
         """The reason against a combination of properties that are supported one by one."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"a KV cache of {kv_cache_dtype} for a model of {dtype} not supported: --kv-cache-dtype auto"
+        stored = FORMATS[kv_cache_dtype].dtype if kv_cache_dtype in FORMATS else None
+        if stored is torch.float8_e4m3fn and (device_capability.major, device_capability.minor) < _LEAST_FOR_E4M3:
+            return f"a KV cache of {kv_cache_dtype} needs compute capability 8.9: --kv-cache-dtype fp8_e5m2"
         return None

@@ -113,11 +113,12 @@ def empty_cache(vllm: Any, batch: Batch, layout: str, stored: torch.dtype, conte
     return memory.permute([order.index(axis) for axis in range(5)])[1].view(stored)
 
 
-def quantised_cache(vllm: Any, batch: Batch, layout: str, name: str, page_size: int = 16) -> Tensor:
+def cache_of(vllm: Any, batch: Batch, layout: str, name: str, page_size: int = 16) -> Tensor:
     """``empty_cache`` in the format ``name``."""
     stored, size = FORMATS[name], batch.key.shape[2]
     content = 2 * size + 2 * SCALE_BYTES * stored.has_inline_scales
-    return empty_cache(vllm, batch, layout, torch.int8 if stored.dtype is torch.int8 else torch.uint8, content, page_size)
+    dtype = batch.key.dtype if stored.dtype is None else torch.int8 if stored.dtype is torch.int8 else torch.uint8
+    return empty_cache(vllm, batch, layout, dtype, content, page_size)
 
 
 def held_by(batch: Batch, kv_cache: Tensor, layer: Any, name: str) -> Batch:

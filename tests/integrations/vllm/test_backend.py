@@ -26,7 +26,7 @@ CONFIGURATION: dict[str, Any] = {
     "use_sparse": False,
     "use_mm_prefix": False,
     "use_per_head_quant_scales": False,
-    "device_capability": None,
+    "device_capability": SimpleNamespace(major=9, minor=0),
     "attn_type": "decoder",
 }
 
@@ -77,7 +77,7 @@ def test_registering(vllm: Any) -> None:
         {"block_size": None, "kv_cache_dtype": None},
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": "fp8", "use_per_head_quant_scales": True},
-        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "fp8_e5m2", "device_capability": SimpleNamespace(major=8, minor=0)},
         {"kv_cache_dtype": "int8_per_token_head"},
         {"kv_cache_dtype": "fp8_per_token_head"},
         *({"attn_type": kind} for kind in ("encoder", "encoder_only", "encoder_decoder")),
@@ -95,6 +95,10 @@ def test_supported(vllm: Any, change: dict[str, Any]) -> None:
         ({"dtype": torch.float64}, "dtype not supported"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype not supported"),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16 for a model of torch.bfloat16 not supported: --kv-cache-dtype auto"),
+        (
+            {"kv_cache_dtype": "fp8", "device_capability": SimpleNamespace(major=8, minor=0)},
+            "a KV cache of fp8 needs compute capability 8.9: --kv-cache-dtype fp8_e5m2",
+        ),
         ({"block_size": 8}, "block_size not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),

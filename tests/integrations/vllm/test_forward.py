@@ -16,11 +16,11 @@ from tests.integrations.vllm.batches import (
     KV_HEADS,
     batch_of,
     builder_of,
+    cache_of,
     empty_cache,
     held_by,
     judge,
     layer_of,
-    quantised_cache,
     step,
 )
 from tests.support.sequences import Meaning
@@ -239,7 +239,7 @@ def test_quantised_caches_with_options(vllm: Any, name: str) -> None:
 
 def quantised(vllm: Any, name: str, impl: Any, layer: Any, meaning: Meaning, page_size: int = 16, layout: str = "LBNHC") -> None:
     of = batch_of(vllm, page_size=page_size, dtype=torch.bfloat16)
-    kv_cache = quantised_cache(vllm, of, layout, name, page_size)
+    kv_cache = cache_of(vllm, of, layout, name, page_size)
     metadata = builder_of(vllm, page_size).build(0, of.common)
     out = step(impl, layer, of, kv_cache, metadata)
     judge(out, held_by(of, kv_cache, layer, name), meaning, f"{name} {layout}")
