@@ -96,16 +96,7 @@ PARTS = {
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
     "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts", "batches of vLLM"),
-    "small parts": (
-        "kernels alone",
-        "decoding",
-        "operations",
-        "edge cases",
-        "dropout",
-        "batches of vLLM",
-        "wide gradients of keys",
-        "mutants",
-    ),
+    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "wide gradients of keys", "mutants"),
 }
 
 
