@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -102,10 +103,9 @@ class AnyAttentionMetadataBuilder(AttentionMetadataBuilder[AnyAttentionMetadata]
             self._has_all_pages = False
 
     def update_block_table(self, metadata: AnyAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor) -> AnyAttentionMetadata:
-        import copy
-
+        """The same batch in another group of layers, whose pages are as large: its table has the same columns in use."""
         updated = copy.copy(metadata)
-        updated.block_table, updated.slot_mapping = blk_table, slot_mapping
+        updated.block_table, updated.slot_mapping = blk_table[:, : metadata.block_table.shape[1]], slot_mapping
         return updated
 
     def update_draft_decode_metadata(self, metadata: AnyAttentionMetadata) -> None:

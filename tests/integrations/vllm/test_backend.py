@@ -160,12 +160,16 @@ def test_the_block_table_has_the_columns_in_use(vllm: Any) -> None:
 
 
 def test_another_groups_block_table(vllm: Any) -> None:
+    """It has as many columns as the first group's."""
     builder, common = builder_of(vllm), batch_of(vllm).common
-    metadata = builder.build(0, common)
-    table, slots = torch.ones(8, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    other = builder.update_block_table(metadata, table, slots)
-    assert other.block_table is table and other.slot_mapping is slots and other.seq_lens is metadata.seq_lens
-    assert metadata.block_table is not table
+    common.block_table_tensor = torch.zeros(8, 1000, dtype=torch.int32)
+    for build, columns in ((builder.build, 16), (lambda _, given: builder.build_for_cudagraph_capture(given), 1000)):
+        metadata = build(0, common)
+        table, slots = torch.ones(8, 1000, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+        other = builder.update_block_table(metadata, table, slots)
+        assert other.block_table.data_ptr() == table.data_ptr() and other.block_table.shape == (8, columns)
+        assert other.slot_mapping is slots and other.seq_lens is metadata.seq_lens
+        assert metadata.block_table.data_ptr() == common.block_table_tensor.data_ptr()
 
 
 @pytest.mark.parametrize("images", [False, True])
