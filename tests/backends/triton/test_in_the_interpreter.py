@@ -66,6 +66,11 @@ PARTS = {
         ),
         insists=False,
     ),
+    "batches of vLLM": Part(
+        ("integrations/vllm/test_forward.py", "integrations/vllm/test_tables_interpreted.py"),
+        "captured or prefill_and_decoding or options or tree or images or quantised",
+        has_slow=False,
+    ),
     "layouts": Part((f"{KERNELS}/test_layouts_interpreted.py",), has_slow=False, insists=False),
     # its slow tests take so long that they have a limit of their own (test_decoding.py)
     "decoding": Part(
@@ -76,11 +81,6 @@ PARTS = {
         ),
         has_slow=False,
         insists=False,
-    ),
-    "batches of vLLM": Part(
-        ("integrations/vllm/test_forward.py", "integrations/vllm/test_tables_interpreted.py"),
-        "captured or prefill_and_decoding or options or tree or images or quantised",
-        has_slow=False,
     ),
     "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
