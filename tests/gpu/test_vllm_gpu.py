@@ -36,7 +36,6 @@ from tests.support.sequences import NAN, Meaning
 pytestmark = pytest.mark.gpu
 
 GPU = "cuda"
-LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 SHAPES = {"32/8 heads of 128": ((32, 8), 128), "8/1 heads of 64": ((8, 1), 64), "4/4 heads of 256": ((4, 4), 256)}
 FIRST, SECOND = ((7, 7), (1, 33), (4, 50), (20, 64)), ((3, 3), (25, 40), (1, 64), (3, 50))
 """Batches of as many requests and tokens."""
@@ -67,8 +66,7 @@ def cache(vllm: Any, of: Batch, layout: str = "LBNHC", page_size: int = 16) -> t
     return empty_cache(vllm, of, layout, of.query.dtype, 2 * of.key.shape[2], page_size)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page_size", [16, 64, 13])
+@pytest.mark.parametrize(("layout", "page_size"), [("LBNHC", 16), ("LBHNC", 64), ("BLHNC", 16), ("BLNHC", 13)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_and_decoding_in_one_batch(vllm: Any, shape: str, page_size: int, layout: str) -> None:
     of = batch(vllm, shape, page_size=page_size)
@@ -88,8 +86,7 @@ def test_options(vllm: Any, dtype: torch.dtype) -> None:
 
 
 @needs_scales
-@pytest.mark.parametrize("layout", LAYOUTS[:3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "layout"), list(zip(SHAPES, ("LBNHC", "LBHNC", "BLHNC"), strict=True)))
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_caches(vllm: Any, name: str, shape: str, layout: str) -> None:
     of = batch(vllm, shape)
