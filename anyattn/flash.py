@@ -141,6 +141,8 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     dropout_p: float = 0,  # an int, as softcap
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     validate: bool | None = None,
     backend: str | None = None,
     **others: Any,
@@ -153,6 +155,8 @@ def flash_attn_varlen_func(
     seqused_q, seqused_k: integers (B,), the number of a sequence's rows that are in use; the contents of unused rows never matter. With
     pages, seqused_k is needed, or cu_seqlens_k, whose differences it then is. Lengths may be 0 and may differ between q and k.
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions; not needed. No sequence may be longer.
+    k and v may have 8 bits (float8_e4m3fn, float8_e5m2 or int8), with k_descale and v_descale as in ``flash_attn_with_kvcache``; packed k
+    and v are one row. Such a call has no gradients: no argument may require one in grad mode.
     Mods see (sequence, head, query in its sequence, key in its sequence).
     validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks them where that
     costs nothing (on the CPU); False does not check cu_seqlens. On a GPU, unless validate is True, the host reads no table: the call does
@@ -182,7 +186,7 @@ def flash_attn_varlen_func(
         seqused_k, cu_seqlens_k = flash.page_lengths(cu_seqlens_k, seqused_k), None
     option_values = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-        deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q),
+        deterministic, return_lse, num_splits, pack_gqa, None if dropout_p == 0.0 else seeded(dropout_p, q), k_descale, v_descale,
     )  # fmt: skip
     places = ((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), (max_seqlen_q, max_seqlen_k), validate)
     if is_compiling():
@@ -241,6 +245,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     return_lse: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
@@ -254,6 +260,12 @@ def flash_attn_with_kvcache(
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None means all rows.
     cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of the page table, which may then have one row for
     each entry of the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
+    8 bits: k_cache and v_cache may be float8_e4m3fn, float8_e5m2 or int8 instead, with q of 16 or more bits. k_descale, v_descale: the
+    factors of the stored numbers, each None (1.0), a number, or float32: one element; (B, Hkv); or three dimensions that broadcast to
+    ``k_cache.shape[:3]``, such as (pages, 1, Hkv) for each page and head and (pages, page_size, Hkv) for each token and head. Strides are
+    arbitrary: factors may stand behind the bytes that they belong to. Stored numbers are not rounded: scores are multiplied by k_descale,
+    and weights or the output by v_descale, in float32. Factors must be finite and above 0, except where no key is; they are checked
+    where the tables are.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j``, and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else to all of them at ``cache_seqlens``. rotary_interleaved: True pairs dimensions
     (0, 1), (2, 3), ...; False pairs (0, rotary_dim / 2), ...
@@ -274,7 +286,8 @@ def flash_attn_with_kvcache(
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
     twice, a cache that is appended to and shares memory with the other cache or with q, k or v, rotary tables that are too short or too
-    wide, a tensor that requires grad outside ``torch.no_grad()``, and everything that ``flash_attn_func`` refuses.
+    wide, a tensor that requires grad outside ``torch.no_grad()``, caches of bytes (uint8), wrong descales, and everything that
+    ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys in each of 2 sequences
@@ -291,7 +304,7 @@ def flash_attn_with_kvcache(
         return_lse, page_table = flash.other_names("flash_attn_with_kvcache", others, return_lse, page_table)
     option_values = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
-        num_splits, pack_gqa,
+        num_splits, pack_gqa, None, k_descale, v_descale,
     )  # fmt: skip
     if not is_compiling() and autocast.is_on():
         q, k, v = autocast.beside(k_cache, q, k, v)

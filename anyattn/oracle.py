@@ -72,12 +72,15 @@ def attention(
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Oracle:
     """softmax(mask(score(scale * Q K^T)) [, sink]) V in float64.
 
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), any float dtype; Hq a multiple of Hkv. score, mask: a ``TracedMod`` (the score
     traced with ``score_dtype=torch.float64``) or a function of broadcast index tensors. sink: (Hq,) logits. dropout: of the weights
-    (``mods.dropout.dropout_of``). Returns float64 results.
+    (``mods.dropout.dropout_of``). k and v may have 8 bits; k_descale, v_descale: their factors, which broadcast to (B, Hkv, Sk). Returns
+    float64 results.
 
     A row without visible keys gives 0; the value at a masked position, NaN included, changes nothing.
 
@@ -86,7 +89,8 @@ def attention(
     [-inf, 2.0]
     """
     with torch.no_grad():
-        return _run(_Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale), dropout), _definition)
+        wide = _upcast(q, _times(k, k_descale), _times(v, v_descale), sink)
+        return _run(_Call(*wide, *_upcast_mods(score, mask), _scale(q, scale), dropout), _definition)
 
 
 def gradients(
@@ -122,9 +126,13 @@ def same_dtype(
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Oracle:
-    """The plain formula, every step rounded to q's dtype (mods and LSE at least float32): the accuracy of careful code written by hand."""
+    """The plain formula, every step rounded to q's dtype (mods and LSE at least float32): the accuracy of careful code written by hand.
+    8-bit k and v times their factors are rounded too."""
     with torch.no_grad():
+        k, v = (_times(t, descale).to(q.dtype) for t, descale in ((k, k_descale), (v, v_descale)))
         return _run(_Call(q, k, v, sink, score, mask, _scale(q, scale), dropout), _by_hand)
 
 
@@ -315,6 +323,10 @@ def _upcast_mods(score: Mod | None, mask: Mod | None) -> tuple[Mod | None, Mod |
         tensors = tuple(t.detach().double() if t.is_floating_point() else t for t in score.tensors)
         score = dataclasses.replace(score, tensors=tensors)
     return score, mask
+
+
+def _times(stored: Tensor, descale: Tensor | None) -> Tensor:
+    return stored if descale is None else stored.double() * descale.double()[..., None]
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

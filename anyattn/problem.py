@@ -18,6 +18,7 @@ from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.tensors.by_contents import kept
 
 if TYPE_CHECKING:
+    from anyattn.kvcache.scales import KVScales
     from anyattn.sequences.batch import Sequences
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
@@ -30,7 +31,8 @@ _MOST_BYTES = 2**16  # of the tables of a mask whose row ranges are kept
 class Problem(OfFields):
     """One call: ``out = softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
 
-    q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv.
+    q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv. k and v may have
+    one 8-bit dtype instead (``kvcache.scales``), without gradients.
     predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it masks inside the listed partial tiles,
     is true in listed full tiles, and unlisted tiles are invisible; the other predicates hold everywhere.
     sink: (Hq,) logits that join the softmax's denominator.
@@ -42,6 +44,7 @@ class Problem(OfFields):
     dropout: after the softmax each weight is 0 or multiplied by ``dropout.scale``; the log-sum-exp is the same with and without.
     wide_kv_grads: the gradients of k and v are returned in ``stat_dtype``, not rounded to theirs, for a sum with others'. No entry point
     sets it.
+    kv_scales: factors of 8-bit keys and values; None if there are none, or all are 1.
     """
 
     q: Tensor
@@ -61,6 +64,7 @@ class Problem(OfFields):
     packs: bool | None = None
     dropout: Dropout | None = None
     wide_kv_grads: bool = False
+    kv_scales: KVScales | None = None
 
     @property
     def batch(self) -> int:

@@ -17,6 +17,7 @@ from anyattn.call_cache.calls import RememberedCall, clear, known, remember, rem
 from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, exact_signature, signature_of_varlen
+from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -150,7 +151,8 @@ def _planned_flash(q: Any, k: Any, v: Any, options: Options, backend: str | None
 
 
 def _named(q: Any, k: Any, v: Any, options: Options) -> dict[str, Any]:
-    return {"q": q, "k": k, "v": v, "sink": options.sink, "alibi_slopes": options.alibi_slopes}
+    of_options = {name: getattr(options, name) for name in ("sink", "alibi_slopes", "k_descale", "v_descale")}
+    return {"q": q, "k": k, "v": v, **of_options}
 
 
 # ---- flash_attn_varlen_func
@@ -226,7 +228,9 @@ def varlen_call(
             score, replays = score_of_user(options, problem), Replays.of(problem, plan)
             remember(signature, recompute, problem, plan, score, arguments, replays=replays)
         return problem, plan
-    filled = warm.filled(_heads_first(q), _heads_first(k), _heads_first(v), options.sink, options.softmax_scale, signature, arguments)
+    k4 = _heads_first(k)
+    filled = warm.filled(_heads_first(q), k4, _heads_first(v), options.sink, options.softmax_scale, signature, arguments)
+    filled["kv_scales"] = kv_scales(options.k_descale, options.v_descale, k4, signature.sizes.batch)
     filled["sequences"] = StoredSequences(LengthTables(*places.tables[:4]), signature.sizes, places.tables[4], q.device)
     return Problem.of_fields(filled), warm.plan
 

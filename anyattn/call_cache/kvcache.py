@@ -20,6 +20,7 @@ from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, attended, exte
 from anyattn.call_cache.replays import Results
 from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
+from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -38,6 +39,7 @@ from anyattn.validate.kvcache import (
     check_no_gradients,
     with_own_pages,
 )
+from anyattn.validate.scales import check_contents
 from anyattn.validate.window import band
 
 __all__ = ["KnownCall", "decode", "decode_call"]
@@ -156,6 +158,8 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     storage = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     filled = warm.filled(*storage, options.sink, options.softmax_scale, call_signature)
     filled["sequences"], filled["predicates"] = sequences, () if visible is None else (visible,)
+    filled["kv_scales"] = scales = kv_scales(options.k_descale, options.v_descale, storage[1], len(q))
+    check_contents(scales, sequences)
     return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 

@@ -19,6 +19,7 @@ from anyattn.call_cache.calls import RememberedCall, known, remember, remember_a
 from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
+from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -48,7 +49,7 @@ _ARGUMENTS = fields(
 _of_call = signature("flash_attn_with_kvcache, unread", arguments=_ARGUMENTS, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
     "flash_attn_with_kvcache, unread and growing", arguments=_ARGUMENTS | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING),
-    options=OPTIONS, backend=Kind.VALUE,
+    options=OPTIONS | dict.fromkeys(("k_descale", "v_descale"), Kind.GROWING_DESCALE), backend=Kind.VALUE,
 )  # fmt: skip
 
 
@@ -132,7 +133,8 @@ def _is_same(mod: TracedMod | None, other: TracedMod | None) -> bool:
 
 def named_tensors(arguments: CacheArguments, options: Options) -> dict[str, Any]:
     """The tensor arguments of a call by name, including wrong values passed for them."""
-    return {**arguments._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
+    of_options = {name: getattr(options, name) for name in ("sink", "alibi_slopes", "k_descale", "v_descale")}
+    return {**arguments._asdict(), **of_options}
 
 
 def extents_of(arguments: CacheArguments) -> tuple[int, ...]:
@@ -179,6 +181,7 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     k, v = arguments.k_cache.transpose(1, 2), arguments.v_cache.transpose(1, 2)
     filled = warm.filled(heads_first(q), k, v, options.sink, options.softmax_scale, call_signature, (options.alibi_slopes,))
     filled["sequences"] = StoredCache(tables, sizes, q.device)
+    filled["kv_scales"] = kv_scales(options.k_descale, options.v_descale, k, sizes.batch)
     step = CacheStep(
         q, arguments.k_cache, arguments.v_cache, arguments.k, arguments.v, tables, sizes, arguments.rotary_cos, arguments.rotary_sin,
         bool(arguments.rotary_interleaved), warm.follows,

@@ -92,6 +92,10 @@ class Kind:
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     # the capacity planned for the rows instead of their number, and only the properties of strides that plans use
     GROWING = _tensor("_room({x})", ALIGNMENT, "{x}.requires_grad", strides="_parts_of_strides({x})")
+    # a number, or factors that kernels read
+    DESCALE = f"(None if {{x}} is None else {{x}} if type({{x}}) is float or type({{x}}) is int else {TENSOR})"
+    # the same of a cache that grows, whose factors of each key grow with it
+    GROWING_DESCALE = f"({{x}} if type({{x}}) is float or type({{x}}) is int else {_tensor('_keyless({x})', strides='0')})"
     TENSORS = "(None if {x} is None else _tensors({x}, signature))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number whose value is read at every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {TENSOR})"
@@ -122,7 +126,7 @@ OPTIONS = fields(
     Options, softmax_scale=Kind.SCALE, causal=Kind.VALUE, window_size=Kind.VALUES, softcap=Kind.VALUE, alibi_slopes=Kind.TENSOR,
     sink=Kind.TENSOR, score_mod=Kind.SCORE_MOD, mask_mod=Kind.MASK_MOD, block_sparse_tensors=Kind.ABSENT, aux_tensors=Kind.TENSORS,
     deterministic=Kind.FLAG, return_lse=Kind.FLAG, num_splits=Kind.VALUE, pack_gqa=Kind.VALUE, dropout=Kind.DROPOUT,
-    reads_captured=Kind.ELSEWHERE,
+    k_descale=Kind.DESCALE, v_descale=Kind.DESCALE, reads_captured=Kind.ELSEWHERE,
 )  # fmt: skip
 
 
@@ -189,6 +193,12 @@ def _dropout(dropout: Seeded, signature: Signature) -> bool:
 def _room(cache: Tensor) -> tuple:
     entries, rows, heads, width = cache.shape
     return entries, rows and room_for(rows), heads, width  # 0 rows stay 0: such a call computes nothing
+
+
+def _keyless(descale: Tensor) -> tuple:
+    """A descale's shape, without the number of keys."""
+    shape = tuple(descale.shape)
+    return (shape[0], shape[1] > 1, shape[2]) if len(shape) == 3 else shape
 
 
 def _parts_of_strides(cache: Tensor) -> tuple:

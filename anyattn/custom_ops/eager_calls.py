@@ -12,9 +12,10 @@ from torch import Tensor
 
 from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import entry_points
+from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.tensors import kinds
 from anyattn.tensors.dynamo import opaque
-from anyattn.validate import block_sparse, kvcache, sequences
+from anyattn.validate import block_sparse, kvcache, scales, sequences
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
 from anyattn.validate.flash import Options
@@ -36,12 +37,12 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
 def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
     cu_q, cu_k, used_q, used_k, pages = places.tables
-    if all(t is None for t in places.tables):
+    if all(t is None for t in places.tables) and getattr(k, "dtype", None) not in EIGHT_BITS:
         check_flash.check_dense_storage(q, k, v)
     else:
         check_flash.check_varlen_storage(q, k, v, cu_q, cu_k, pages)
     tables = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k, "page_table": pages}
-    _check_options(q, sequences.batch_of(q, cu_q, cu_k, k, pages), options, tables)
+    _check_options(q, k, sequences.batch_of(q, cu_q, cu_k, k, pages), options, tables)
     if options.block_sparse_tensors is not None and kinds.are_fake((q, k, v)) and not kinds.is_recorded():
         _check_blocks(q, k, options.block_sparse_tensors, is_varlen=any(t is not None for t in places.tables))
         options = options._replace(block_sparse_tensors=None)  # may have memory, and do not affect result shapes
@@ -58,7 +59,7 @@ def decode(arguments: CacheArguments, options: Options, backend: str | None) -> 
     kvcache.check_storage(*rows, arguments.k, arguments.v, arguments.cu_seqlens_q, arguments.page_table)
     others = {n: t for n, t in arguments._asdict().items() if isinstance(t, Tensor)}
     batch = arguments.q.shape[0] if arguments.cu_seqlens_q is None else sequences.batch_of_ends("cu_seqlens_q", arguments.cu_seqlens_q)
-    _check_options(arguments.q, batch, options, others)
+    _check_options(arguments.q, arguments.k_cache, batch, options, others)
     with _among(rows):
         return entry_points.decode(arguments, options, backend)
 
@@ -79,11 +80,12 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
     return nullcontext() if mode is None else mode
 
 
-def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
+def _check_options(q: Tensor, k: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
     """The checks of FlashAttention's arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, check_flash.heads_first(q))
     check.aux_list(options.aux_tensors, q.device)
     check_flash.softcap_score(options.softcap, q.dtype)
+    scales.scales_of(options.k_descale, options.v_descale, check_flash.heads_first(k), batch)
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)
     for name, table in tables.items():

@@ -19,6 +19,7 @@ from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operand
 from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
+from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import check_backend
@@ -28,8 +29,9 @@ from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 from anyattn.validate.block_sparse import check_dense, check_varlen
-from anyattn.validate.flash import Options, check_dense_storage, heads_first
+from anyattn.validate.flash import Options, check_dense_storage, heads_first, refuse_8_bit_gradients
 from anyattn.validate.kvcache import CacheArguments, check_no_captured_gradients, check_no_gradients
+from anyattn.validate.scales import NAMES, check_kind, check_no_gradient
 
 __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods", "shared_options"]
 
@@ -96,21 +98,32 @@ class Decode(NamedTuple):
     backend: str
 
 
-def _options(shared: Shared, deterministic: bool, is_cuda: bool, blocks: Any = None) -> Options:
+class Descales(NamedTuple):
+    """The factors of 8-bit keys and values. Operators that take them are separate, so that exported programs without keep their format."""
+
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+
+_NO_DESCALES = Descales(None, None)
+
+
+def _options(shared: Shared, deterministic: bool, is_cuda: bool, descales: Descales, blocks: Any = None) -> Options:
     score = next(iter(mods_of_operands("score", *shared.score)), None)
     masks, dropout = masks_of_operands(*shared.mask)
     return Options(
         shared.softmax_scale, shared.causal, tuple(shared.window_size), shared.softcap, shared.alibi_slopes, shared.sink, score,
-        next(iter(masks), None), blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, dropout, not is_cuda,
+        next(iter(masks), None), blocks, None, deterministic, True, shared.num_splits, shared.pack_gqa, dropout, *descales, not is_cuda,
     )  # fmt: skip
 
 
-def _call(operands: Flash, lists: BlockSparse | None = None) -> tuple[Problem, Plan]:
+def _call(operands: Flash, lists: BlockSparse | None = None, descales: Descales = _NO_DESCALES) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache if the call is warm."""
     q, k, v, tables = operands[:4]
     blocks = None if lists is None else blocks_of_operands(lists)
-    options, backend = _options(operands.shared, operands.deterministic, q.is_cuda, blocks), operands.backend or None
-    if all(t is None for t in tables):
+    options = _options(operands.shared, operands.deterministic, q.is_cuda, descales, blocks)
+    backend = operands.backend or None
+    if all(t is None for t in tables) and k.dtype not in EIGHT_BITS:  # which are of a call of ``flash_attn_varlen_func``
         return attention.flash_call(q, k, v, options, backend, is_operator=True)  # type: ignore[return-value]
     places = attention.Places(tuple(tables), (operands.max_seqlen_q, operands.max_seqlen_k), operands.validate)  # type: ignore[arg-type]
     return attention.varlen_call(q, k, v, places, options, backend, is_operator=True)  # type: ignore[return-value]
@@ -146,6 +159,20 @@ def flash_block_sparse(operands: Flash, lists: BlockSparse) -> tuple[Tensor, Ten
     """(out, lse) of a call with block lists; a separate operator, so that exported programs without lists keep their format."""
     kinds.refuse_forward_mode()
     return _results(*_call(operands, lists), operands.q.ndim == 3)
+
+
+@operator(Flash, Descales, fake=lambda operands, _: _fake(operands.q, operands.v))
+def flash_8_bits(operands: Flash, descales: Descales) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with scales of 8-bit keys and values; without gradients."""
+    kinds.refuse_forward_mode()
+    return _results(*_call(operands, None, descales), operands.q.ndim == 3)
+
+
+@operator(Flash, BlockSparse, Descales, fake=lambda operands, *_: _fake(operands.q, operands.v))
+def flash_block_sparse_8_bits(operands: Flash, lists: BlockSparse, descales: Descales) -> tuple[Tensor, Tensor]:
+    """``flash_8_bits`` of a call with block lists."""
+    kinds.refuse_forward_mode()
+    return _results(*_call(operands, lists, descales), operands.q.ndim == 3)
 
 
 def _sources(operands: Flash) -> list[Tensor | None]:
@@ -197,9 +224,20 @@ for _forward, _backward in ((flash, flash_backward), (flash_block_sparse, flash_
 @operator(Decode, fake=lambda operands: _fake(operands.q, operands.v_cache), changed=("k_cache", "v_cache"))
 def decode(operands: Decode) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
+    return _decoded(operands, _NO_DESCALES)
+
+
+@operator(Decode, Descales, fake=lambda operands, _: _fake(operands.q, operands.v_cache))
+def decode_8_bits(operands: Decode, descales: Descales) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache`` with scales of 8-bit caches, which are only read: scales inside of a cache that an operator
+    writes to are more than AOTAutograd takes."""
+    return _decoded(operands, descales)
+
+
+def _decoded(operands: Decode, descales: Descales) -> tuple[Tensor, Tensor]:
     from anyattn.call_cache.kvcache import decode as decoded
 
-    options = _options(operands.shared, False, operands.q.is_cuda)
+    options = _options(operands.shared, False, operands.q.is_cuda, descales)
     arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
     with torch.no_grad():
         out, lse = decoded(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
@@ -207,6 +245,9 @@ def decode(operands: Decode) -> tuple[Tensor, Tensor]:
 
 
 count_operator(decode, decode_pairs)
+count_operator(decode_8_bits, decode_pairs)
+count_operator(flash_8_bits, flash_pairs)
+count_operator(flash_block_sparse_8_bits, flash_pairs)
 
 
 # ---- calls that pass traced mods
@@ -231,8 +272,11 @@ def flash_with_mods(
     shared = shared_options(q, flash_options, score, mask)
     most_q, most_k = map(_number, longest)
     call = Flash(q, k, v, Tables(*tables), shared, bool(flash_options.deterministic), most_q, most_k, validate, backend or "")
+    descales = _descales(flash_options, k)
+    if k.dtype in EIGHT_BITS and torch.is_grad_enabled():
+        _refuse_gradients(call, flash_options)
     if blocks is None:
-        return called(flash, call)  # type: ignore[no-any-return]
+        return called(flash, call) if descales is None else called(flash_8_bits, call, descales)  # type: ignore[no-any-return]
     operands, lists = operands_of_blocks(blocks)
     if isinstance(lists, BlockSparseTensors):
         check_dense_storage(q, k, v)
@@ -240,7 +284,27 @@ def flash_with_mods(
     else:
         check_varlen(lists, q, q.shape[-2])
     operands = operands._replace(block_lists=own_lists(operands.block_lists))
+    if descales is not None:
+        return called(flash_block_sparse_8_bits, call, operands, descales)  # type: ignore[no-any-return]
     return called(flash_block_sparse, call, operands)  # type: ignore[no-any-return]
+
+
+def _refuse_gradients(call: Flash, options: Options) -> None:
+    check_no_gradient(options.k_descale, options.v_descale)
+    if any(t is not None and t.requires_grad for t in _sources(call)):
+        refuse_8_bit_gradients(call.k.dtype)
+
+
+def _descales(options: Options, k: Tensor) -> Descales | None:
+    """The operators' operands; None if there are none. A number becomes a tensor."""
+    found = []
+    for name, descale in zip(NAMES, (options.k_descale, options.v_descale), strict=True):
+        check_kind(name, descale, k.dtype)
+        if descale is None or isinstance(descale, Tensor):
+            found.append(descale)
+        else:
+            found.append(None if descale == 1.0 else torch.full((1, 1), descale, dtype=torch.float32, device=k.device))
+    return None if found == [None, None] else Descales(*found)
 
 
 def _number(longest: Any) -> Any:
@@ -263,7 +327,8 @@ def decode_with_mods(
         check_no_captured_gradients(score)
     longest = _number(cache_args.max_seqlen_q)
     call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, backend or "")
-    return called(decode, call)  # type: ignore[no-any-return]
+    descales = _descales(Options(*options), cache_args.k_cache)
+    return called(decode, call) if descales is None else called(decode_8_bits, call, descales)  # type: ignore[no-any-return]
 
 
 def shared_options(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> Shared:

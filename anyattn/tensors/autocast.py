@@ -15,8 +15,8 @@ disabled = torch._C._DisableAutocast  # context in which operations compute in t
 
 
 def cast(x: Any) -> Any:
-    """``x`` in autocast's dtype if it is a float tensor of less than 64 bits on a device with autocast on; else ``x`` itself."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
+    """``x`` in autocast's dtype if it is a float tensor of 16 or 32 bits on a device with autocast on; else ``x`` itself."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize not in (2, 4):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)) if _is_on_for(x) else x
 
@@ -36,7 +36,9 @@ def arguments(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 def beside(cache: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """``arguments`` for a call with a cache, which is written in place and never cast:
-    q, k and v are cast if the cache has autocast's dtype."""
-    if not isinstance(cache, Tensor) or not _is_on_for(cache) or cache.dtype is not torch.get_autocast_dtype(cache.device.type):
+    q, k and v are cast if the cache has autocast's dtype, or 8 bits."""
+    if not isinstance(cache, Tensor) or not _is_on_for(cache):
+        return q, k, v
+    if cache.dtype.itemsize > 1 and cache.dtype is not torch.get_autocast_dtype(cache.device.type):
         return q, k, v
     return arguments(q, k, v)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
-from anyattn.oracle import Mod, _apply, _Call, _chunks, _dropped, _scale, _upcast, _upcast_mods, _visible
+from anyattn.oracle import Mod, _apply, _Call, _chunks, _dropped, _scale, _times, _upcast, _upcast_mods, _visible
 
 __all__ = ["DRAWS", "Later", "Noise", "Noises", "Rounded", "later", "rounding"]
 
@@ -135,12 +135,16 @@ def rounding(
     dropout: Dropout | None = None,
     captured: Sequence[Tensor] = (),
     has_captured: bool = True,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Noises:
-    """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged.
+    """The rounding noise of every result of one call; arguments as in ``oracle.gradients`` (k_descale, v_descale: as in
+    ``oracle.attention``), in the dtype that is judged.
 
     has_captured: False leaves out the noise of captured tensors' gradients.
     """
-    call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale), dropout)
+    wide = _upcast(q, _times(k, k_descale), _times(v, v_descale), sink)
+    call = _Call(*wide, *_upcast_mods(score, mask), _scale(q, scale), dropout)
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
         floats = [t.is_floating_point() for t in call.score.tensors]

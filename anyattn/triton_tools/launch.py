@@ -15,7 +15,7 @@ from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 from anyattn.triton_tools.recording import active_recorder, unrecorded
 from anyattn.triton_tools.replay import Launcher
 
-__all__ = ["UNIT", "current_device", "known_handle", "launch", "run_plain", "strides_of"]
+__all__ = ["UNIT", "current_device", "known_handle", "launch", "row_bytes", "run_plain", "strides_of"]
 
 
 def run_plain(
@@ -119,3 +119,18 @@ def strides_of(*tensors: Tensor, more: Sequence[int] = ()) -> tuple[bool, list[i
         if t.data_ptr() % 16:
             return False, strides
     return True, [s // UNIT for s in strides]
+
+
+def row_bytes(*tensors: Tensor) -> int:
+    """The greatest power of two, at most 16, that the address of every row of the tensors is a multiple of.
+
+    >>> row_bytes(torch.empty(4, 132, dtype=torch.int8)[:, 4:])
+    4
+    """
+    together = 16
+    for t in tensors:
+        together |= t.data_ptr()
+        for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True):
+            if n > 1:
+                together |= s * t.element_size()
+    return together & -together

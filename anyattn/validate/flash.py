@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn.kvcache.append import check_pages
+from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods import masks, scores
 from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
@@ -26,6 +27,7 @@ from anyattn.sequences.unread_varlen import LengthTables
 from anyattn.tensors.by_contents import kept
 from anyattn.tensors.kinds import has_memory, refuse, refuse_hidden_captures, refuse_mixed
 from anyattn.validate import flex
+from anyattn.validate import scales as check_scales
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.sequences import (
     batch_of_ends,
@@ -53,6 +55,7 @@ __all__ = [
     "other_names",
     "page_lengths",
     "problem_of",
+    "refuse_8_bit_gradients",
     "refuse_positional",
     "softcap_score",
     "storage",
@@ -78,6 +81,8 @@ class Options(NamedTuple):
     num_splits: Any = 1
     pack_gqa: Any = None
     dropout: Seeded | None = None
+    k_descale: Any = None
+    v_descale: Any = None
     reads_captured: bool = True
 
 
@@ -97,8 +102,8 @@ _CURES = {
     "return_attn_probs": "return_lse=True returns (out, lse)",
     "qv": "torch.cat((q, qv), -1) as q and torch.cat((k, v), -1) as k give the same scores",
     "q_descale": "multiply q by it, in a dtype that anyattn computes",
-    "k_descale": "multiply k by it, in a dtype that anyattn computes",
-    "v_descale": "multiply v by it, in a dtype that anyattn computes",
+    "k_descale": "8-bit keys and values are for flash_attn_varlen_func and flash_attn_with_kvcache",
+    "v_descale": "8-bit keys and values are for flash_attn_varlen_func and flash_attn_with_kvcache",
     "attention_chunk": "pass mask_mod=anyattn.masks.chunked(attention_chunk)",
     "sm_margin": "leave it out, all multiprocessors may be used",
     "scheduler_metadata": "leave it out, each call is planned anew",
@@ -178,7 +183,8 @@ def varlen_problem(
     if check_lengths.skips_device_reads(q.device, validate):
         tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         unread = unread_sequences(q, k, tables, lengths, page_table)
-        return problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))
+        found = problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))
+        return _without_gradients(found, options)
     given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
 
     def checked() -> tuple[Sequences, int | Tensor]:
@@ -191,7 +197,25 @@ def varlen_problem(
         sequences, offset = kept(given, facts, checked)
     else:
         sequences, offset = checked()
-    return problem_of(q, k, v, sequences, options, offset)
+    found = _without_gradients(problem_of(q, k, v, sequences, options, offset), options)
+    check_scales.check_contents(found.kv_scales, sequences)
+    return found
+
+
+def _without_gradients(problem: Problem, options: Options) -> Problem:
+    """The problem; raises ``ValueError`` if its keys have 8 bits and it needs gradients."""
+    if problem.k.dtype in EIGHT_BITS and torch.is_grad_enabled():
+        check_scales.check_no_gradient(options.k_descale, options.v_descale)
+        if problem.needs_grad:
+            refuse_8_bit_gradients(problem.k.dtype)
+    return problem
+
+
+def refuse_8_bit_gradients(dtype: torch.dtype) -> NoReturn:
+    raise ValueError(
+        f"k and v are {dtype} and an argument requires grad, but 8-bit keys and values have no gradients; wanted a call under "
+        "torch.no_grad(), arguments that are detached, or k and v in q's dtype"
+    )
 
 
 def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
@@ -230,7 +254,7 @@ def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k
     if page_table is not None and cu_seqlens_k is not None:  # of an operator: the entry point passes ``page_lengths``
         raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
     shape, rank = ("(pages, page_size, heads, head_dim)", 4) if page_table is not None else padded if cu_seqlens_k is None else packed
-    storage({"q": q, "k": k, "v": v}, shape, rank, skip="q")
+    storage({"q": q, "k": k, "v": v}, shape, rank, skip="q", stored=("k", "v"))
     _same_heads("k", k, "v", v)
     if k.shape[: rank - 2] != v.shape[: rank - 2]:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
@@ -289,6 +313,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         _splits(options.num_splits),
         packs=_packs(options.pack_gqa),
         dropout=dropout_of(options.dropout),
+        kv_scales=check_scales.scales_of(options.k_descale, options.v_descale, k4, bare.batch),
     )
 
 
@@ -318,17 +343,21 @@ def _inside(
 # ---- tensors
 
 
-def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> None:
-    """Raises unless all are tensors with the first one's float dtype and device, and all but ``skip`` have ``rank`` dimensions."""
+def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "", stored: tuple[str, ...] = ()) -> None:
+    """Raises unless all are tensors with the first one's float dtype and device, and all but ``skip`` have ``rank`` dimensions. stored:
+    keys and values, which may have 8 bits instead."""
     first_name, first = next(iter(tensors.items()))
+    pair = [tensors[name] for name in stored]
+    has_8_bits = bool(pair) and all(isinstance(t, Tensor) for t in pair) and check_scales.check_stored(stored, *pair)  # type: ignore[arg-type]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape {shape}")
         if name != skip and tensor.ndim != rank:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {rank} dimensions {shape}")
-        if tensor.dtype not in flex.DTYPES:
+        is_stored = has_8_bits and name in stored
+        if tensor.dtype not in flex.DTYPES and not is_stored:
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float64, float32, bfloat16 or float16: convert it with .to()")
-        if tensor.dtype != first.dtype:
+        if tensor.dtype != first.dtype and not is_stored:
             raise TypeError(f"{name} has dtype {tensor.dtype} but {first_name} has {first.dtype}; wanted one dtype: convert one with .to()")
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}; wanted one device: move one with .to()")

@@ -12,6 +12,7 @@ from torch import Tensor
 from anyattn import hardware, planner
 from anyattn.backends import backend_module
 from anyattn.kvcache import append, rotary
+from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -19,6 +20,7 @@ from anyattn.sequences.batch import Sequences, end_to_end
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.tensors.strides import in_order
 from anyattn.validate import flash
+from anyattn.validate import scales as check_scales
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options, heads_first
 
@@ -108,6 +110,8 @@ def cache_call(arguments: CacheArguments, options: Options) -> CacheCall:
     is_unread = check_lengths.skips_device_reads(q.device, arguments.validate)
     sequences = StoredCache(tables, sizes, q.device) if is_unread else _read(arguments, tables, sizes)
     problem = flash.problem_of(q, arguments.k_cache, arguments.v_cache, sequences, options, 0)
+    if not is_unread:
+        check_scales.check_contents(problem.kv_scales, sequences)
     if cos is not None or sin is not None:
         if arguments.k is None:
             raise ValueError(
@@ -162,6 +166,7 @@ def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
 
     tensors: of the call, in the order of ``_DIFFERENTIABLE``; more may follow. Only called in grad mode.
     """
+    check_scales.check_no_gradient(options.k_descale, options.v_descale)
     for name, x in (*zip(_DIFFERENTIABLE, tensors), ("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
         if isinstance(x, Tensor) and x.requires_grad:
             _refuse_gradient(name)
@@ -244,7 +249,7 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
     q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
     flash.storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
     kind = "(cache batch, capacity, heads, head_dim)" if page_table is None else "(pages, page_size, heads, head_dim)"
-    flash.storage({"q": q, "k_cache": k_cache, "v_cache": v_cache}, kind, 4, skip="q")
+    flash.storage({"q": q, "k_cache": k_cache, "v_cache": v_cache}, kind, 4, skip="q", stored=("k_cache", "v_cache"))
     if k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}"
         raise ValueError(f"{shapes}; wanted the same but for head_dim")
@@ -253,6 +258,8 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
     if k is None:
         return
     rank = k.ndim if isinstance(k, Tensor) and cu_seqlens_q is not None and k.ndim == 3 else 4
+    if k_cache.dtype in EIGHT_BITS:
+        raise ValueError(f"k and v are to be appended to caches of {k_cache.dtype}; wanted None: 8-bit caches are read only")
     new = "(batch, new, heads, head_dim)" if rank == 4 else "(total, heads, head_dim), laid out as q is"
     flash.storage({"q": q, "k": k, "v": v}, new, rank, skip="q")
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):

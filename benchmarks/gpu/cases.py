@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from anyattn.testing.harness.case import Case, Shape
+from anyattn.testing.harness.decode import EIGHT_BITS
 from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
 from benchmarks.gpu.classes import CLASSES, gpu_case
 
@@ -14,6 +15,7 @@ __all__ = [
     "CASES",
     "CAUSAL_SCORES",
     "DECODE",
+    "DECODE_8_BITS",
     "DENSE",
     "DETERMINISTIC",
     "FA2",
@@ -90,6 +92,13 @@ def _decode(batch: int, heads_q: int, seqlen_k: int) -> Case:
     return gpu_case("decode", "decode", "causal", shape, (*peers, *SPLITS, *PAGED_SPLITS), backend="triton")
 
 
+def _decode_8_bits(batch: int, heads_q: int, seqlen_k: int, head_dim: int = 128) -> Case:
+    """Beside the same calls with caches of bfloat16."""
+    shape = Shape(batch, heads_q, 8, 1, seqlen_k, head_dim)
+    peers = ("copy", "anyattn-alibi", "anyattn-paged-16", *EIGHT_BITS)
+    return gpu_case("decode-8-bits", "decode", "causal", shape, peers, backend="triton")
+
+
 _SQUARE = Shape.square(_SEQLEN, 16, 128, 2)
 _GROUPED = Shape(2, 64, 8, _SEQLEN, _SEQLEN, 128)
 DENSE = [_dense(v, s, d) for d in (64, 128, 256) for s in (2048, 8192, 16_384) for v in ("full", "causal")]
@@ -102,6 +111,7 @@ VARIANT_CASES = [_variant(name) for name in (*MASK_VARIANTS, *SCORE_VARIANTS)]
 BACKWARD = [*(_backward(name, _SQUARE) for name in (*MASK_VARIANTS, *SCORE_VARIANTS)), _backward("causal", _GROUPED)]
 FA2 = [_fa2(c, back) for back in (False, True) for c in DENSE if c.shape.head_dim <= 128 and c.shape.seqlen_q in (2048, 8192)]
 DECODE = [_decode(16, 32, 8192), _decode(64, 32, 4096), _decode(1, 32, 131_072), _decode(128, 64, 2048)]
+DECODE_8_BITS = [_decode_8_bits(16, 32, 32_768), _decode_8_bits(16, 32, 8192), _decode_8_bits(32, 64, 16_384, 64)]
 GRADIENTS = [
     *(_gradients(name, _SQUARE) for name in ("head_bias", "t5_bias")),
     *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
@@ -160,7 +170,21 @@ HOST = [
 ]
 
 # the most informative first, for runs that are cut off
-CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST, *CLASSES]
+CASES: list[Case] = [
+    *VARIANT_CASES,
+    *BACKWARD,
+    *DECODE,
+    *DECODE_8_BITS,
+    *FA2,
+    *GRADIENTS,
+    *TRAINING,
+    *PARTIAL,
+    *NATIVE,
+    *DENSE,
+    *MASKS,
+    *HOST,
+    *CLASSES,
+]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 

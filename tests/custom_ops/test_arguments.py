@@ -29,6 +29,8 @@ _DECODE = (
     "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? page_table, Tensor? cu_seqlens_q, "
     f"{_OPTIONS}, bool rotary_interleaved, SymInt? max_seqlen_q, bool? validate, str backend"
 )
+_DECODE_READING = _DECODE.replace("(a1!)", "").replace("(a2!)", "")
+_DESCALES = "Tensor? k_descale, Tensor? v_descale"
 _LISTS = (
     "Tensor like, str program, SymInt[] numbers, Tensor[] tensors, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, "
     "SymInt block_m, SymInt block_n, bool separate_full"
@@ -39,6 +41,8 @@ SCHEMAS = {
     flash.flash: f"({_FLASH}) -> (Tensor, Tensor)",
     flash.flash_backward: f"({_FLASH}, {_RESULTS}) -> Tensor[]",
     flash.decode: f"({_DECODE}) -> (Tensor, Tensor)",
+    flash.flash_8_bits: f"({_FLASH}, {_DESCALES}) -> (Tensor, Tensor)",
+    flash.decode_8_bits: f"({_DECODE_READING}, {_DESCALES}) -> (Tensor, Tensor)",
     block_lists: f"({_LISTS}) -> Tensor[]",
 }
 

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 import anyattn
 from tests.entry_points.test_flash_cache import Setting, check
 from tests.entry_points.test_flash_packed import FORMS, Stored, judged, paged
+from tests.support import eight_bits
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards
+from tests.support.sequences import Meaning, judge
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
@@ -190,8 +192,63 @@ def run_cache(call: Cache) -> None:
     check(s, chosen.recipe(s.heads[0]), num_splits=call.splits)
 
 
+@dataclass(frozen=True)
+class EightBits:
+    """One random call of ``flash_attn_with_kvcache`` with caches of 8 bits."""
+
+    setting: eight_bits.Setting
+    options: Options
+    splits: int
+
+
+@st.composite
+def of_8_bits(draw: Callable) -> EightBits:
+    cached = tuple(draw(st.lists(lengths, min_size=1, max_size=4)))
+    found_heads, found_dims = draw(heads), draw(dims)
+    page_size = draw(st.sampled_from((0, 1, 3, 16, 64, 128)))
+    setting = eight_bits.Setting(
+        dtype=draw(st.sampled_from(eight_bits.DTYPES)),
+        k_form=draw(st.sampled_from(eight_bits.FORMS)),
+        v_form=draw(st.sampled_from(eight_bits.FORMS)),
+        q_dtype=draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32))),
+        cached=cached,
+        queries=draw(st.integers(1, 9)),
+        page_size=page_size,
+        leftpad=draw(st.sampled_from((None, tuple(draw(st.integers(0, n)) for n in cached)))),
+        shuffled_rows=not page_size and draw(st.booleans()),
+        capacity=max(cached) + draw(st.integers(1, 70)),
+        heads=found_heads[0],
+        kv_heads=found_heads[1],
+        d=found_dims[0],
+        dv=found_dims[1],
+        spread=draw(st.sampled_from((0.0, 4.0, 16.0))),
+        seed=draw(st.integers(0, 99)),
+    )
+    return EightBits(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))))
+
+
+def run_8_bits(call: EightBits) -> None:
+    s, chosen = call.setting, call.options
+    firsts = [c - p - s.queries for c, p in zip(s.cached, s.leftpad or (0,) * len(s.cached), strict=True)]
+    if min(firsts) < 0 and _needs_places(chosen.chain, chosen.mask):
+        return
+    drawn = chosen.recipe(s.heads).draw(s.heads, len(s.cached), max(s.cached), s.q_dtype, s.seed)
+    score, _ = score_of(chosen.chain, s.heads)
+    meaning = Meaning(
+        causal=chosen.causal, window_size=chosen.window, softcap=chosen.softcap, score_mod=score,
+        mask_mod=None if chosen.mask is None else mask_of(chosen.mask), **{name: t.detach() for name, t in drawn.items()},
+    )  # fmt: skip
+    case = eight_bits.made(s, meaning)
+    out, lse = anyattn.flash_attn_with_kvcache(*case.args, return_lse=True, num_splits=call.splits, **case.options)
+    judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, meaning, case.firsts, label=str(s))
+
+
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
-@pytest.mark.parametrize(("drawn", "run"), [(sequences, run_sequences), (caches(), run_cache)], ids=["sequences", "cache"])
+@pytest.mark.parametrize(
+    ("drawn", "run"),
+    [(sequences, run_sequences), (caches(), run_cache), (of_8_bits(), run_8_bits)],
+    ids=["sequences", "cache", "8 bits"],
+)
 def test_random_calls(drawn, run, shard):
     seed = FIRST_SEED + shard
     if FRESH:
@@ -207,7 +264,7 @@ def test_random_calls(drawn, run, shard):
         phases=(Phase.generate, Phase.shrink),
     )
     @hypothesis.given(drawn)
-    def many(call: Sequences | Cache) -> None:
+    def many(call: Sequences | Cache | EightBits) -> None:
         run(call)
 
     many()

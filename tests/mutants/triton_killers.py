@@ -12,6 +12,7 @@ import torch
 
 import anyattn
 from anyattn import masks
+from tests.entry_points import test_8_bit_caches as eight_bits
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
 from tests.support import cases, flash_reference
@@ -257,7 +258,7 @@ def shares() -> None:
     wanted = flash_reference.cached(q, k, v, **given)
     for programs in (5, 150):
         patches = [
-            (launch_shape, "_programs", lambda *about: programs),
+            (launch_shape, "_programs", lambda *about, programs=programs: programs),
             (launch_shape, "_LEAST_SHARED", 0),
             (launch_shape, "_MOST_ROWS", 64),
         ]
@@ -313,5 +314,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "uneven_pages": pages(12),
     "exact": exact,
     "windows": two_entries_at_a_time(windows),
+    "factors_of_heads": lambda: eight_bits.check(eight_bits.Setting(k_form="head", v_form="head"), Meaning(causal=True)),
+    "factors_of_keys": lambda: eight_bits.check(eight_bits.Setting(k_form="key", v_form="key", page_size=16), Meaning(causal=True)),
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

@@ -34,11 +34,13 @@ _PACKAGES = (
 )
 _INSIDE = tuple(f"{name}." for name in _PACKAGES)
 _FORWARD = "backends.triton.kernels.forward"
+_KEY_TILES = "backends.triton.kernels.key_tiles"
 _BACKWARD = "backends.triton.kernels.backward"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
 _ITERATOR = "backends.triton.kernels.tile_iterator"
 _ADDRESSING = "backends.triton.kernels.addressing"
+_RESULTS = "backends.triton.kernels.results"
 _SHARES = "backends.triton.kernels.even_shares"
 _COMBINE = "backends.triton.kernels.combine"
 _DROPOUT = "backends.triton.kernels.dropout"
@@ -92,14 +94,14 @@ MUTANTS = by_name(
     ),
     Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums
-    Mutant("scale_1_percent_off", f"{_FORWARD}:empty_results", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
+    Mutant("scale_1_percent_off", f"{_FORWARD}:visited", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
     Mutant(
         "output_not_rescaled", f"{_MATMUL}:plus_product",
         "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky",
     ),
     Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
     Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
-    Mutant("kept_weights_not_scaled", f"{_FORWARD}:visited", "acc = acc * factor_of(mods)", "pass", "dropout"),
+    Mutant("kept_weights_not_scaled", f"{_FORWARD}:visited", "total = total * factor_of(mods)", "pass", "dropout"),
     Mutant(
         "dropped_lanes_of_the_first_tile", f"{_DROPOUT}:kept_of",
         "places(first, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "places(first * 0, TILE_N, IS_FOUR, not IS_TRANSPOSED)", "dropout",
@@ -118,12 +120,12 @@ MUTANTS = by_name(
         "dk_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
         "kept_of(dp, b, h, n_first, rows, mods.dropout, True)", "dp", "dropout",
     ),
-    Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
-    Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
-    Mutant("sink_in_base_2", f"{_FORWARD}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),
-    Mutant("sink_of_another_head", f"{_FORWARD}:store_results", "tensors.sink + h", "tensors.sink + h * 0", "sink"),
-    Mutant("lse_in_base_2", f"{_FORWARD}:store_results", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
-    Mutant("nan_of_a_row_that_sees_nothing", f"{_FORWARD}:store_results", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
+    Mutant("sink_counted_twice", f"{_RESULTS}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
+    Mutant("sink_does_not_rescale", f"{_RESULTS}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
+    Mutant("sink_in_base_2", f"{_RESULTS}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),
+    Mutant("sink_of_another_head", f"{_RESULTS}:store_results", "tensors.sink + h", "tensors.sink + h * 0", "sink"),
+    Mutant("lse_in_base_2", f"{_RESULTS}:store_results", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
+    Mutant("nan_of_a_row_that_sees_nothing", f"{_RESULTS}:store_results", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
     # heads and storage
     Mutant(
         "wrong_gqa_head", f"{_ADDRESSING}:work_of",
@@ -134,10 +136,10 @@ MUTANTS = by_name(
         "kv_head * sizes.ratio + part * dealt.packed", "h * dealt.packed", "uneven_group",
     ),
     Mutant("packed_heads_are_one", f"{_ADDRESSING}:tile_of", "r % group", "r % group * 0", "few_rows"),
-    Mutant("head_dim_not_cut", f"{_FORWARD}:load_rows", "is_row & (d < HEAD_DIM)", "is_row & (d <= HEAD_DIM)", "head_dim"),
+    Mutant("head_dim_not_cut", f"{_KEY_TILES}:load_rows", "is_row & (d < HEAD_DIM)", "is_row & (d <= HEAD_DIM)", "head_dim"),
     Mutant("queries_of_the_first_sequence", f"{_ADDRESSING}:tile_of", "sequence.q_start + position", "position", "packed"),
     Mutant(
-        "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
+        "keys_of_the_first_sequence", f"{_KEY_TILES}:places_at",
         "first + tl.arange(0, c.TILE_N) + key.start", "first + tl.arange(0, c.TILE_N)", "packed",
     ),
     Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + indices", "pages + (tl.maximum(indices, 1) - 1)", "pages"),
@@ -146,6 +148,26 @@ MUTANTS = by_name(
     Mutant(
         "page_table_of_the_first_sequence", f"{_FORWARD}:visited",
         "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages",
+    ),
+    # 8-bit keys
+    Mutant(
+        "factors_of_keys_left_out", f"{_FORWARD}:scores_of",
+        "s * factors_at(key, first, end, numbers, c, False, IS_CUT)[None, :]", "s", "factors_of_keys",
+    ),
+    Mutant("factors_of_values_left_out", f"{_FORWARD}:scaled_weights_of", "p * factors", "p", "factors_of_keys"),
+    Mutant("factors_of_keys_for_values", f"{_KEY_TILES}:factors_at", "key.factors.v", "key.factors.k", "factors_of_keys"),
+    Mutant(
+        "factor_of_the_first_head", f"{_FORWARD}:visited",
+        "tensors.k_factors + kv_head * spans.k_factors.head", "tensors.k_factors", "factors_of_keys",
+    ),
+    Mutant("factor_of_the_head_left_out", f"{_FORWARD}:visited", "factor * of_head", "factor", "factors_of_heads"),
+    Mutant(
+        "factor_of_the_first_entry", f"{_FORWARD}:visited",
+        "b.to(tl.int64) * spans.v_factors.rows", "b.to(tl.int64) * 0", "factors_of_heads",
+    ),
+    Mutant(
+        "odd_columns_before_even_ones", f"{_FORWARD}:whole_output",
+        "tl.join(acc[0], acc[1])", "tl.join(acc[1], acc[0])", "factors_of_keys",
     ),
     Mutant("launch_without_work_does_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
     Mutant("launch_with_work_leaves_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),

@@ -3,10 +3,10 @@
 Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for everything that pytest runs.
 
 NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16, where hardware rounds to nearest;
-products and most casts of bfloat16 use the raw bits, and it has no constants; a comparison of scalars becomes a float when it is
-broadcast; an integer from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at the same time share one
-grid position
-(``interpreter_speed`` and ``interpreter_blocks`` patch the slow parts).
+products and most casts of bfloat16 use the raw bits, and it has no constants; NaN, infinities and the least numbers of 8 bits become other
+numbers; a comparison of scalars becomes a float when it is broadcast; an integer from 2^31 to 2^32 is computed with in 32 bits where 64 are
+annotated; threads that launch at the same time share one grid position (``interpreter_speed`` and ``interpreter_blocks`` patch the slow
+parts).
 Only a process that interprets is patched.
 """
 
@@ -45,7 +45,14 @@ def _mend_numbers() -> None:
     dot, splat, cast, convert = builder.create_dot, builder.create_splat, builder.cast_impl, interpreter._convert_float
     as_argument = interpreter._implicit_cvt
 
+    eights = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    wides = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
+
     def rounded(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source in eights and target in wides:
+            values = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(eights[source]).to(wides[target])
+            bits = values.view(torch.int32 if target is tl.float32 else torch.int16).numpy()
+            return bits.view(np.uint32 if target is tl.float32 else np.uint16).reshape(data.shape)
         if source is tl.float32 and target is tl.bfloat16:
             values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
             return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
@@ -55,6 +62,8 @@ def _mend_numbers() -> None:
         return dot(self, widened(a), widened(b), d, input_precision, most)
 
     def widened(x: Any) -> Any:
+        if x.dtype.scalar is tl.float16:  # NumPy would add in another order than it does for bfloat16
+            return handle(x.data.astype(np.float32), tl.float32)
         if x.dtype.scalar is not tl.bfloat16:
             return x
         return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

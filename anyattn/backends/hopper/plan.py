@@ -31,6 +31,8 @@ def reason_against(problem: Problem) -> str | None:
     q, v = problem.q, problem.v
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if problem.k.dtype is not q.dtype:
+        return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
     if max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1]:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
     if problem.num_splits > 1 or (problem.sequences is not None and problem.sequences.is_cache):

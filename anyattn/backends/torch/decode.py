@@ -164,8 +164,26 @@ class Decoder:
         part = x.as_strided((1, heads, hi - lo, width), steps, x.storage_offset() + row * steps[0] + start * steps[2])
         if x.dtype == self.dtype:
             return part
-        tokens = self.workspace.take(f"converted {name}", (1, hi - lo, heads, width), self.dtype)
-        return tokens.transpose(1, 2).copy_(part)
+        tokens = self.workspace.take(f"converted {name}", (1, hi - lo, heads, width), self.dtype).transpose(1, 2).copy_(part)
+        factors = self._factors(name, b, lo, hi)
+        return tokens if factors is None else tokens.mul_(factors)
+
+    def _factors(self, name: str, b: int, lo: int, hi: int) -> Tensor | None:
+        """(K/V heads, hi - lo or 1, 1): the factors of the 8-bit keys or values ``lo:hi`` of entry b."""
+        scales, sequences = self.problem.kv_scales, self.problem.sequences
+        factors = None if scales is None else scales.k if name == "k" else scales.v
+        if factors is None:
+            return None
+        if factors.ndim == 2:
+            return factors[b, :, None, None]
+        if sequences is None:
+            return factors[b, :, lo:hi, None]
+        row, start, size = sequences.on_host.k_row[b], sequences.on_host.k_start[b] + lo, factors.shape[2]
+        if sequences.page_table is None:
+            return factors[row, :, start : start + hi - lo, None]
+        first = start // size
+        pages = sequences.page_table[b, first : ceil_div(start + hi - lo, size)].long()
+        return factors[pages].transpose(0, 1).flatten(1)[:, start - first * size :][:, : hi - lo, None]
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

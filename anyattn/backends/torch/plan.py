@@ -85,6 +85,9 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> TorchPlan:
     if dtype not in hardware.fast_dtypes:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
         dtype = torch.float32
+    elif problem.kv_scales is not None and dtype.itemsize == 2:
+        why.append("products in float32: 16 bits do not hold 8-bit keys and values times their scales")
+        dtype = torch.float32
     tile_m = _tile_m(problem, dtype.itemsize == 2, why)
     is_cache = problem.sequences is not None and problem.sequences.is_cache
     # of a cache the lengths grow from call to call, and one plan is for all of them

@@ -91,10 +91,24 @@ class Heads:
 
     def keys(self, x: Tensor, name: str) -> KeyRows:
         """(count, keys, D) of the keys or values ``x``, in the dtype of the products."""
-        is_read_once = len(self.group.row_tiles) == 1
+        is_read_once, factors = len(self.group.row_tiles) == 1, self._factors(name)
         if self.pool_rows is not None:
-            return KeyRows(x, self.dtype, self.workspace, name, is_read_once, self.pool_rows)
-        return KeyRows(x[self.k_rows, self.kv_heads, self.keys_used], self.dtype, self.workspace, name, is_read_once)
+            return KeyRows(x, self.dtype, self.workspace, name, is_read_once, self.pool_rows, factors)
+        rows = x[self.k_rows, self.kv_heads, self.keys_used]
+        return KeyRows(rows, self.dtype, self.workspace, name, is_read_once, factors=factors)
+
+    def _factors(self, name: str) -> Tensor | None:
+        """(count, keys or 1): the factors of 8-bit keys ("k") or values ("v")."""
+        scales = self.problem.kv_scales
+        factors = None if scales is None else scales.k if name == "k" else scales.v
+        if factors is None:
+            return None
+        if factors.ndim == 2:
+            return factors[self.group.b_lo : self.group.b_hi, self.kv_heads].reshape(self.count, 1)
+        if self.pool_rows is None:
+            return factors[self.k_rows, self.kv_heads, self.keys_used].flatten(0, 1)
+        rows, size = self.pool_rows.storage_rows, factors.shape[2]
+        return factors.transpose(1, 2)[rows // size, rows % size][..., self.kv_heads].transpose(1, 2).flatten(0, 1)
 
     @cached_property
     def pool_rows(self) -> PoolRows | None:

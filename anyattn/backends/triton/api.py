@@ -11,12 +11,16 @@ from torch import Tensor
 
 from anyattn.backends.result import Result
 from anyattn.backends.triton import autotune, tile_config
+from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
 from anyattn.backends.triton.combine import merge, merge_shares
 from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
+    NO_FACTOR,
+    OF_HEAD,
+    OF_KEY,
     CacheSizes,
     ForwardConstants,
     ForwardSpans,
@@ -48,7 +52,7 @@ from anyattn.mods.float32_scores import is_ordinary_scale
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.tensors.strides import empty_in_order
-from anyattn.triton_tools.launch import strides_of
+from anyattn.triton_tools.launch import row_bytes, strides_of
 
 __all__ = ["FormPlan", "forward", "plan_of_documents", "source_of"]
 
@@ -172,11 +176,19 @@ def _launch(form_plan: FormPlan, target: _Target) -> None:
         tables = tables._replace(guard=form.guard)
     cache = tables.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
+    factors = problem.kv_scales or (None, None)
     tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), tables.entries, tables.order, tables.pages, *cache_tables,
-        tables.guard, *target.shared,
+        tables.guard, *factors, *target.shared,
     )  # fmt: skip
     key = (*launch_key(problem, tables, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
+    if problem.k.dtype is not problem.q.dtype:
+        key += (
+            problem.k.dtype,
+            row_bytes(problem.q),
+            row_bytes(problem.k, problem.v),
+            *[None if t is None else t.stride() for t in factors],
+        )
     launch_cached(launches, key, problem, tensors, tables.lists, _launch_spec, (form, plan, target, call_program, tables, is_raw))
 
 
@@ -220,8 +232,8 @@ def _launch_spec(
     if plan.programs:
         grid = (plan.programs, 1, 1)
     numbers = (
-        *strides, part_statistics, *tables.strides, *_cache_sizes(problem, tables.cache), packed, padded_group(packed),
-        together, groups, tiles_each, *sizes_of(problem, tables, splits), *_shares(problem, plan, tables),
+        *strides, part_statistics, *tables.strides, *_strides_of_factors(problem), *_cache_sizes(problem, tables.cache),
+        packed, padded_group(packed), together, groups, tiles_each, *sizes_of(problem, tables, splits), *_shares(problem, plan, tables),
     )  # fmt: skip
     options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     captured = captured_of(call_program)
@@ -258,11 +270,37 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "IS_LATE": pipeline.is_late and tables.pages is None,
         "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0,
         "IS_RISING": program.is_rising, "IS_SHARED": plan.programs > 0,
-        "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
+        "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip
 
 
+_OF_8_BITS = ("K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES", "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA")
+
+
+def _constants_of_8_bits(problem: Problem, tile_m: int) -> dict[str, int]:
+    q, k, v = problem.q, problem.k, problem.v
+    if k.dtype is q.dtype:
+        return dict.fromkeys(_OF_8_BITS, 0)
+    of_k, of_v = ((NO_FACTOR if t is None else OF_HEAD if t.ndim == 2 else OF_KEY) for t in problem.kv_scales or (None, None))
+    kv_bytes = row_bytes(k, v)
+    # a warp group's products take values from shared memory in 16 bits, whatever they were loaded as
+    has_pairs = kv_bytes > 1 and v.shape[3] % 2 == 0 and tile_m <= tile_config.FEW and q.dtype is not torch.float32
+    is_halved, is_nvidia = q.dtype is torch.bfloat16, assumptions.is_nvidia(q.device.type)
+    return dict(zip(_OF_8_BITS, (of_k, of_v, row_bytes(q), kv_bytes, has_pairs, is_halved, is_nvidia), strict=True))
+
+
+def _strides_of_factors(problem: Problem) -> list[int]:
+    """Of the keys' factors, then of the values': rows or batch entries, head, position."""
+    strides: list[int] = []
+    for t in problem.kv_scales or (None, None):
+        strides += (0, 0, 0) if t is None else t.stride() if t.ndim == 3 else (*t.stride(), 0)
+    return strides
+
+
 def _is_raw(problem: Problem) -> bool:
+    scales = problem.kv_scales
+    if scales is not None and scales.v is not None and scales.v.ndim == 3 and problem.q.dtype is torch.float16:
+        return False  # ``forward.scaled_weights_of``
     return problem.score is not None or is_ordinary_scale(problem.scale)
 
 

@@ -211,11 +211,10 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
     if tiles.tile_m > 64 or not has_few_rows(problem, hardware.capability):  # limited by matrix products, not by bytes
         return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
     shape = shape_of(problem)
-    size = problem.q.dtype.itemsize
     return pieces_of(
         Reading(
             programs=row_tiles * heads * batch, key_tiles=ceil_div(_most_seen(problem), tiles.tile_n),
-            tile_bytes=tiles.tile_n * (shape.d + shape.dv) * size, stages=max(1, tiles.num_stages - 1),
+            tile_bytes=tiles.tile_n * (shape.d + shape.dv) * shape.kv_size, stages=max(1, tiles.num_stages - 1),
             resident=tile_config.resident(tiles, shape, hardware.capability), partial_bytes=problem.q.shape[:3].numel() * shape.dv * 4,
             waits=any(reads_keys(mod.expr) for mod in (problem.score, *problem.predicates) if mod is not None),
         ),

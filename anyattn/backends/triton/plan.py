@@ -32,6 +32,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {_WIDEST}"
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function is only for the Hopper kernel"
+    if problem.k.dtype is not q.dtype and (reason := _reason_against_8_bits(problem.k)):
+        return reason
     for name, t in (("q", q), ("k", problem.k), ("v", v)):
         if t.shape[3] > 1 and t.stride(3) != 1:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
@@ -45,6 +47,15 @@ def reason_against(problem: Problem) -> str | None:
     shape, capability = shape_of(problem), tile_config.capability_of(q.device)
     # tiles for few rows are not larger
     return tile_config.reason_against("forward", tile_config.forward_tiles(shape, capability, _MANY, False), shape, capability)
+
+
+def _reason_against_8_bits(k: torch.Tensor) -> str | None:
+    capability = tile_config.capability_of(k.device)
+    if torch.version.hip is not None:
+        return "its kernels for 8-bit keys and values are not for AMD's GPUs"
+    if k.dtype is torch.float8_e4m3fn and capability is not None and capability < (8, 9):
+        return f"it reads float8_e4m3fn from compute capability 8.9 on, and this is {'.'.join(map(str, capability))}"
+    return None
 
 
 def reason_against_backward(problem: Problem) -> str | None:

@@ -137,7 +137,8 @@ class Shape:
     columns: number of values that mods load per key. asks: lists name the tiles, and the mask is evaluated in partial ones. has_pairs: the
     score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
     (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``). most_keys: see
-    ``most_keys_of``.
+    ``most_keys_of``. has_8_bits: keys and values are stored in 8 bits. is_narrow: their rows do not begin at
+    multiples of 8 bytes.
     """
 
     d: int
@@ -150,6 +151,13 @@ class Shape:
     is_band: bool = False
     pair_bytes: int = 0
     most_keys: int = 0
+    has_8_bits: bool = False
+    is_narrow: bool = False
+
+    @property
+    def kv_size(self) -> int:
+        """Bytes of an element of the stored keys and values."""
+        return 1 if self.has_8_bits else self.dtype.itemsize
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -194,6 +202,8 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 }
 # The same up to head dimension 32, where whole rows leave registers for larger tiles: on an H200 forward and dq take 0.61 of the time.
 _NARROW, _NARROW_FLOATS = 32, {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 32, 4, 2)}
+# Forward pass over 8-bit keys and values, which become 16 bits in registers.
+_TILES_8_BITS: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 128, 4, 2), (128, 64, 8, 3), (64, 64, 8, 3))}
 # Forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, with the least tile_m of a product, because
 # reading keys takes the time; more queries use the tiles for many. An architecture that is not listed uses tiles of as many rows as there
 # are, in powers of two, with one kernel each.
@@ -205,6 +215,10 @@ _SHORT_SHARED: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16
 # 8,192 keys, 32 / 8 heads of 128: 16 queries 111 instead of 143 us, 32 queries 112 instead of 164.
 _SEVERAL = 8
 _SHORT_FULL: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2))}
+# The same for 8-bit keys and values: wider tiles, of as many bytes; and for rows that are loaded in pieces of 4 bytes, more threads for
+# their addresses. Both by the compiler's output: not measured yet.
+_SHORT_8_BITS: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 4), (16, 128, 4, 4), (16, 64, 4, 3))}
+_SHORT_NARROW: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 64, 8, 6), (16, 64, 8, 6), (16, 32, 8, 6))}
 _MOST_SHORT = 16
 # Pipeline options of the 16-bit forward pass, by head dimension as above; all off for other architectures, and for few queries.
 _PIPELINES = {
@@ -258,6 +272,8 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
         return Tiles(*_PAIRS[arch][shape.most_keys][name])
     if shape.dtype.itemsize != 2 and max(shape.d, shape.dv) <= _NARROW:
         return Tiles(*_NARROW_FLOATS[name])
+    if name == "forward" and shape.has_8_bits and shape.dtype.itemsize == 2 and arch in _TILES_8_BITS:
+        return _with_registers_to_spare(name, Tiles(*_TILES_8_BITS[arch][_column(shape)]), shape, arch)
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``pipeline_of``) larger tiles were faster
@@ -284,7 +300,14 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
-    total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + stages * m * n * shape.pair_bytes + _SMALL_PARTS
+    loaded = shape.kv_size if name == "forward" else size
+    total = (
+        size * stay + loaded * stages * step * both + stages * step * 8 * shape.columns + stages * m * n * shape.pair_bytes + _SMALL_PARTS
+    )
+    if name == "forward" and shape.has_8_bits:
+        total += 8 * stages * step  # factors
+        if m > FEW:  # a warp group's products take operands from shared memory, converted
+            total += size * step * both
     if name == "dkdv":  # lse and delta of a row
         total += stages * m * 8
     if name != "forward" and stages == 1:  # operands that two products need in different layouts are stored twice then
@@ -309,7 +332,7 @@ def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> 
     stages = max(1, tiles.num_stages - (not is_warpgroup))
     step = tiles.tile_n * (shape.d + shape.dv)
     passed = tiles.tile_n * (not is_warpgroup)  # weights; a warp group's products take them from registers
-    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
+    used = shape.dtype.itemsize * tiles.tile_m * (shape.d + passed) + shape.kv_size * stages * step
     is_fewest = architecture(capability) == "sm_90" and tiles.tile_m <= _FEWEST and shape.dtype.itemsize == 2 and not shape.columns
     warps = _MORE_WARPS if is_fewest else _WARPS
     return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), warps // tiles.num_warps))
@@ -363,8 +386,9 @@ def forward_tiles(
     if not _has_short(shape.dtype, capability):
         tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
     elif is_short:
-        is_full = rows > _FEWEST and queries >= _SEVERAL
-        table = _SHORT_FULL if is_full else _SHORT_SHARED if is_shared else _SHORT
+        is_full = rows > _FEWEST and queries >= _SEVERAL and not shape.has_8_bits
+        of_16_bits = _SHORT_FULL if is_full else _SHORT_SHARED if is_shared else _SHORT
+        table = _SHORT_NARROW if shape.is_narrow else _SHORT_8_BITS if shape.has_8_bits else of_16_bits
         tiles = Tiles(*table[architecture(capability)][_column(shape)])
         if is_full and rows > 2 * tiles.tile_m:
             tiles = replace(tiles, tile_m=2 * tiles.tile_m, num_warps=8)
@@ -396,7 +420,7 @@ def pipeline_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool
     not if the output has a descriptor.
     """
     pipelines = (_PIPELINES_OF_SCORES if shape.has_score else _PIPELINES).get(architecture(capability))
-    if pipelines is None or is_short or shape.asks or shape.dtype.itemsize != 2:
+    if pipelines is None or is_short or shape.asks or shape.dtype.itemsize != 2 or shape.has_8_bits:
         return PipelineOptions(False, TmaUse.NONE)
     options = pipelines[_column(shape)]
     options = replace(options, is_late=False) if shape.has_score and shape.columns else options

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn import scores
 from anyattn.testing.harness.inputs import Inputs
 
-__all__ = ["alibi", "append", "contiguous", "copy", "fa3", "paged", "pages", "splits"]
+__all__ = ["EIGHT_BITS", "alibi", "append", "contiguous", "copy", "eight_bits", "fa3", "paged", "pages", "splits"]
 
 _ROTARY = 64  # dimensions
 
@@ -71,6 +71,60 @@ def paged(page_size: int, num_splits: int = 0) -> Callable[[Inputs], Callable[[]
         return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, **options)
 
     return prepare
+
+
+# Caches of 8 bits by the name of the contestant: dtype, scales (of the whole cache, of each head, page or key, or behind each key's bytes),
+# page size, and whether there is a score mod.
+EIGHT_BITS: dict[str, tuple[torch.dtype, str, int, bool]] = {
+    "anyattn-e4m3": (torch.float8_e4m3fn, "none", 0, False),
+    "anyattn-e4m3-head": (torch.float8_e4m3fn, "head", 0, False),
+    "anyattn-e4m3-key": (torch.float8_e4m3fn, "key", 0, False),
+    "anyattn-e4m3-inline": (torch.float8_e4m3fn, "inline", 0, False),
+    "anyattn-e5m2-head": (torch.float8_e5m2, "head", 0, False),
+    "anyattn-int8-head": (torch.int8, "head", 0, False),
+    "anyattn-e4m3-alibi": (torch.float8_e4m3fn, "head", 0, True),
+    "anyattn-e4m3-paged-16-head": (torch.float8_e4m3fn, "head", 16, False),
+    "anyattn-e4m3-paged-16-page": (torch.float8_e4m3fn, "page", 16, False),
+    "anyattn-e4m3-paged-16-key": (torch.float8_e4m3fn, "key", 16, False),
+    "anyattn-e4m3-paged-16-inline": (torch.float8_e4m3fn, "inline", 16, False),
+}
+
+
+def eight_bits(name: str) -> Callable[[Inputs], Callable[[], Any]]:
+    """Decoding from a cache of ``EIGHT_BITS``."""
+    dtype, form, page_size, has_score = EIGHT_BITS[name]
+
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        import anyattn
+
+        q, k, v = inputs.bshd
+        options: dict[str, Any] = {"cache_seqlens": _lengths(inputs), "causal": True, "backend": inputs.case.backend}
+        if page_size:
+            k, v, options["page_table"] = pages(inputs, page_size)
+        if has_score:
+            slopes = scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device)
+            options["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
+        caches = []
+        for option, x in (("k_descale", k), ("v_descale", v)):
+            cache, options[option] = _quantised(x, dtype, form, len(q))
+            caches.append(cache)
+        return lambda: anyattn.flash_attn_with_kvcache(q, *caches, **options)
+
+    return prepare
+
+
+def _quantised(x: Tensor, dtype: torch.dtype, form: str, batch: int) -> tuple[Tensor, Tensor | None]:
+    """``x`` in 8 bits, and its scales."""
+    rows, positions, heads, width = x.shape
+    unit = 32.0 if dtype is torch.int8 else 1.0
+    shape = {"none": (), "head": (batch, heads), "page": (rows, 1, heads)}.get(form, (rows, positions, heads))
+    found = torch.full(shape, 1 / unit, device=x.device)
+    stored = (x * unit).clamp(-127, 127).to(dtype)
+    if form != "inline":
+        return stored, found if shape else None
+    together = torch.empty(*x.shape[:3], width + 4, dtype=torch.uint8, device=x.device)
+    together[..., :width], together[..., width:].view(torch.float32)[..., 0] = stored.view(torch.uint8), found
+    return together[..., :width].view(dtype), together[..., width:].view(torch.float32)[..., 0]
 
 
 def append(inputs: Inputs) -> Callable[[], Any]:

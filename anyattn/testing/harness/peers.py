@@ -413,6 +413,7 @@ PEERS: dict[str, Peer] = {
     "anyattn-paged-16": Peer(_at_cache(decode.paged(16)), _CUDA),
     **{name: Peer(_at_cache(decode.splits(int(name.removeprefix("splits-"))))) for name in SPLITS},
     **{name: Peer(_at_cache(decode.paged(16, int(name.rpartition("-")[2])))) for name in PAGED_SPLITS},
+    **{name: Peer(_at_cache(decode.eight_bits(name)), is_other_job=True) for name in decode.EIGHT_BITS},
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),
     "matrix-product": Peer(_matrix_product, _CUDA, is_other_job=True, has_gradient=False),
     "flash-attn": Peer(_native("flash_attn"), _CUDA),

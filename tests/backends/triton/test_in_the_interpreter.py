@@ -61,7 +61,7 @@ PARTS = {
         (
             *(f"{KERNELS}/test_forward_interpreted.py", "backends/triton/codegen/test_assumptions_interpreted.py"),
             *("documents/test_kernels_interpreted.py", "sequences/test_tile_order_interpreted.py"),
-            "distributed/test_row_moves_interpreted.py",
+            *("distributed/test_row_moves_interpreted.py", f"{KERNELS}/test_eight_bits_interpreted.py"),
             *("sparsity/kernels/test_block_lists_interpreted.py", "sparsity/kernels/test_varlen_lists_interpreted.py"),
         ),
         insists=False,
@@ -82,6 +82,11 @@ PARTS = {
         has_slow=False,
         insists=False,
     ),
+    "8-bit caches": Part(
+        ("entry_points/test_8_bit_caches.py",),
+        "oracle or far_apart or varlen or matter or without_scales",
+        few="(oracle and (plain or padding_in)) or (far_apart and key) or (varlen and 16 and inline)",
+    ),
     "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
         ("entry_points/test_operations.py",),
@@ -96,7 +101,16 @@ PARTS = {
 # those that compile graphs share a process: Dynamo takes seconds to import. Mutants, which import the backend anew, come last
 PROCESSES = {
     "large parts": ("variants, documents, sequences, frozen", "edges and sums", "strides and operators", "layouts", "batches of vLLM"),
-    "small parts": ("kernels alone", "decoding", "operations", "edge cases", "dropout", "wide gradients of keys", "mutants"),
+    "small parts": (
+        "kernels alone",
+        "decoding",
+        "operations",
+        "edge cases",
+        "dropout",
+        "8-bit caches",
+        "wide gradients of keys",
+        "mutants",
+    ),
 }
 
 

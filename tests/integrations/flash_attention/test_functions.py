@@ -130,7 +130,7 @@ def test_sides_and_caps_below_0_mean_none() -> None:
     ("option", "cure"),
     [
         ({"qv": Q}, r"torch\.cat\(\(q, qv\), -1\)"),
-        ({"k_descale": torch.ones(2, 2)}, "multiply k by it"),
+        ({"k_descale": torch.ones(2, 2)}, "8-bit keys and values are for flash_attn_varlen_func"),
         ({"attention_chunk": 16}, r"mask_mod=anyattn\.masks\.chunked"),
         ({"sm_margin": 8}, "leave it out"),
     ],

@@ -30,6 +30,8 @@ def why_not(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> st
         return f"they compute float32, and 16 bits where the CPU has no instructions for it, not {q.dtype} on {q.device.type}"
     if sequences is not None and (sequences.is_cache or sequences.page_table is not None):
         return "they read no KV cache"
+    if problem.k.dtype is not q.dtype:
+        return "they read no 8-bit keys"
     if problem.dropout is not None or num_splits > 1:
         return "they have no dropout and no split keys"
     if not problem.has_pairs or problem.seqlen_q < _LEAST_ROWS or _scores(problem) < _LEAST_SCORES:

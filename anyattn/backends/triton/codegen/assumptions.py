@@ -17,6 +17,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import alike
 from anyattn.triton_tools.emit import NEAR, SMALL, Style
 from anyattn.triton_tools.interpreter import is_interpreting
+from anyattn.triton_tools.launch import row_bytes
 
 __all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
 
@@ -54,7 +55,11 @@ def shape_of(problem: Problem) -> Shape:
     pair_bytes = sum(m.tensors[slot].element_size() for m in mods for slot in style_of(m, m.expr, problem).even)
     most_keys = most_keys_of(problem.bound_k) if asks_pairs and problem.sequences is None else 0
     has_score = problem.score is not None
-    return Shape(d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys)
+    has_8_bits = problem.k.dtype is not problem.q.dtype
+    return Shape(
+        d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys,
+        has_8_bits=has_8_bits, is_narrow=has_8_bits and row_bytes(problem.k, problem.v) < 8,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -13,11 +13,15 @@ from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
     "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants",
-    "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyStorage", "LineStrides", "ListSpans",
+    "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyFactors", "KeyStorage", "LineStrides",
+    "ListSpans",
     "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
     "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales",
     "Sequence", "Shares", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
+
+
+NO_FACTOR, OF_HEAD, OF_KEY = 0, 1, 2  # of 8-bit keys and values
 
 
 # ---- arguments of a launch
@@ -154,7 +158,11 @@ class Mods(NamedTuple):
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
 # hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
-# over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles.
+# over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles. K_SCALE, V_SCALE:
+# factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD``
+# (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES: what the addresses of rows of q, and of k and v, are multiples
+# of, where their strides do not say so; 0 elsewhere. HAS_PAIRS: 8-bit values are loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA:
+# 8 bits are converted by NVIDIA's instructions. IS_HALVED: see ``eight_bits.halved``.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -167,7 +175,8 @@ def _constants(name: str, *more: str) -> Any:
 
 ForwardConstants = _constants(
     "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
-    "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED",
+    "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED", "K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES",
+    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
@@ -183,8 +192,9 @@ class ForwardTensors(NamedTuple):
     q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). k and v may be pools of pages. out: (B, Hq, Sq, Dv). These four may be
     tensor descriptors. lse, max_scores: float32 (B, Hq, Sq), contiguous, in nats. sink: (Hq,). entries: int32 (B, 9), ``Sequence``. order:
     int32 (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages per sequence). cached, leftpad, cache_rows: integers (B,),
-    a cache's tables. guard: int32 (1,), see ``addressing.is_off``. Of ``even_shares.store_part``, parts and
-    part_sums: float32 (programs, 2, TILE_M, BLOCK_DV) and (programs, 2, TILE_M, 2); part_rows: int64 (programs, TILE_M + 1).
+    a cache's tables. guard: int32 (1,), see ``addressing.is_off``. k_factors, v_factors: float32, see ``KeyFactors``. Of
+    ``even_shares.store_part``, parts and part_sums: float32 (programs, 2, TILE_M, BLOCK_DV) and (programs, 2, TILE_M, 2); part_rows: int64
+    (programs, TILE_M + 1).
     """
 
     q: Any
@@ -201,6 +211,8 @@ class ForwardTensors(NamedTuple):
     leftpad: Any
     cache_rows: Any
     guard: Any
+    k_factors: Any
+    v_factors: Any
     parts: Any
     part_sums: Any
     part_rows: Any
@@ -217,10 +229,13 @@ class ForwardStrides(NamedTuple):
 
 
 class ForwardSpans(NamedTuple):
-    """part_statistics: between the lse and greatest scores of splits: int64. lists: of the block lists."""
+    """part_statistics: between the lse and greatest scores of splits: int64. lists: of the block lists. k_factors, v_factors: of factors of
+    keys, or with batch entries as rows and 0 for the position."""
 
     part_statistics: Any
     lists: ListStrides
+    k_factors: RowStrides
+    v_factors: RowStrides
 
 
 class BackwardTensors(NamedTuple):
@@ -353,9 +368,20 @@ class Sequence(NamedTuple):
     lists_place: Any
 
 
+class KeyFactors(NamedTuple):
+    """Factors of each 8-bit key and value. k, v: pointers to float32, of their head's keys. k_strides, v_strides: of the factors, whose
+    places are those of the keys that they belong to."""
+
+    k: Any
+    v: Any
+    k_strides: RowStrides
+    v_strides: RowStrides
+
+
 class KeyStorage(NamedTuple):
     """The storage of a sequence's keys and values. k, v: pointers to their head's storage, or tensor descriptors. row, start: int32, the
-    storage's batch entry and the first key's row in it. k_strides, v_strides: of the storage. head: the K/V head."""
+    storage's batch entry and the first key's row in it. k_strides, v_strides: of the storage. head: the K/V head. factors: ``KeyFactors``,
+    0 in the backward pass."""
 
     k: Any
     v: Any
@@ -364,13 +390,16 @@ class KeyStorage(NamedTuple):
     k_strides: RowStrides
     v_strides: RowStrides
     head: Any
+    factors: Any
 
 
 class Scales(NamedTuple):
-    """Factors, float32. score: of a product, to get the score that the score mod receives. base_2: of a score, to get base 2."""
+    """Factors, float32. score: of a product, to get the score that the score mod receives. base_2: of a score, to get base 2. rows: of the
+    rows' products, [rows, 1], see ``eight_bits.halved``."""
 
     score: Any
     base_2: Any
+    rows: Any
 
 
 class RowsOfParts(NamedTuple):

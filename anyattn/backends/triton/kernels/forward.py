@@ -7,37 +7,26 @@ as functions.
 import triton
 import triton.language as tl
 
-from anyattn.arithmetic import LN2, LOG2E
-from anyattn.backends.triton.kernels.addressing import is_off, key_places, parted, row_offsets, sequence_of, tile_of, work_of
-from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.triton.kernels.addressing import is_off, parted, row_offsets, sequence_of, tile_of, work_of
+from anyattn.backends.triton.kernels.arguments import OF_HEAD, OF_KEY, KeyFactors, KeyStorage, RowsOfParts, Scales
 from anyattn.backends.triton.kernels.dropout import factor_of, places, plus_kept
+from anyattn.backends.triton.kernels.eight_bits import halved, widened
 from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, start_of_share, store_no_rows, store_part
-from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
+from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
+from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
+from anyattn.backends.triton.kernels.results import places_of_rows, store_results
 from anyattn.backends.triton.kernels.row_tile import Portion
 from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, visits_of
-from anyattn.backends.triton.tile_config import FEW
 
-__all__ = ["forward_tile", "load_rows", "rows_of"]
+__all__ = ["forward_tile", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-_LN2: tl.constexpr = tl.constexpr(LN2)
 # Lower bound of a row maximum: -inf minus it is -inf, not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
-_FEW: tl.constexpr = tl.constexpr(FEW)
-
-
-@triton.jit
-def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros for rows not in ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM."""
-    d = tl.arange(0, BLOCK_D)[None, :]
-    if ALL_ROWS and HEAD_DIM == BLOCK_D:
-        return tl.load(base + offsets + d)
-    elif ALL_ROWS:
-        return tl.load(base + offsets + d, mask=d < HEAD_DIM, other=0.0)
-    elif HEAD_DIM == BLOCK_D:
-        return tl.load(base + offsets + d, mask=is_row, other=0.0)
-    else:
-        return tl.load(base + offsets + d, mask=is_row & (d < HEAD_DIM), other=0.0)
+_OF_HEAD: tl.constexpr = tl.constexpr(OF_HEAD)
+_OF_KEY: tl.constexpr = tl.constexpr(OF_KEY)
+_MOST_SHIFT: tl.constexpr = tl.constexpr(60)  # beyond it all of a value's products are 0 or infinite in float16
 
 
 @triton.jit
@@ -76,7 +65,12 @@ def scores_of(
     ``paged_kv.page_numbers``. IS_CUT: keys from ``end`` on are not loaded.
     """
     lane = first + tl.arange(0, c.TILE_N)
-    s = tl.dot(q, tl.trans(keys_at(key, first, end, numbers, c, False, IS_CUT, not IS_PARTIAL)), input_precision=c.PRECISION)
+    k = widened(keys_at(key, first, end, numbers, c, False, IS_CUT, not IS_PARTIAL), q.dtype, c.IS_NVIDIA)
+    s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+    if c.IS_HALVED:
+        s = s * scales.rows
+    if c.K_SCALE == _OF_KEY:
+        s = s * factors_at(key, first, end, numbers, c, False, IS_CUT)[None, :]
     if mods.score.exists:
         s = s * scales.score
     elif not c.IS_RAW:
@@ -108,32 +102,21 @@ def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.constexpr, IS_PLAIN: tl.constexpr):
-    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, from position ``first``; with IS_CUT those from ``end`` on are not loaded.
-
-    IS_PLAIN: for those anything is returned, else zeros. key: ``KeyStorage``. numbers: of the tile's pages.
-    """
-    source, strides = (key.v, key.v_strides) if IS_VALUE else (key.k, key.k_strides)
-    HEAD_DIM: tl.constexpr = c.HEAD_DIM_V if IS_VALUE else c.HEAD_DIM
-    BLOCK_D: tl.constexpr = c.BLOCK_DV if IS_VALUE else c.BLOCK_D
-    if c.IS_DESCRIBED >= 2:  # these descriptors know the end of the whole storage
-        return tl.reshape(source.load([key.row, key.head, first + key.start, 0]), (c.TILE_N, BLOCK_D))
-    elif c.IS_DESCRIBED == 1:  # and these the sequence's end
-        return source.load([first, 0])
+def no_output(c):
+    """The accumulator before the first key: [TILE_M, BLOCK_DV], or even and odd columns apart."""
+    if c.HAS_PAIRS:
+        return tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32), tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32)
     else:
-        is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
-        if c.PAGE_SIZE > 0:
-            at = paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_CUT and not c.IS_SHARED)
-        elif c.TILE_M <= _FEW and not IS_CUT:
-            # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
-            step = strides.position
-            at = key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, c.TILE_N) * step
-        else:
-            lane = first + tl.arange(0, c.TILE_N) + key.start
-            if IS_CUT:
-                lane = tl.minimum(lane, key.start + end - 1)
-            at = key_places(lane, key.row, strides)
-        return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, IS_PLAIN)
+        return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
+
+
+@triton.jit
+def whole_output(acc, c):
+    """[TILE_M, BLOCK_DV]: the accumulator with its columns in order."""
+    if c.HAS_PAIRS:
+        return tl.reshape(tl.join(acc[0], acc[1]), (c.TILE_M, c.BLOCK_DV))
+    else:
+        return acc
 
 
 @triton.jit
@@ -168,13 +151,56 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
 
 
 @triton.jit
+def scaled_weights_of(s, factors, row_sum, row_max, scale, HAS_SCORE: tl.constexpr, IS_RAW: tl.constexpr, IS_NARROW: tl.constexpr):
+    """``weights_of``, with exponentials that are multiplied by the factors of the keys' values, [1, TILE_N]; their sums are not.
+
+    IS_NARROW: the products are rounded to float16, whose range is small. Then a row's reference is not its greatest score but that of the
+    scores plus the factors' exponents, so that the greatest product is between 1 and 2; it is in base 2, and IS_RAW is False.
+    """
+    if IS_NARROW:
+        if HAS_SCORE:
+            s = s * scale
+        exponents = (
+            factors.to(tl.int32, bitcast=True) >> 23 & 255
+        ) - 127  # of a hidden key's factor, which may be anything, it is a number
+        shift = tl.minimum(tl.maximum(exponents, -_MOST_SHIFT), _MOST_SHIFT).to(tl.float32)
+        highest = tl.maximum(row_max, tl.max(s + shift, 1))
+        p = tl.exp2(s - highest[:, None])
+        rescale = tl.exp2(row_max - highest)
+        row_sum, row_max = row_sum * rescale[:, None] + sums_of(p, row_sum), highest
+    else:
+        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    return tl.where(p == 0, 0.0, p * factors), rescale, row_sum, row_max
+
+
+@triton.jit
+def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE: tl.constexpr, c, IS_CUT: tl.constexpr):
+    """(acc, row_sum, row_max) with the values of one tile of keys, weighed by their scores ``s``; see ``scores_of``. DTYPE: of products."""
+    if c.V_SCALE == _OF_KEY:
+        factors = factors_at(key, first, end, numbers, c, True, IS_CUT)[None, :]
+        IS_NARROW: tl.constexpr = tl.float16 == DTYPE
+        p, rescale, row_sum, row_max = scaled_weights_of(
+            s, factors, row_sum, row_max, scales.base_2, mods.score.exists, c.IS_RAW, IS_NARROW
+        )
+    else:
+        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
+    if c.HAS_PAIRS:
+        even, odd = pairs_at(key, first, end, numbers, DTYPE, c, IS_CUT)
+        even = plus_kept(acc[0], rescale, p, even, b, h, first, rows, mods, c.PRECISION)
+        odd = plus_kept(acc[1], rescale, p, odd, b, h, first, rows, mods, c.PRECISION)
+        acc = (even, odd)
+    else:
+        v = widened(keys_at(key, first, end, numbers, c, True, IS_CUT, not IS_CUT), DTYPE, c.IS_NVIDIA)
+        acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
+    return acc, row_sum, row_max
+
+
+@triton.jit
 def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr):
     """Adds one tile of keys, from position ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
     s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
-    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
-    v = keys_at(key, first, end, numbers, c, True, IS_PARTIAL, not IS_PARTIAL)
-    acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
-    return acc, row_sum, row_max
+    DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
+    return weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE, c, IS_PARTIAL)
 
 
 @triton.jit
@@ -244,62 +270,35 @@ def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, k
         if i >= full:
             lanes = first + tl.arange(0, c.TILE_N)[None, :]
             s = tl.where(seen_in(lanes, seqlen_k, True, rows, b, h, mods, c, False), s, float("-inf"))
-        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
-        v = keys_at(key, first, seqlen_k, of_tile, c, True, True, False)
-        acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
+        DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, seqlen_k, key, rows, b, h, of_tile, scales, mods, DTYPE, c, True)
     return acc, row_sum, row_max, nearby
 
 
 @triton.jit
-def places_of_rows(tile, sizes):
-    """[TILE_M], int64: the places of a tile's rows among the statistics."""
-    return (tile.sequence.q_row.to(tl.int64) * sizes.heads + tile.heads) * sizes.positions + tile.at
-
-
-@triton.jit
-def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, split, c):
-    """Writes the output and statistics of a ``RowTile``. A split writes to [split][q row][head][position]; the sink is added when splits
-    are combined."""
-    h, is_row, q_row = tile.heads, tile.is_row, tile.sequence.q_row
-    statistic = places_of_rows(tile, sizes)
-    part = tl.cast(split, tl.int64) * spans.part_statistics
-    if c.HAS_MAX:
-        seen = tl.where(row_sum == 0, float("-inf"), row_max * _LN2)
-        tl.store(tensors.max_scores + part + statistic, seen, mask=is_row)
-    if c.HAS_SINK:
-        logit = tl.load(tensors.sink + h).to(tl.float32) * _LOG2E
-        highest = tl.maximum(row_max, logit)
-        rescale = tl.exp2(row_max - highest)
-        row_sum = row_sum * rescale + tl.exp2(logit - highest)
-        acc = acc * rescale[:, None]
-        row_max = highest
-    total = tl.where(row_sum == 0, 1.0, row_sum)
-    if c.HAS_LSE:  # before the output, since a program may have to wait for the output's copy engine
-        lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
-        tl.store(tensors.lse + part + statistic, lse, mask=is_row)
-    if c.PRECISION == "ieee":
-        acc = acc / total[:, None]
-    else:  # one division instead of many, each of seven instructions
-        acc = acc * (1.0 / total)[:, None]
-    if c.IS_DESCRIBED >= 3:
-        tensors.out.store([tile.b, tile.h, tile.first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], c.BLOCK_DV)))
-    else:
-        offsets = row_offsets(q_row, h, tile.at, strides.out)
-        d = tl.arange(0, c.BLOCK_DV)[None, :]
-        out = tensors.out + tl.cast(split, tl.int64) * strides.part_out
-        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM_V))
-
-
-@triton.jit
-def visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
-    """(acc, row_sum, row_max) with a portion of the keys of ``tile``, whose sequence has some. row_max is in base 2."""
+def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
+    """(output times sums, row_sum, row_max) of a portion of the keys of ``tile``, whose sequence has some. row_max is in base 2."""
     sequence, b, position, heads, first_row = tile.sequence, tile.b, tile.position, tile.heads, tile.first
+    _total, row_sum, row_max = no_results(c)
+    acc = no_output(c)
+    factor = tl.full((), _LOG2E, tl.float32) if mods.score.exists else scale * _LOG2E
+    if c.K_SCALE == _OF_HEAD:
+        of_head = tl.load(tensors.k_factors + b.to(tl.int64) * spans.k_factors.rows + tile.kv_head.to(tl.int64) * spans.k_factors.head)
+        scale = scale * of_head
+        if not mods.score.exists:
+            factor = factor * of_head
+    if c.IS_RAW:  # finite after scaling too
+        row_max = row_max / tl.maximum(factor, 1.0)
     seqlen_k = sequence.seqlen_k
     if c.IS_DESCRIBED == 4:
         q = tl.reshape(tensors.q.load([b, tile.h, first_row, 0]), (c.TILE_M, c.BLOCK_D))
     else:
         offsets = row_offsets(sequence.q_row, heads, tile.at, strides.q)
-        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False, c.Q_BYTES)
+    of_rows = 1.0
+    if c.IS_HALVED:
+        q, of_rows = halved(q)
+    scales = Scales(score=scale, base_2=factor, rows=of_rows)
     q_idx = (position + sequence.q_first)[:, None]
     if c.IS_PACKED:
         q_head = heads[:, None]
@@ -327,9 +326,14 @@ def visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, span
             [strides.v.position, 1],
             [c.TILE_N, c.BLOCK_DV],
         )
+    factors = KeyFactors(
+        k=tensors.k_factors + kv_head * spans.k_factors.head, v=tensors.v_factors + kv_head * spans.v_factors.head,
+        k_strides=spans.k_factors, v_strides=spans.v_factors,
+    )  # fmt: skip
     key = KeyStorage(
-        k=k_from, v=v_from, row=sequence.k_row, start=sequence.k_start, k_strides=strides.k, v_strides=strides.v, head=kv_head.to(tl.int32)
-    )
+        k=k_from, v=v_from, row=sequence.k_row, start=sequence.k_start, k_strides=strides.k, v_strides=strides.v,
+        head=kv_head.to(tl.int32), factors=factors,
+    )  # fmt: skip
     pages = tensors.pages + b.to(tl.int64) * sizes.pages_each
     if c.IS_RISING:
         last_row = tl.minimum(first_row + c.TILE_M // tile.group, tile.end) - 1
@@ -401,25 +405,23 @@ def visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, span
             of_tile = 0
         acc, row_sum, row_max = visit(acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, mods, c, True)
     if c.IS_RAW:
-        row_max = row_max * scales.base_2
+        row_max = row_max * factor
+    total = whole_output(acc, c)
+    if c.V_SCALE == _OF_HEAD:  # of a row that sees no key it may be anything
+        of_head = tl.load(tensors.v_factors + b.to(tl.int64) * spans.v_factors.rows + kv_head * spans.v_factors.head)
+        total = tl.where(tl.sum(row_sum, 1)[:, None] == 0, 0.0, total * of_head)
     if mods.dropout.exists:
-        acc = acc * factor_of(mods)
+        total = total * factor_of(mods)
     if c.PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
-    return acc, row_sum, row_max
+    return total, row_sum, row_max
 
 
 @triton.jit
-def empty_results(scale, mods, c):
-    """(acc, row_sum, row_max, ``Scales``) of rows that have seen no key."""
-    acc = tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
+def no_results(c):
+    """(output, row_sum, row_max) of rows that have seen no key."""
     row_sum = tl.zeros((c.TILE_M, c.SUMS), tl.float32)
-    factor = tl.full((), _LOG2E, tl.float32) if mods.score.exists else scale * _LOG2E
-    if c.IS_RAW:  # finite after scaling too
-        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
-    else:
-        row_max = tl.full((c.TILE_M,), _LOWEST, tl.float32)
-    return acc, row_sum, row_max, Scales(score=scale, base_2=factor)
+    return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32), row_sum, tl.full((c.TILE_M,), _LOWEST, tl.float32)
 
 
 @triton.jit
@@ -439,12 +441,12 @@ def forward_tile(tensors, strides, spans, cache, dealt, sizes, shares, lists, sc
         tile = tile_of(m, b, h, kv_head, sequence_of(b, tensors, cache, sizes, c), dealt, sizes, c)
         if tile.first >= tile.end:
             return
-        acc, row_sum, row_max, scales = empty_results(scale, mods, c)
         if tile.sequence.seqlen_k <= 0:  # mods must not be evaluated for a sequence without keys: captured tensors need not cover it
+            acc, row_sum, row_max = no_results(c)
             store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
             return
         portion = Portion(first=split, count=1, of=sizes.splits)
-        acc, row_sum, row_max = visited(tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
+        acc, row_sum, row_max = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
         store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
 
 
@@ -462,12 +464,10 @@ def share_of_tiles(tensors, strides, spans, cache, dealt, sizes, shares, lists, 
             kv_head, group = parted(head, dealt.tiles_each)
             sequence = sequence_of(b, tensors, cache, sizes, c)
             tile = tile_of(m, b, kv_head * sizes.ratio + group * dealt.packed, kv_head, sequence, dealt, sizes, c)
-            acc, row_sum, row_max, scales = empty_results(scale, mods, c)
+            acc, row_sum, row_max = no_results(c)
             if (sequence.seqlen_k > 0) & (tile.first < tile.end):
                 portion = Portion(first=begin, count=count, of=tiles)
-                acc, row_sum, row_max = visited(
-                    tile, acc, row_sum, row_max, scales, portion, tensors, strides, spans, cache, sizes, lists, mods, c
-                )
+                acc, row_sum, row_max = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
             row_sum = tl.sum(row_sum, 1)
             if count == tiles:
                 store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, 0, c)

@@ -1,0 +1,87 @@
+"""Tiles of rows from storage (device code): queries; keys and values, dense, in pages or described; factors of 8-bit ones."""
+
+import triton
+import triton.language as tl
+
+from anyattn.backends.triton.kernels.addressing import key_places
+from anyattn.backends.triton.kernels.eight_bits import unpacked
+from anyattn.backends.triton.kernels.paged_kv import paged_places
+from anyattn.backends.triton.tile_config import FEW
+
+__all__ = ["factors_at", "keys_at", "load_rows", "pairs_at"]
+
+_FEW: tl.constexpr = tl.constexpr(FEW)
+
+
+@triton.jit
+def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr, ROW_BYTES: tl.constexpr = 0):
+    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros for rows not in ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM.
+    ROW_BYTES: what their addresses are multiples of, if the offsets do not say so."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = base + offsets + d
+    if ROW_BYTES > 0:
+        at = tl.multiple_of(at, (1, ROW_BYTES))
+    if ALL_ROWS and HEAD_DIM == BLOCK_D:
+        return tl.load(at)
+    elif ALL_ROWS:
+        return tl.load(at, mask=d < HEAD_DIM, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        return tl.load(at, mask=is_row, other=0.0)
+    else:
+        return tl.load(at, mask=is_row & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.constexpr, IS_PLAIN: tl.constexpr):
+    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, from position ``first``; with IS_CUT nothing beyond the storage is read.
+
+    IS_PLAIN: from ``end`` on they are anything, else zeros. key: ``KeyStorage``. numbers: of the tile's pages.
+    """
+    source, strides = (key.v, key.v_strides) if IS_VALUE else (key.k, key.k_strides)
+    HEAD_DIM: tl.constexpr = c.HEAD_DIM_V if IS_VALUE else c.HEAD_DIM
+    BLOCK_D: tl.constexpr = c.BLOCK_DV if IS_VALUE else c.BLOCK_D
+    if c.IS_DESCRIBED >= 2:  # these descriptors know the end of the whole storage
+        return tl.reshape(source.load([key.row, key.head, first + key.start, 0]), (c.TILE_N, BLOCK_D))
+    elif c.IS_DESCRIBED == 1:  # and these the sequence's end
+        return source.load([first, 0])
+    else:
+        is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
+        at = places_at(key, strides, first, end, numbers, c, IS_CUT)
+        return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, IS_PLAIN, c.KV_BYTES)
+
+
+@triton.jit
+def pairs_at(key, first, end, numbers, DTYPE: tl.constexpr, c, IS_CUT: tl.constexpr):
+    """[TILE_N, BLOCK_DV / 2] twice: 8-bit values as ``keys_at`` finds them, in the dtype of the queries, of even and of odd columns.
+
+    They are loaded as 16-bit pairs: the product needs them transposed, and shared memory transposes 16 bits at once, but 8 bits one by one.
+    """
+    is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
+    at = places_at(key, key.v_strides, first, end, numbers, c, IS_CUT) >> 1
+    source = key.v.to(tl.pointer_type(tl.int16))
+    pairs = load_rows(source, at[:, None], is_key, c.HEAD_DIM_V // 2, c.BLOCK_DV // 2, not IS_CUT, c.KV_BYTES)
+    return unpacked(pairs, key.v.dtype.element_ty, DTYPE, c.IS_NVIDIA)
+
+
+@triton.jit
+def places_at(key, strides, first, end, numbers, c, IS_CUT: tl.constexpr):
+    """[TILE_N]: 64-bit offsets of the keys from position ``first`` on; with IS_CUT for those from ``end`` on of the last key, or with even
+    shares of some row of its page."""
+    if c.PAGE_SIZE > 0:
+        return paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_CUT and not c.IS_SHARED)
+    elif c.TILE_M <= _FEW and not IS_CUT:
+        # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
+        step = strides.position
+        return key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, c.TILE_N) * step
+    else:
+        lane = first + tl.arange(0, c.TILE_N) + key.start
+        if IS_CUT:
+            lane = tl.minimum(lane, key.start + end - 1)
+        return key_places(lane, key.row, strides)
+
+
+@triton.jit
+def factors_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.constexpr):
+    """[TILE_N]: the factors of 8-bit keys, or with IS_VALUE of values, from position ``first``; see ``places_at``."""
+    source, strides = (key.factors.v, key.factors.v_strides) if IS_VALUE else (key.factors.k, key.factors.k_strides)
+    return tl.load(source + places_at(key, strides, first, end, numbers, c, IS_CUT))
