@@ -247,6 +247,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
+    saturated: Tensor | None = None,
     return_lse: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
@@ -266,6 +267,11 @@ def flash_attn_with_kvcache(
     arbitrary: factors may stand behind the bytes that they belong to. Stored numbers are not rounded: scores are multiplied by k_descale,
     and weights or the output by v_descale, in float32. Factors must be finite and above 0, except where no key is; they are checked
     where the tables are.
+    New rows k and v for them have the dtype of q. Factors of each token and head are written with the rows: the row's greatest finite
+    magnitude over the dtype's greatest number (448, 57344, 127), at least 2^-126; all other factors are read. Stored is the rotated row
+    divided by its factor in float32, rounded to the nearest number, ties to even; beyond the range the nearest end of it. saturated:
+    int64 or int32 of one element on the device, to which the number of values beyond the range is added. NaN stays NaN; in int8 it becomes
+    0 and counts as beyond the range.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j``, and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else to all of them at ``cache_seqlens``. rotary_interleaved: True pairs dimensions
     (0, 1), (2, 3), ...; False pairs (0, rotary_dim / 2), ...
@@ -278,16 +284,16 @@ def flash_attn_with_kvcache(
     Mods see logical positions: kv_idx counts keys behind the padding, and q_idx is the query's position among them,
     ``seqlen_k - seqlen_q + i``, so that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
 
-    Only the appended rows of the cache are written, and nothing is written if an error is raised; rows past those in use never matter. The
-    output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
+    Only the appended rows of the cache, their factors and ``saturated`` are written, and nothing if an error is raised; rows past those in
+    use never matter. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: in grad mode
     no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
     twice, a cache that is appended to and shares memory with the other cache or with q, k or v, rotary tables that are too short or too
-    wide, a tensor that requires grad outside ``torch.no_grad()``, caches of bytes (uint8), wrong descales, and everything that
-    ``flash_attn_func`` refuses.
+    wide, a tensor that requires grad outside ``torch.no_grad()``, caches of bytes (uint8), wrong descales, descales that would be written
+    and share memory, and everything that ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys in each of 2 sequences
@@ -310,7 +316,7 @@ def flash_attn_with_kvcache(
         q, k, v = autocast.beside(k_cache, q, k, v)
     cached = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
-        max_seqlen_q, rotary_interleaved, validate,
+        max_seqlen_q, rotary_interleaved, validate, saturated,
     )  # fmt: skip
     if is_compiling():
         from anyattn.custom_ops.entry_points import decode as compiled

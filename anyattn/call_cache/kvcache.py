@@ -20,7 +20,8 @@ from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, attended, exte
 from anyattn.call_cache.replays import Results
 from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
-from anyattn.kvcache.scales import kv_scales
+from anyattn.kvcache.quantise import Scaling
+from anyattn.kvcache.scales import EIGHT_BITS, kv_scales
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -35,11 +36,11 @@ from anyattn.validate.kvcache import (
     CacheArguments,
     CacheCall,
     cache_call,
+    check_contents,
     check_no_captured_gradients,
     check_no_gradients,
     with_own_pages,
 )
-from anyattn.validate.scales import check_contents
 from anyattn.validate.window import band
 
 __all__ = ["KnownCall", "decode", "decode_call"]
@@ -52,6 +53,7 @@ _ARGUMENTS = fields(
     CacheArguments, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
     rotary_sin=Kind.ABSENT, cache_seqlens=Kind.LENGTHS, cache_batch_idx=Kind.STORAGE, cache_leftpad=Kind.STORAGE,
     page_table=Kind.STORAGE, cu_seqlens_q=Kind.ABSENT, max_seqlen_q=Kind.ABSENT, rotary_interleaved=Kind.ELSEWHERE, validate=Kind.VALUE,
+    saturated=Kind.STORAGE,
 )  # fmt: skip
 _signature = signature("flash_attn_with_kvcache", arguments=_ARGUMENTS, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
 
@@ -63,13 +65,15 @@ class KnownCall(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     new: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    scaling: tuple[Scaling, Scaling]
 
     def prepared(self, chosen: Plan) -> Problem:
         """Appends to the caches and returns the attention over their new contents. chosen: as in ``CacheCall.prepared``."""
         if self.new is not None:
             k, v, first, second = self.new
-            append.append(self.k_cache, k, first, second)
-            append.append(self.v_cache, v, first, second)
+            entry = torch.arange(len(k), device="cpu")[:, None] if self.k_cache.dtype in EIGHT_BITS else None
+            append.append(self.k_cache, k, first, second, self.scaling[0], entry)
+            append.append(self.v_cache, v, first, second, self.scaling[1], entry)
         return self.problem
 
 
@@ -150,6 +154,7 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     written = None
     if arguments.k is not None:
         append.check_step(q, arguments.k, arguments.v, k_cache, v_cache, warm.extents)
+        append.check_scales(options.k_descale, options.v_descale, k_cache, v_cache)
         places = step.places if table is None else _page_places(table, step.starts, new, k_cache.shape[1])
         if places is None:
             return None
@@ -159,8 +164,9 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     filled = warm.filled(*storage, options.sink, options.softmax_scale, call_signature)
     filled["sequences"], filled["predicates"] = sequences, () if visible is None else (visible,)
     filled["kv_scales"] = scales = kv_scales(options.k_descale, options.v_descale, storage[1], len(q))
-    check_contents(scales, sequences)
-    return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
+    check_contents(arguments, options, scales, sequences, [new] * len(q))
+    scaling = Scaling(options.k_descale, arguments.saturated), Scaling(options.v_descale, arguments.saturated)
+    return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written, scaling)
 
 
 @lru_cache(maxsize=64)

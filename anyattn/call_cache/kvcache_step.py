@@ -45,6 +45,7 @@ _ARGUMENTS = fields(
     CacheArguments, q=Kind.TENSOR, k_cache=Kind.TENSOR, v_cache=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, rotary_cos=Kind.TENSOR,
     rotary_sin=Kind.TENSOR, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.TENSOR, cache_leftpad=Kind.TENSOR,
     page_table=Kind.TENSOR, cu_seqlens_q=Kind.TENSOR, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
+    saturated=Kind.TENSOR,
 )  # fmt: skip
 _of_call = signature("flash_attn_with_kvcache, unread", arguments=_ARGUMENTS, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
@@ -160,6 +161,7 @@ def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall,
     values = warm.values(tensors, options.softmax_scale, call_signature, (options.alibi_slopes,))
     if arguments.k is not None:
         append.check_step(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
+        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
     results = replays.results(values)
     if results is not None:
         return results
@@ -173,6 +175,7 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     assert sizes is not None
     if arguments.k is not None:
         append.check_step(q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
+        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
     rows = arguments.k_cache.shape[1]
     if sizes.page_size == 0 and sizes.capacity != rows:
         sizes = sizes._replace(capacity=rows)
@@ -184,6 +187,6 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     filled["kv_scales"] = kv_scales(options.k_descale, options.v_descale, k, sizes.batch)
     step = CacheStep(
         q, arguments.k_cache, arguments.v_cache, arguments.k, arguments.v, tables, sizes, arguments.rotary_cos, arguments.rotary_sin,
-        bool(arguments.rotary_interleaved), warm.follows,
+        bool(arguments.rotary_interleaved), warm.follows, options.k_descale, options.v_descale, arguments.saturated,
     )  # fmt: skip
     return CacheCall(Problem.of_fields(filled), step, arguments)

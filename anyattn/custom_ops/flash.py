@@ -19,6 +19,7 @@ from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operand
 from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
+from anyattn.kvcache.quantise import check_saturated, is_written
 from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -103,6 +104,14 @@ class Descales(NamedTuple):
 
     k_descale: Tensor | None
     v_descale: Tensor | None
+
+
+class Counted(NamedTuple):
+    """What appending to 8-bit caches writes besides the caches: scales of each row and head, and the number of saturated values."""
+
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    saturated: Tensor | None
 
 
 _NO_DESCALES = Descales(None, None)
@@ -234,11 +243,21 @@ def decode_8_bits(operands: Decode, descales: Descales) -> tuple[Tensor, Tensor]
     return _decoded(operands, descales)
 
 
-def _decoded(operands: Decode, descales: Descales) -> tuple[Tensor, Tensor]:
+@operator(
+    Decode, Descales, Counted, fake=lambda operands, *_: _fake(operands.q, operands.v_cache),
+    changed=("k_cache", "v_cache", "k_scales", "v_scales", "saturated"),
+)  # fmt: skip
+def decode_appending_8_bits(operands: Decode, descales: Descales, counted: Counted) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache`` that appends to 8-bit caches with scales, or counts what saturates."""
+    of_k, of_v = (given if own is None else own for own, given in zip(counted[:2], descales, strict=True))
+    return _decoded(operands, Descales(of_k, of_v), counted.saturated)
+
+
+def _decoded(operands: Decode, descales: Descales, saturated: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from anyattn.call_cache.kvcache import decode as decoded
 
     options = _options(operands.shared, False, operands.q.is_cuda, descales)
-    arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate)
+    arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate, saturated)
     with torch.no_grad():
         out, lse = decoded(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return out, lse  # type: ignore[return-value]
@@ -246,6 +265,7 @@ def _decoded(operands: Decode, descales: Descales) -> tuple[Tensor, Tensor]:
 
 count_operator(decode, decode_pairs)
 count_operator(decode_8_bits, decode_pairs)
+count_operator(decode_appending_8_bits, decode_pairs)
 count_operator(flash_8_bits, flash_pairs)
 count_operator(flash_block_sparse_8_bits, flash_pairs)
 
@@ -328,7 +348,19 @@ def decode_with_mods(
     longest = _number(cache_args.max_seqlen_q)
     call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, backend or "")
     descales = _descales(Options(*options), cache_args.k_cache)
+    saturated = cache_args.saturated if cache_args.k_cache.dtype in EIGHT_BITS else None
+    if cache_args.k is not None and (descales is not None or saturated is not None):
+        check_saturated(saturated, q.device)
+        return called(decode_appending_8_bits, call, *_apart(descales or _NO_DESCALES, cache_args, saturated))  # type: ignore[no-any-return]
     return called(decode, call) if descales is None else called(decode_8_bits, call, descales)  # type: ignore[no-any-return]
+
+
+def _apart(descales: Descales, cache_args: CacheArguments, saturated: Tensor | None) -> tuple[Descales, Counted]:
+    """The scales that appending reads, and those that it writes."""
+    caches = cache_args.k_cache, cache_args.v_cache
+    of_k, of_v = (d if is_written(d, cache) else None for d, cache in zip(descales, caches, strict=True))
+    given = [d if own is None else None for d, own in zip(descales, (of_k, of_v), strict=True)]
+    return Descales(*given), Counted(of_k, of_v, saturated)
 
 
 def shared_options(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> Shared:

@@ -7,14 +7,16 @@ name a row. New row j of batch entry b goes to the entry's logical storage row `
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.kvcache.quantise import LIMITS, UNSCALED, Scaling, check_written, is_written, quantised, row_scales
 from anyattn.sequences.batch import end_to_end
 
-__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_step", "reaches", "slots"]
+__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_scales", "check_step", "reaches", "slots"]
 
 _MOST_TRIED = 10_000  # sums of strides compared with two tensors' distance before the tensors are assumed to overlap
 
@@ -38,18 +40,44 @@ def slots(start: Tensor, new: Tensor, cache_rows: Tensor, page_table: Tensor | N
     return page_table[entry, row // page_size].long(), row % page_size
 
 
-def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
+def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor, scaling: Scaling = UNSCALED, entry: Tensor | None = None) -> None:
     """``cache[first, second] = rows``, in place; no other element of the cache is written.
 
     cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), with strides that do not make rows overlap (``check_apart``). rows:
-    (..., H, D) of the cache's dtype, any strides. first, second: int64 (...), as the result of ``slots``, without repeated pairs.
+    (..., H, D) of the cache's dtype, any strides; for an 8-bit cache of any float dtype. first, second: int64 (...), as the result of
+    ``slots``, without repeated pairs. scaling: of an 8-bit cache. entry: int64, broadcasts with first; the batch entry of each row, for
+    scales (B, H).
 
     >>> cache = torch.zeros(2, 4, 1, 1)
     >>> append(cache, torch.tensor([[[7.0]], [[8.0]]]), torch.tensor([1, 1]), torch.tensor([2, 3]))
     >>> cache[..., 0, 0].tolist()
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 7.0, 8.0]]
     """
-    cache.index_put_((first, second), rows)
+    if cache.dtype not in LIMITS:
+        cache.index_put_((first, second), rows)
+        return
+    descale, saturated = scaling
+    if is_written(descale, cache):
+        assert isinstance(descale, Tensor)
+        scales: Tensor | float = row_scales(rows, cache.dtype)
+        descale.index_put_((first, second), scales)  # type: ignore[arg-type]
+    else:
+        scales = _given_scales(descale, cache, first, second, entry)
+    stored = quantised(rows, scales, cache.dtype)
+    cache.view(torch.uint8).index_put_((first, second), stored.rows.view(torch.uint8))  # torch indexes no float8
+    if saturated is not None:
+        saturated.add_(stored.saturated)
+
+
+def _given_scales(descale: Tensor | float | None, cache: Tensor, first: Tensor, second: Tensor, entry: Tensor | None) -> Tensor | float:
+    if not isinstance(descale, Tensor):
+        return 1.0 if descale is None else descale
+    if descale.ndim == 3:
+        return descale.expand(cache.shape[:3])[first, second]
+    if descale.numel() == 1:
+        return descale.reshape(())
+    of_entries = descale.expand(-1, cache.shape[2])
+    return of_entries[0] if len(of_entries) == 1 else of_entries[entry]
 
 
 def check_append(
@@ -180,17 +208,55 @@ v_cache 2048 bytes behind k_cache), so v would be written over k; wanted memory 
         raise ValueError(f"{shared}, so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have")
 
 
+def check_scales(k_descale: Any, v_descale: Any, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises ``ValueError`` for scales that cannot be written, or that are written and share memory with the other scales or a cache.
+
+    Scales between the bytes of the caches are allowed, as in ``memory[..., :64]`` and ``memory[..., 64:68].view(torch.float32)``.
+
+    >>> cache, scales = torch.zeros(2, 6, 8, 2, 64, dtype=torch.int8), torch.ones(6, 8, 2)
+    >>> check_scales(scales, scales, cache[0], cache[1])
+    Traceback (most recent call last):
+    ValueError: k_descale and v_descale share memory (shapes (6, 8, 2) and (6, 8, 2), strides (16, 2, 1) and (16, 2, 1), v_descale 0 bytes \
+behind k_descale), and appending writes k_descale; wanted memory of its own for each, as scales[0] and scales[1] of a tensor have
+    """
+    if k_cache.dtype not in LIMITS:
+        return
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    for name, cache in zip(descales, caches.values(), strict=True):
+        if not is_written(descales[name], cache):
+            check_written(name, descales[name], cache)
+            continue
+        for other_name, other in {**descales, **caches}.items():
+            if other_name == name or not isinstance(other, Tensor):
+                continue
+            shared = _shared(name, descales[name], other_name, other)
+            if shared is not None:
+                raise ValueError(
+                    f"{shared}, and appending writes {name}; wanted memory of its own for each, as scales[0] and scales[1] of a tensor have"
+                )
+
+
 def _shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
-    """The error text for two tensors of one dtype that have an element in common; None if they have none."""
+    """The error text for two tensors that have an element in common; None if they have none."""
     gap = other.data_ptr() - x.data_ptr()
     of_x, of_other = reaches(x, other)
     sizes = (tuple(x.shape), x.stride(), tuple(other.shape), other.stride())
-    if not -of_other < gap < of_x or not _share_elements(gap, x.element_size(), *sizes):
+    if not -of_other < gap < of_x:
+        return None
+    is_one_size = x.element_size() == other.element_size()
+    if not (_share_elements(gap, x.element_size(), *sizes) if is_one_size else _share_elements(gap, 1, *_by_bytes(x), *_by_bytes(other))):
         return None
     return (
         f"{name} and {other_name} share memory (shapes {sizes[0]} and {sizes[2]}, strides {sizes[1]} and {sizes[3]}, "
         f"{other_name} {gap} bytes behind {name})"
     )
+
+
+def _by_bytes(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the tensor's bytes."""
+    size = x.element_size()
+    return (*x.shape, size), (*[size * stride for stride in x.stride()], 1)
 
 
 def reaches(*tensors: Tensor) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from anyattn.arithmetic import ceil_div
 from anyattn.errors import OutOfPagesError
 from anyattn.kvcache import append
+from anyattn.kvcache.quantise import LIMITS, Scaling, given_scale
 from anyattn.sparsity.arguments import length
 from anyattn.tensors.devices import usable_device
 
@@ -39,7 +40,11 @@ class PagedKVCache:
 
     num_pages, page_size: the pool, which all sequences share; a page holds page_size tokens in every layer. num_heads_kv, head_dim: of the
     keys. head_dim_v: of the values, the same if None. num_layers: pools of that shape, which are filled together and share one page table.
-    dtype, device: of the pools.
+    dtype, device: of the pools. dtype: a float dtype, or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8`` for a cache of 8 bits.
+
+    k_descale, v_descale: the scales of an 8-bit cache, whose values are stored numbers times scale. None: a scale for each token and head,
+    four bytes, which appending computes and the cache keeps. Given scales are constant: a number, or float32 of one element, (Hkv,) or
+    (num_layers, Hkv). A value that is out of range becomes the nearest one in range, and is counted (``saturated``).
 
     A decode step is one ``reserve``, one ``anyattn.flash_attn_with_kvcache`` per layer, which appends, and one ``advance``. ``append`` is
     for keys and values that already exist. Methods take one handle or a list of handles; arguments are checked and pages are found before
@@ -79,17 +84,21 @@ class PagedKVCache:
         num_layers: int = 1,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        k_descale: float | Tensor | None = None,
+        v_descale: float | Tensor | None = None,
     ) -> None:
         self.num_pages, self.page_size = length("num_pages", num_pages), length("page_size", page_size, 1)
         self.num_heads_kv, self.num_layers = length("num_heads_kv", num_heads_kv, 1), length("num_layers", num_layers, 1)
         self.head_dim = length("head_dim", head_dim, 1)
         self.head_dim_v = self.head_dim if head_dim_v is None else length("head_dim_v", head_dim_v, 1)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype is {dtype!r}; wanted a float dtype of torch, such as torch.bfloat16")
+        _check_dtype(dtype)
         device = usable_device(device)
         shape = (self.num_layers, self.num_pages, self.page_size, self.num_heads_kv)
         self._k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
         self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)
+        of_keys, of_values = (_descales(*given, self._k) for given in (("k_descale", k_descale), ("v_descale", v_descale)))
+        self._k_descales, self._v_descales = of_keys, of_values
+        self._saturated = torch.zeros(1, dtype=torch.int64, device=device) if dtype in LIMITS else None
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: the page freed last is used first, while it is in cache
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
@@ -126,8 +135,8 @@ class PagedKVCache:
         """Appends keys and values of one layer to the sequences, and reserves the pages for them.
 
         k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ. v: the same with Dv. Both in the cache's
-        dtype. A token counts as appended once it is in every layer: until then ``seqlens(handles, layer)`` counts it, and ``advance``
-        raises.
+        dtype, or in any float dtype for an 8-bit cache. A token counts as appended once it is in every layer: until then
+        ``seqlens(handles, layer)`` counts it, and ``advance`` raises.
         """
         sequences, at = self._of(handles, once=True), self._layer(layer)
         pools = (self._k[at], self._v[at])
@@ -139,8 +148,8 @@ class PagedKVCache:
         start, rows = (torch.tensor(x, dtype=torch.int64, device=self._k.device) for x in (held, new))
         first, second = append.slots(start, rows, start, self._table(sequences), self.page_size)
         with torch.no_grad():
-            append.append(pools[0], k_rows, first, second)
-            append.append(pools[1], v_rows, first, second)
+            append.append(pools[0], k_rows, first, second, Scaling(self._k_descales[at], self._saturated))
+            append.append(pools[1], v_rows, first, second, Scaling(self._v_descales[at], self._saturated))
         for sequence, count in zip(sequences, new):
             sequence.lengths[at] += count
 
@@ -173,6 +182,62 @@ class PagedKVCache:
     def v_cache(self, layer: int = 0) -> Tensor:
         """The pool of values of a layer, (num_pages, page_size, Hkv, Dv): the cache itself, not a copy."""
         return self._v[self._layer(layer)]
+
+    def k_descale(self, layer: int = 0) -> Tensor | float | None:
+        """The argument ``k_descale`` of attention over a layer: the scales themselves, (num_pages, page_size, Hkv), which appending writes,
+        or given ones, a number or (1, Hkv). None if the cache does not have 8 bits."""
+        return self._k_descales[self._layer(layer)]
+
+    def v_descale(self, layer: int = 0) -> Tensor | float | None:
+        """The argument ``v_descale`` of attention over a layer, as ``k_descale``."""
+        return self._v_descales[self._layer(layer)]
+
+    @property
+    def saturated(self) -> Tensor | None:
+        """int64 (1,) on the cache's device: the number of values that were out of range when they were appended; None if the cache does not
+        have 8 bits. It is the argument ``saturated`` of attention, which adds to it; ``.zero_()`` starts anew."""
+        return self._saturated
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory on the device: keys, values and their scales."""
+        own = [t for t in (*self._k_descales, *self._v_descales) if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in (self._k, self._v, *own))
+
+    def quantised(
+        self, dtype: torch.dtype, *, k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None
+    ) -> PagedKVCache:
+        """A copy with 8 bits: the same sequences, handles and page tables, each with memory of its own.
+
+        dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``. k_descale, v_descale: as for a new cache; None computes a scale for each
+        token and head. The copy's ``saturated`` counts the values that were out of range.
+
+        >>> import torch, anyattn
+        >>> cache = anyattn.PagedKVCache(8, 16, num_heads_kv=2, head_dim=64, dtype=torch.bfloat16)
+        >>> cache.append(cache.add_sequence(), torch.randn(1, 5, 2, 64).bfloat16(), torch.randn(1, 5, 2, 64).bfloat16())
+        >>> small = cache.quantised(torch.float8_e4m3fn)
+        >>> small.seqlens([0]).item(), small.nbytes / cache.nbytes
+        (5, 0.53125)
+        """
+        if dtype not in LIMITS:
+            raise TypeError(f"dtype is {dtype!r}; wanted float8_e4m3fn, float8_e5m2 or int8, the dtypes of 8-bit caches")
+        if self._k.dtype in LIMITS:
+            raise TypeError(f"the cache is {self._k.dtype} already; wanted a cache of a float dtype, whose values are still known exactly")
+        made = PagedKVCache(
+            self.num_pages, self.page_size, self.num_heads_kv, self.head_dim, head_dim_v=self.head_dim_v, num_layers=self.num_layers,
+            dtype=dtype, device=self._k.device, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        sequences = list(self._sequences.values())
+        made._free, made._next_handle = list(self._free), self._next_handle
+        made._sequences = {h: _Sequence(s.pages.clone(), list(s.lengths)) for h, s in self._sequences.items()}
+        table = self._table(sequences)
+        for at in range(self.num_layers):
+            rows = torch.tensor([s.lengths[at] for s in sequences], dtype=torch.int64, device=self._k.device)
+            first, second = append.slots(torch.zeros_like(rows), rows, rows, table, self.page_size)
+            with torch.no_grad():
+                append.append(made._k[at], self._k[at][first, second], first, second, Scaling(made._k_descales[at], made._saturated))
+                append.append(made._v[at], self._v[at][first, second], first, second, Scaling(made._v_descales[at], made._saturated))
+        return made
 
     def page_table(self, handles: Handles) -> Tensor:
         """int32 (B, max_pages) on the cache's device: the pages of each sequence, reserved ones included, then 0."""
@@ -237,6 +302,27 @@ class PagedKVCache:
         return pad_sequence([s.pages for s in sequences], batch_first=True).to(self._k.device)
 
 
+def _check_dtype(dtype: Any) -> None:
+    if dtype in LIMITS or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        return
+    hint = ": what its bytes mean must be known, pass torch.float8_e4m3fn" if dtype in (torch.uint8, torch.bool) else ""
+    raise TypeError(f"dtype is {dtype!r}; wanted a float dtype, such as torch.bfloat16, or float8_e4m3fn, float8_e5m2 or int8{hint}")
+
+
+def _descales(name: str, given: float | Tensor | None, pool: Tensor) -> list[Tensor | float | None]:
+    """The descale of each layer. pool: (num_layers, num_pages, page_size, Hkv, D)."""
+    layers, pages, page_size, heads = pool.shape[:4]
+    if pool.dtype not in LIMITS:
+        if given is not None:
+            raise ValueError(f"{name} is given for a cache of {pool.dtype}, which has no scales; wanted None, or dtype=torch.float8_e4m3fn")
+        return [None] * layers
+    if given is None:
+        # the scales of a head's tokens lie side by side, as attention reads them
+        return list(torch.ones(layers, pages, heads, page_size, dtype=torch.float32, device=pool.device).transpose(-1, -2))
+    scale = given_scale(name, given, (layers, heads), pool.device)
+    return [scale] * layers if isinstance(scale, float) else [row[None] for row in scale]
+
+
 def _listed(handles: Any) -> list[int]:
     if isinstance(handles, Tensor) and handles.ndim:
         handles = handles.tolist()
@@ -274,8 +360,11 @@ def _rows(name: str, given: Any, batch: int, pool: Tensor) -> tuple[Tensor, list
             raise TypeError(f"{name}[{i}] is a {type(rows).__name__}; wanted a tensor (new tokens, {heads}, {width})")
         if rows.ndim != 3 or rows.shape[1:] != (heads, width):
             raise ValueError(f"{name}[{i}] has shape {tuple(rows.shape)}; wanted (new tokens, {heads}, {width})")
-        if rows.dtype is not pool.dtype or rows.device != pool.device:
+        is_right = rows.is_floating_point() if pool.dtype in LIMITS else rows.dtype is pool.dtype
+        if not is_right or rows.device != pool.device:
+            wanted = f"any float dtype on {pool.device}, which appending quantises" if pool.dtype in LIMITS else "the same"
             raise ValueError(
-                f"{name}[{i}] is {rows.dtype} on {rows.device} but the cache is {pool.dtype} on {pool.device}; convert it with .to()"
+                f"{name}[{i}] is {rows.dtype} on {rows.device} but the cache is {pool.dtype} on {pool.device}; wanted {wanted}: convert it "
+                f"with .to()"
             )
     return (torch.cat(list(given)) if given else pool.new_empty(0, heads, width)), [len(rows) for rows in given]

@@ -73,7 +73,8 @@ class CacheStep:
 
     q: (B, Sq, Hq, D), or (total, Hq, D) packed. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv) or pages (pages, page_size, Hkv, D or
     Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q; None if nothing is appended. cos, sin: (positions, rotary_dim / 2) or
-    None. follows: query i is rotated by the position of its entry's new row i; otherwise all queries by that of row 0.
+    None. follows: query i is rotated by the position of its entry's new row i; otherwise all queries by that of row 0. k_descale,
+    v_descale, saturated: of 8-bit caches, as in ``kvcache.quantise.Scaling``.
     """
 
     q: Tensor
@@ -87,6 +88,9 @@ class CacheStep:
     sin: Tensor | None = None
     interleaved: bool = True
     follows: bool = False
+    k_descale: Tensor | float | None = None
+    v_descale: Tensor | float | None = None
+    saturated: Tensor | None = None
 
 
 class StoredCache(UnreadSequences):

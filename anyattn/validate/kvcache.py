@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from anyattn import hardware, planner
 from anyattn.backends import backend_module
 from anyattn.kvcache import append, rotary
-from anyattn.kvcache.scales import EIGHT_BITS
+from anyattn.kvcache.quantise import Scaling, check_saturated, is_written
+from anyattn.kvcache.scales import EIGHT_BITS, KVScales
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -29,6 +30,7 @@ __all__ = [
     "CacheCall",
     "cache_call",
     "cached_rows",
+    "check_contents",
     "check_no_captured_gradients",
     "check_no_gradients",
     "check_storage",
@@ -55,6 +57,7 @@ class CacheArguments(NamedTuple):
     max_seqlen_q: Any = None
     rotary_interleaved: bool = True
     validate: bool | None = None
+    saturated: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +86,14 @@ class CacheCall:
         if step.k is None or step.v is None:
             return problem
         start, new = step.tables.cached.to(torch.int64), _counts(sequences, step.sizes)
+        entry = end_to_end(start, new)[0]
         slots = append.slots(start, new, sequences.k_row, sequences.page_table, sequences.page_size)
         k, v = (t.reshape(-1, *t.shape[-2:]) for t in (step.k, step.v))
         if len(k) != len(slots[0]):  # packed rows of no entry are not appended
             of_entries = end_to_end(sequences.q_start, new)[1]
             k, v = k[of_entries], v[of_entries]
+        if step.k_cache.dtype in EIGHT_BITS:
+            k = k.to(torch.promote_types(k.dtype, torch.float32))  # rotated keys are rounded only once
         if step.cos is not None and step.sin is not None:
             positions = end_to_end(start, new)[1], _q_positions(step, sequences, start)
             last = max((int(p.max()) for p in positions if len(p)), default=-1)
@@ -95,8 +101,8 @@ class CacheCall:
             rows = k, step.q.reshape(-1, *step.q.shape[-2:])
             k, q = (rotary.apply_rotary(x, step.cos, step.sin, at, step.interleaved) for x, at in zip(rows, positions, strict=True))
             problem = problem.like(q=in_order(heads_first(q.view(step.q.shape)), problem.q))
-        append.append(step.k_cache, k, *slots)
-        append.append(step.v_cache, v, *slots)
+        append.append(step.k_cache, k, *slots, Scaling(step.k_descale, step.saturated), entry)
+        append.append(step.v_cache, v, *slots, Scaling(step.v_descale, step.saturated), entry)
         return problem
 
 
@@ -110,8 +116,11 @@ def cache_call(arguments: CacheArguments, options: Options) -> CacheCall:
     is_unread = check_lengths.skips_device_reads(q.device, arguments.validate)
     sequences = StoredCache(tables, sizes, q.device) if is_unread else _read(arguments, tables, sizes)
     problem = flash.problem_of(q, arguments.k_cache, arguments.v_cache, sequences, options, 0)
+    check_saturated(arguments.saturated, q.device)
+    if arguments.k is not None:
+        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
     if not is_unread:
-        check_scales.check_contents(problem.kv_scales, sequences)
+        check_contents(arguments, options, problem.kv_scales, sequences, _counts(sequences, sizes).tolist())
     if cos is not None or sin is not None:
         if arguments.k is None:
             raise ValueError(
@@ -132,8 +141,23 @@ def cache_call(arguments: CacheArguments, options: Options) -> CacheCall:
         sin,
         bool(arguments.rotary_interleaved),
         follows,
+        options.k_descale,
+        options.v_descale,
+        arguments.saturated,
     )
     return CacheCall(problem, step, arguments)
+
+
+def check_contents(
+    arguments: CacheArguments, options: Options, scales: KVScales | None, sequences: Sequences | None, new: Sequence[int]
+) -> None:
+    """``validate.scales.check_contents`` of a call. new: the number of new rows of each entry, which are appended if there are ``k``."""
+    if scales is None:
+        return
+    caches = arguments.k_cache, arguments.v_cache
+    for i, (descale, cache) in enumerate(zip((options.k_descale, options.v_descale), caches, strict=True)):
+        unknown = new if arguments.k is not None and is_written(descale, cache) else ()
+        check_scales.check_contents(scales._replace(**{"vk"[i]: None}), sequences, unknown)
 
 
 def with_own_pages(arguments: CacheArguments) -> CacheArguments:
@@ -258,8 +282,6 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
     if k is None:
         return
     rank = k.ndim if isinstance(k, Tensor) and cu_seqlens_q is not None and k.ndim == 3 else 4
-    if k_cache.dtype in EIGHT_BITS:
-        raise ValueError(f"k and v are to be appended to caches of {k_cache.dtype}; wanted None: 8-bit caches are read only")
     new = "(batch, new, heads, head_dim)" if rank == 4 else "(total, heads, head_dim), laid out as q is"
     flash.storage({"q": q, "k": k, "v": v}, new, rank, skip="q")
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):

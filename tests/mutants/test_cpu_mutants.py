@@ -16,10 +16,12 @@ from tests.backends.torch import test_decode as decoding
 from tests.call_cache import test_attention as known_attention
 from tests.call_cache import test_block_mask as known_masks
 from tests.call_cache import test_kvcache as known_calls
+from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_kvcache as kvcache
+from tests.kvcache import test_quantise as quantising
 from tests.mods.analysis import test_tile_classes as tile_classes
 from tests.mutants import cpu_mutants as mutants
 from tests.sequences import test_block_info as blocks
@@ -191,6 +193,11 @@ def splits() -> None:
     seq.judge(got, batch, meaning)
 
 
+def appended_to_8_bits() -> None:
+    for form in ("head", "key"):
+        appending.check(appending.Setting(k_form=form, v_form=form, queries=2, page_size=3), seq.Meaning(causal=True), 2, half=6)
+
+
 CHECKS: dict[str, Callable[[], object]] = {
     "full": case("full"),
     "tables": tables,
@@ -234,6 +241,11 @@ CHECKS: dict[str, Callable[[], object]] = {
     "known": again(),
     "decode": lambda: decoding.test_against_the_oracle("pages of 16 behind padding", seq.Meaning(window_size=(9, 0))),
     "decode_sink": lambda: decoding.test_against_the_oracle("alike", seq.Meaning(causal=True)),
+    "rounding": lambda: quantising.test_the_nearest_number_ties_to_even(torch.int8),
+    "counting": lambda: quantising.test_what_saturates_is_what_rounding_leaves_out_of_range(torch.float8_e4m3fn),
+    "own_scales": lambda: quantising.test_a_row_s_own_scale(torch.int8),
+    "appended_to_8_bits": appended_to_8_bits,
+    "known_8_bits": lambda: appending.check(appending.Setting(k_form="head", v_form="head"), seq.Meaning(), 1),
     "known_pages": again(cached=(41, 8, 62, 11), page_size=3),
     "known_mask": known_mask,
     "far_numbers": far_numbers,

@@ -12,6 +12,7 @@ import torch
 
 import anyattn
 from anyattn import masks
+from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points import test_8_bit_caches as eight_bits
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
@@ -279,6 +280,11 @@ def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
 
+def appended_scales() -> None:
+    for form in ("head", "key"):
+        appending.check(appending.Setting(k_form=form, v_form=form, page_size=3, queries=2), Meaning(causal=True), 2, half=6)
+
+
 KILLERS: dict[str, Callable[[], Any]] = {
     "full": variant("full"),
     "causal": variant("causal", LONG),
@@ -316,5 +322,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "windows": two_entries_at_a_time(windows),
     "factors_of_heads": lambda: eight_bits.check(eight_bits.Setting(k_form="head", v_form="head"), Meaning(causal=True)),
     "factors_of_keys": lambda: eight_bits.check(eight_bits.Setting(k_form="key", v_form="key", page_size=16), Meaning(causal=True)),
+    "appended": lambda: appending.check(appending.Setting(k_form="none", v_form="none", queries=3), Meaning(), 3),
+    "appended_scales": appended_scales,
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

@@ -34,6 +34,8 @@ _PACKAGES = (
 )
 _INSIDE = tuple(f"{name}." for name in _PACKAGES)
 _FORWARD = "backends.triton.kernels.forward"
+_APPEND = "backends.triton.kernels.append_rotary"
+_QUANTISE = "backends.triton.kernels.quantise"
 _KEY_TILES = "backends.triton.kernels.key_tiles"
 _BACKWARD = "backends.triton.kernels.backward"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
@@ -168,6 +170,14 @@ MUTANTS = by_name(
     Mutant(
         "odd_columns_before_even_ones", f"{_FORWARD}:whole_output",
         "tl.join(acc[0], acc[1])", "tl.join(acc[1], acc[0])", "factors_of_keys",
+    ),
+    # appending to 8 bits
+    Mutant("appended_ties_up", f"{_QUANTISE}:_float8", "magnitude + (__ - 1) + is_odd", "magnitude + __", "appended"),
+    Mutant("appended_scales_of_the_first_head", f"{_APPEND}:_scales", "head * strides.head", "head * 0", "appended_scales"),
+    Mutant("appended_scales_of_entries_by_page", f"{_APPEND}:_scales", "FORM == _BY_ENTRY", "False", "appended_scales"),
+    Mutant(
+        "appended_keys_rounded_twice", f"{_APPEND}:_store_line",
+        "x.dtype if FORMAT == _PLAIN else wide_dtype", "x.dtype", "appended_scales",
     ),
     Mutant("launch_without_work_does_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
     Mutant("launch_with_work_leaves_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +43,28 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
     fixed = {p.name for p in kernel.params if p.is_constexpr or p.name in constants}
     types = {p.name: "constexpr" if p.name in fixed else types.get(p.name) or p.annotation_type for p in kernel.params}
     target = GPUTarget("cuda", capability, 32)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(kernel.params) if str(types[p.name]).startswith("*")}
     with compiling_until(until):
-        return triton.compile(ASTSource(kernel, types, constants), target=target, options={"enable_fp_fusion": False, **options})
+        return triton.compile(
+            ASTSource(kernel, types, constants, attributes), target=target, options={"enable_fp_fusion": False, **options}
+        )
+
+
+def step_of(dtype: str, options: dict[str, Any]) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The kernel that appends, its types and its constants; rows are contiguous."""
+    from anyattn.backends.triton.kernels.append_rotary import cache_step
+
+    flags = ("NEW_IS_PACKED", "Q_IS_PACKED", "HAS_ROWS", "HAS_PAGES", "TURNS", "INTERLEAVED", "FOLLOWS")
+    flags = (*flags, "FORMAT", "K_SCALES", "V_SCALES", "COUNTS", "SEARCH_STEPS")
+    units = dict.fromkeys(("UNIT", "CACHE_UNIT", "TABLE_UNIT"), 8)
+    constants = {**dict.fromkeys(flags, 0), **units, "LINES": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
+    last = ("new_k_d", "new_v_d", "q_d", "k_cache_d", "v_cache_d", "cos_d", "sin_d")
+    types = dict.fromkeys(("new_k", "new_v", "q", "k_cache", "v_cache", "turned"), DTYPES[dtype])
+    types |= {"cos": "*fp32", "sin": "*fp32", "cached": "*i32", "rows": "*i64", "ends": "*i32", "pages": "*i32"}
+    types |= {"k_descale": "*fp32", "v_descale": "*fp32", "saturated": "*i64"}
+    if options.get("FORMAT"):
+        types |= {"k_cache": "*u8", "v_cache": "*u8"}
+    return cache_step, types, {**constants, **options, **dict.fromkeys(last, 1)}
 
 
 @pytest.mark.covering(1)
@@ -55,19 +76,25 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
         ("fp16", {"HAS_ROWS": True, "TURNS": True, "INTERLEAVED": True}),
         ("fp32", {"NEW_IS_PACKED": True, "Q_IS_PACKED": True, "SEARCH_STEPS": 8, "TURNS": True, "FOLLOWS": True}),
         ("bf16", {"Q_IS_PACKED": True, "SEARCH_STEPS": 4, "HAS_PAGES": True}),
+        ("bf16", {"HAS_PAGES": True, "TURNS": True, "FOLLOWS": True, "FORMAT": 1, "K_SCALES": 3, "V_SCALES": 3, "COUNTS": True}),
+        ("fp32", {"HAS_PAGES": True, "TURNS": True, "INTERLEAVED": True, "FORMAT": 2, "K_SCALES": 1, "V_SCALES": 2}),
+        ("fp16", {"HAS_ROWS": True, "FORMAT": 3, "V_SCALES": 3, "COUNTS": True, "CACHE_UNIT": 4}),
     ],
 )
 def test_the_step_compiles(capability: int, dtype: str, options: dict[str, Any]) -> None:
-    from anyattn.backends.triton.kernels.append_rotary import cache_step
-
-    flags = ("NEW_IS_PACKED", "Q_IS_PACKED", "HAS_ROWS", "HAS_PAGES", "TURNS", "INTERLEAVED", "FOLLOWS")
-    constants = {**dict.fromkeys(flags, False), "IS_ALIGNED": True, "SEARCH_STEPS": 0, "LINES": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    last = ("new_k_d", "new_v_d", "q_d", "k_cache_d", "v_cache_d", "cos_d", "sin_d")
-    types = dict.fromkeys(("new_k", "new_v", "q", "k_cache", "v_cache", "turned"), DTYPES[dtype])
-    types |= {"cos": "*fp32", "sin": "*fp32", "cached": "*i32", "rows": "*i64", "ends": "*i32", "pages": "*i32"}
-    made = built(cache_step, types, {**constants, **options, **dict.fromkeys(last, 1)}, capability)
+    made = built(*step_of(dtype, options), capability)
     assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
     assert "fma.rn.f32" not in made.asm["ptx"], "a product and a sum rounded once give other bits than torch"
+
+
+@pytest.mark.parametrize("options", [{}, {"FORMAT": 1, "K_SCALES": 3, "V_SCALES": 3, "CACHE_UNIT": 4}, {"FORMAT": 3}])
+def test_the_step_moves_16_bytes_at_a_time(options: dict[str, Any]) -> None:
+    """Rows, tables and the partners of rotated elements; 8-bit rows by what their strides allow."""
+    ptx = built(*step_of("bf16", {"HAS_PAGES": True, "TURNS": True, **options}), 90).asm["ptx"]
+    stores = {"v4.b32"} if not options else {"v4.b32", "b32"} if "CACHE_UNIT" in options else {"v4.b32", "v2.b32"}
+    assert set(re.findall(r"st\.global\.([\w.]+)", ptx)) == stores
+    loads = re.findall(r"ld\.global\.([\w.]+)", ptx)
+    assert set(loads) == {"v4.b32", "b32"} and loads.count("v4.b32") > 10, "32 bits at a time are tables of lengths and pages"
 
 
 @pytest.mark.covering(1)

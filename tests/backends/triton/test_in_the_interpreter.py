@@ -75,7 +75,7 @@ PARTS = {
     # its slow tests take so long that they have a limit of their own (test_decoding.py)
     "decoding": Part(
         (
-            *(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "combine")),
+            *(f"{KERNELS}/test_{name}_interpreted.py" for name in ("append_rotary", "append_quantise", "combine")),
             *("backends/triton/test_decoding_interpreted.py", "backends/triton/test_even_shares_interpreted.py"),
             "call_cache/test_replays_interpreted.py",
         ),
@@ -86,6 +86,11 @@ PARTS = {
         ("entry_points/test_8_bit_caches.py",),
         "oracle or far_apart or varlen or matter or without_scales",
         few="(oracle and (plain or padding_in)) or (far_apart and key) or (varlen and 16 and inline)",
+    ),
+    "appending to 8-bit caches": Part(
+        ("entry_points/test_8_bit_append.py",),
+        "(written_and_attended and (wide or head)) or (packed_rows and 16 and inline) or (oracle and 16) or out_of_range or of_nan",
+        has_slow=False,
     ),
     "wide gradients of keys": Part(("backends/test_wide_kv_grads.py",), has_slow=False),
     "operations": Part(
@@ -108,6 +113,7 @@ PROCESSES = {
         "edge cases",
         "dropout",
         "8-bit caches",
+        "appending to 8-bit caches",
         "wide gradients of keys",
         "mutants",
     ),

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
-    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants",
-    "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyFactors", "KeyStorage", "LineStrides",
-    "ListSpans",
-    "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
-    "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales",
-    "Sequence", "Shares", "Sizes", "TileOfScores", "TileRange",
+    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants", "ForwardSpans",
+    "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyFactors", "KeyStorage", "ListSpans", "ListStrides", "ListedTiles",
+    "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants", "PrepareSpans", "PrepareStrides",
+    "PrepareTensors", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Shares", "Sizes", "TileOfScores",
+    "TileRange",
 ]  # fmt: skip
 
 
@@ -478,38 +477,3 @@ class TileOfScores(NamedTuple):
     k_first: Any
     rows: Any
     keys: Any
-
-
-class LineStrides(NamedTuple):
-    """Strides in elements between entries, rows and heads of a tensor whose unit is a line (one head of one row): int64."""
-
-    entry: Any
-    row: Any
-    head: Any
-
-
-class CachePlaces(NamedTuple):
-    """The places of rows in a decoder's cache. rows: pointer to integers (B,), each entry's cache row. pages: pointer to integers (B, pages
-    per entry). pages_entry: stride between entries in the page table: int64. capacity: rows per entry. storage: number of cache rows or
-    pages.
-    page_size: rows per page."""
-
-    rows: Any
-    pages: Any
-    pages_entry: Any
-    capacity: Any
-    storage: Any
-    page_size: Any
-
-
-class Rotary(NamedTuple):
-    """Rotary tables. cos, sin: pointers to (positions, half). Fields ending in _row and _element: their strides: int64."""
-
-    cos: Any
-    cos_row: Any
-    cos_element: Any
-    sin: Any
-    sin_row: Any
-    sin_element: Any
-    half: Any
-    positions: Any
