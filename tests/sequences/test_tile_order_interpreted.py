@@ -8,6 +8,7 @@ import torch
 
 from anyattn.backends.triton import tables
 from anyattn.sequences import tile_order_device
+from anyattn.sequences.unread_kvcache import CacheSizes, CacheTables, StoredCache
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from tests.sparsity.kernels.test_varlen_lists_interpreted import BATCHES, ends, stored
 
@@ -41,6 +42,33 @@ def test_used_rows_of_packed_sequences(by_key, monkeypatch):  # type: ignore[no-
     used = LengthTables(ends([40, 0, 90]), ends([64, 3, 70], torch.int64), torch.tensor([33, 0, 90]), torch.tensor([64, 1, 9]))
     found, wanted = both_ways(StoredSequences(used, StoredSizes(3, 130, 137, 90, 70), None, torch.device("cpu")), 16, by_key, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+CACHES = {  # of five entries, one of them without queries, and rows in use before the step
+    "as many new rows as queries": ({}, None),
+    "two new rows each": ({}, 2),
+    "nothing new": ({}, 0),
+    "padding": ({"leftpad": torch.tensor([5, 0, 90, 7, -3])}, None),
+    "other rows": ({"rows": torch.tensor([4, 0, 9, -1, 2], dtype=torch.int32)}, None),
+    "other rows behind padding": ({"rows": torch.tensor([4, 0, 2, 1, 3]), "leftpad": torch.tensor([5, 0, 1, 7, 200])}, 1),
+}
+
+
+@pytest.mark.parametrize("cached", ([40, 7, 95, 0, 3], [99, 2**30, -4, 100, 100]), ids=["tables", "nonsense"])
+@pytest.mark.parametrize("name", CACHES)
+def test_packed_queries_of_a_cache(name, cached, monkeypatch):  # type: ignore[no-untyped-def]
+    """Tables that make no sense too: no key and no query lies outside."""
+    more, new = CACHES[name]
+    for ends_q in ([0, 3, 3, 20, 21, 40], [0, 3, 50, 20, -7, 40]):
+        step = CacheTables(torch.tensor(cached, dtype=torch.int32), cu_seqlens_q=torch.tensor(ends_q), **more)
+        s = StoredCache(step, CacheSizes(5, 40, 40, new, 100, 5), torch.device("cpu"))
+        (order, entries), (wanted_order, wanted) = both_ways(s, 16, False, monkeypatch)
+        # of an entry without keys it does not matter where they would be
+        has_keys = wanted[:, 5:6] > 0
+        columns = torch.tensor([0, 1, 2, 5, 6, 7, 8], device="cpu")
+        assert torch.equal(entries[:, columns], wanted[:, columns]), (entries, wanted)
+        assert torch.equal(entries[:, 3:5] * has_keys, wanted[:, 3:5] * has_keys)
+        assert torch.equal(order, wanted_order)
 
 
 def test_every_row_is_written_whatever_the_tables_hold():  # type: ignore[no-untyped-def]
