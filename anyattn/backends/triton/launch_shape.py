@@ -83,7 +83,8 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     requested = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
     splits, programs, most_tiles, saturating = options.get("num_splits", problem.num_splits), 0, 0, 0
-    is_shared = splits == 0 and _wants_shares(problem, hardware)
+    # the parts of even shares have room for the planned tiles, not for those that are measured later
+    is_shared = splits == 0 and not options.get("autotune") and _wants_shares(problem, hardware)
     for packed in _allowed_choices(problem, hardware.capability, options):
         is_short = has_few_rows(problem, hardware.capability)
         rows, queries = rows_of(problem, packed), _most_q(problem) if _is_cache(problem) else 1

@@ -45,6 +45,12 @@ def test_many_rows_greatest_scores_and_few_keys_are_cut_into_splits() -> None:
         assert found.programs == 0 and found.num_splits > 1
 
 
+def test_tiles_that_are_measured_later_are_not_shared() -> None:
+    """The parts have room for the rows of the planned tiles; on an H200 some that are measured have four times as many."""
+    found = launch_shape.layout_of(problem_of(rows=16), H200, {"autotune": True})
+    assert found.programs == 0 and found.num_splits > 1
+
+
 def test_a_window_bounds_the_tiles_of_an_item() -> None:
     whole, window = (launch_shape.layout_of(problem_of(w), H200, {}) for w in (None, 32768))
     assert whole.tiles == window.tiles and whole.most_tiles >= 131072 // whole.tiles.tile_n
