@@ -91,7 +91,7 @@ def _step_of(
     may_grow = arguments.k is None and arguments.page_table is None
     room = _in_mode(is_grad_mode, partial(_of_room, arguments, options, backend)) if may_grow and exact is not None else None
     warm = known(room)
-    if warm is not None and room is not None and exact is not None:
+    if warm is not None and room is not None and exact is not None and _have_equal_rows(arguments, options):
         remember_again(exact, warm)
         return _warm_call(arguments, options, warm, room), warm.plan
     if is_grad_mode:
@@ -110,6 +110,18 @@ def _step_of(
         of_step = {"extents": extents_of(arguments), "sizes": call.step.sizes, "follows": call.step.follows, "replays": replays}
         remember(call_signature, recompute, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
+
+
+def _have_equal_rows(arguments: CacheArguments, options: Options) -> bool:
+    """Whether both caches have equally many rows, and scales of each key too: the signature of a growing cache has no such number. If not,
+    the call's checks tell what is wrong."""
+    rows = arguments.k_cache.shape[1]
+    if arguments.v_cache.shape[1] != rows:
+        return False
+    for descale in (options.k_descale, options.v_descale):
+        if isinstance(descale, Tensor) and descale.ndim == 3 and descale.shape[1] not in (1, rows):
+            return False
+    return True
 
 
 def _in_mode(is_grad_mode: bool, signature_of: Callable[[], Signature | None]) -> Signature | None:

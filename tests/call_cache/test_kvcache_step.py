@@ -216,6 +216,22 @@ def test_a_growing_cache_is_checked_anew_where_more_keys_would_change_a_mod(note
         flash_attn_with_kvcache(**grown(101, score_mod=lambda s, b, h, i, j: s + table[j]))
 
 
+def test_rows_that_did_not_grow_with_the_others_are_refused(noted: Noted) -> None:
+    """The signature of a growing cache has no number of rows: of its values, and of scales of each key, they are compared at every call."""
+
+    def given(rows: int, values: int, scales: int) -> dict[str, Any]:
+        found = grown(rows)
+        caches = {"k_cache": found["k_cache"].to(torch.int8), "v_cache": found["v_cache"][:, :values].to(torch.int8)}
+        room = torch.ones(BATCH, 200, KV_HEADS)
+        return found | caches | {"k_descale": room[:, :scales], "v_descale": 0.5}
+
+    for rows in (70, 71, 72):
+        noted.call(**given(rows, rows, rows))
+    for wrong, told in (((73, 72, 73), "v_cache has shape"), ((73, 73, 72), "k_descale has shape"), ((73, 73, 80), "k_descale has shape")):
+        with pytest.raises(ValueError, match=told), torch.no_grad():
+            flash_attn_with_kvcache(**given(*wrong))
+
+
 def test_an_empty_cache_is_a_call_of_its_own(noted: Noted) -> None:
     for rows, backend in ((3, "triton"), (0, "torch"), (1, "triton"), (0, "torch")):
         with torch.no_grad():
