@@ -16,6 +16,7 @@ from anyattn.call_cache import attention
 from tests.backends.triton.test_8_bit_caches import HOPPER, arguments
 from tests.support.no_reading import no_reading, noted_launches
 from tests.support.quantised_rows import DTYPES
+from tests.support.triton import ahead
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -82,6 +83,19 @@ def test_what_is_compiled_depends_on_the_dtype(dtype: torch.dtype, launches: Sim
     constants = launches.steps[0][-1]
     assert constants["FORMAT"] == 1 + DTYPES.index(dtype) and constants["COUNTS"] is False
     assert launches.steps[0][2][-2:] == (0.5, 0.5), "numbers are arguments"
+
+
+@pytest.mark.parametrize(("of_k", "of_v"), [("number", "head"), ("head", "none"), ("key", "number"), ("none", "key")])
+def test_scales_of_two_forms_are_compiled(of_k: str, of_v: str) -> None:
+    """Triton's interpreter knows no types: a number's pointer is to something else."""
+    attention.clear()
+    given, options = arguments(torch.int8, of_k)
+    options["v_descale"] = arguments(torch.int8, of_v)[1]["v_descale"]
+    with ahead.on(HOPPER) as made:
+        anyattn.flash_attn_with_kvcache(*given, **appended(), **options, validate=False)
+    (step,) = [launch for launch in made if launch.kernel.fn.__name__ == "cache_step"]
+    assert step.options["K_SCALES"] == SCALES[of_k] and step.options["V_SCALES"] == SCALES[of_v]
+    ahead.compiled(step, HOPPER, "ptx")
 
 
 def test_wider_caches_are_not_quantised(launches: SimpleNamespace) -> None:

@@ -89,18 +89,19 @@ def cache_step(
             source = _line(new_k, source_b, source_s, head, of_k)
             target = _line(k_cache, first, second, head, of_k_cache)
             strides = DescaleStrides(first=k_descale_b, row=k_descale_s, head=k_descale_h)
-            scales = _scales(k_descale, k_number, saturated, entry, first, second, head, strides, K_SCALES)
+            # a name of its own: where one descale is a number, the types of the two differ
+            scales_of_k = _scales(k_descale, k_number, saturated, entry, first, second, head, strides, K_SCALES)
             _store_line(
-                source, new_k_d, target, k_cache_d, head_dim, exists, position, rotary, scales, TURNS, INTERLEAVED, FORMAT, K_SCALES,
+                source, new_k_d, target, k_cache_d, head_dim, exists, position, rotary, scales_of_k, TURNS, INTERLEAVED, FORMAT, K_SCALES,
                 COUNTS, BLOCK_D,
             )  # fmt: skip
         else:
             source = _line(new_v, source_b, source_s, head, of_v)
             target = _line(v_cache, first, second, head, of_v_cache)
             strides = DescaleStrides(first=v_descale_b, row=v_descale_s, head=v_descale_h)
-            scales = _scales(v_descale, v_number, saturated, entry, first, second, head, strides, V_SCALES)
+            scales_of_v = _scales(v_descale, v_number, saturated, entry, first, second, head, strides, V_SCALES)
             _store_line(
-                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, rotary, scales, False, INTERLEAVED, FORMAT, V_SCALES,
+                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, rotary, scales_of_v, False, INTERLEAVED, FORMAT, V_SCALES,
                 COUNTS, BLOCK_DV,
             )  # fmt: skip
     elif TURNS:
