@@ -301,10 +301,10 @@ def test_launches_are_caught_in_one_place() -> None:
 def test_few_rows_are_as_many_to_the_kernel() -> None:
     """Few rows have a sum for each column, and registers for each key's place: the compiler is asked for both by the same number."""
     from anyattn.backends.triton import tile_config
-    from anyattn.backends.triton.kernels import forward
+    from anyattn.backends.triton.kernels import key_tiles
 
-    numbers = [x.value for name, x in vars(forward).items() if name.startswith("_FEW")]
-    assert numbers == [tile_config.FEW] and "constexpr(FEW)" in Path(forward.__file__).read_text()
+    numbers = [x.value for name, x in vars(key_tiles).items() if name.startswith("_FEW")]
+    assert numbers == [tile_config.FEW] and "constexpr(FEW)" in Path(key_tiles.__file__).read_text()
     rows = [16, 32, 64, 128]
     assert [tile_config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= tile_config.FEW for m in rows]
 
