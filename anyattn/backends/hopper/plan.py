@@ -12,6 +12,7 @@ from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POS
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
+from anyattn.backends.hopper.slower import FEW_QUERIES
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.expr import Node, category, is_weak
@@ -35,7 +36,9 @@ def reason_against(problem: Problem) -> str | None:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
     if max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1]:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
-    if problem.num_splits > 1 or (problem.sequences is not None and problem.sequences.is_cache):
+    # flex_attention leaves the number to the plan for few queries, which may insist on this kernel; other callers ask for splits by 0
+    wants_splits = problem.num_splits > 1 or (problem.num_splits == 0 and problem.bound_q > FEW_QUERIES)
+    if wants_splits or (problem.sequences is not None and problem.sequences.is_cache):
         return "split keys and caches that grow are not in this kernel yet"
     if max(problem.batch, problem.heads_q, problem.bound_q, problem.bound_k) >= MOST_POSITIONS:
         return "it counts positions in 24 bits, and there are 2^24 or more"

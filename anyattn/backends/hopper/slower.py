@@ -31,7 +31,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 
-__all__ = ["slower_backward", "slower_forward"]
+__all__ = ["FEW_QUERIES", "slower_backward", "slower_forward"]
 
 _EVEN = "it takes longer where the score mod reads even tiles of a table by pair"
 _SHORT = 64  # queries and keys
@@ -39,14 +39,14 @@ _WIDEST = 64  # head dimension up to which the classes were measured
 _WIDEST_SHORT = 128  # of short calls, backward
 _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _LONG = 384  # keys
-_FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
+FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
 def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
     """The reason why Triton takes less time for the forward pass, as text; None if none is known."""
-    if problem.num_splits == 0 and problem.bound_q <= _FEW_QUERIES:
-        return f"it has no split keys, which at most {_FEW_QUERIES} queries want"
+    if problem.num_splits == 0 and problem.bound_q <= FEW_QUERIES:
+        return f"it has no split keys, which at most {FEW_QUERIES} queries want"
     if not _is_measured(problem):
         return None
     if _is_short(problem):

@@ -79,6 +79,7 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
         (dict.fromkeys("qkv", few), "strides"),
         ({"score": trace(lambda s, b, h, i, j: s + (i - j) * BIG, "score")}, "32 bits"),
         ({"num_splits": 2}, "split keys"),
+        ({"num_splits": 0}, "split keys"),
         ({"v": crooked}, "v's strides"),
         ({"blocks": lists, "predicates": (trace(masks.causal(), "mask"),)}, "tiles of 48 x 48"),
     ):
@@ -86,6 +87,16 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 
 
 BIG = 2**40
+
+
+def test_few_queries_are_left_to_even_shares_unless_it_is_named() -> None:
+    from anyattn import hardware
+    from anyattn.backends.hopper.slower import slower_forward
+
+    few = problem(q=torch.randn(1, 2, 3, 128, dtype=torch.bfloat16), num_splits=0)
+    machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), 132)
+    assert reason_against(few) is None and "split keys" in str(slower_forward(few, machine))
+    assert "split keys" not in str(slower_forward(problem(), machine))
 
 
 def test_a_comparison_of_floats_that_float32_may_not_decide_is_refused() -> None:
