@@ -87,6 +87,7 @@ def _step_of(
     mode; a signature that is known tells that none does."""
     warm = known(exact)
     if warm is not None and exact is not None:
+        _check_appended(arguments, options, warm)
         return _warm_call(arguments, options, warm, exact), warm.plan
     may_grow = arguments.k is None and arguments.page_table is None
     room = _in_mode(is_grad_mode, partial(_of_room, arguments, options, backend)) if may_grow and exact is not None else None
@@ -166,14 +167,12 @@ def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall,
         capacity = arguments.k_cache.shape[1] if sizes.page_size == 0 else sizes.capacity
         arguments = arguments._replace(cache_seqlens=cached_rows(arguments.cache_seqlens, sizes.batch, capacity, arguments.q.device))
     is_packed = arguments.cu_seqlens_q is not None
+    _check_appended(arguments, options, warm)
     if replays is None:
         with torch.no_grad():
             return attended(_warm_call(arguments, options, warm, call_signature), warm.plan, is_packed)
     tensors = [x for x in (*arguments, *options) if isinstance(x, Tensor)]
     values = warm.values(tensors, options.softmax_scale, call_signature, (options.alibi_slopes,))
-    if arguments.k is not None:
-        append.check_step(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
-        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
     results = replays.results(values)
     if results is not None:
         return results
@@ -182,12 +181,17 @@ def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall,
         return replays.made(values, partial(attended, call, warm.plan, is_packed))
 
 
+def _check_appended(arguments: CacheArguments, options: Options, warm: RememberedCall) -> None:
+    """The checks of a call that appends which depend on more than its signature."""
+    if arguments.k is not None:
+        append.check_step(arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
+        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
+
+
 def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> CacheCall:
+    """The call of a known signature, which passes ``_check_appended``."""
     q, sizes = arguments.q, warm.sizes
     assert sizes is not None
-    if arguments.k is not None:
-        append.check_step(q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache, warm.extents)
-        append.check_scales(options.k_descale, options.v_descale, arguments.k_cache, arguments.v_cache)
     rows = arguments.k_cache.shape[1]
     if sizes.page_size == 0 and sizes.capacity != rows:
         sizes = sizes._replace(capacity=rows)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.kvcache.quantise import LIMITS
+
 __all__ = ["EIGHT_BITS", "KVScales", "kv_scales"]
 
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+EIGHT_BITS = tuple(LIMITS)
 
 
 class KVScales(NamedTuple):

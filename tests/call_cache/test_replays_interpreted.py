@@ -17,11 +17,11 @@ from torch import Tensor
 
 import anyattn
 from anyattn.call_cache import attention
-from anyattn.triton_tools import replay
 from anyattn.validate import sequences as check_lengths
 from tests.entry_points import test_flash_cache as cache_tests
 from tests.support import flash_calls as calls
 from tests.support.flash_calls import RECIPES
+from tests.support.replayed import decoded, noted_replays
 
 TURNED = cache_tests.SETTINGS["turned"]
 ONE_EACH = cache_tests.SETTINGS["one each"]
@@ -41,17 +41,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every replay that was tried, whether it had results."""
-    found: list[bool] = []
-    run = replay.Replay.run
-
-    def noted(*given: Any) -> Any:
-        results = run(*given)
-        found.append(results is not None)
-        return results
-
-    monkeypatch.setattr(replay.Replay, "run", noted)
-    return found
+    return noted_replays(monkeypatch)
 
 
 def given(setting: cache_tests.Setting, recipe: str, seed: int) -> dict[str, Any]:
@@ -59,13 +49,6 @@ def given(setting: cache_tests.Setting, recipe: str, seed: int) -> dict[str, Any
     s = replace(setting, seed=seed, page_seed=seed)
     tensors = RECIPES[recipe].draw(s.heads[0], len(s.cached), s.capacity + 8, s.dtype, seed)
     return cache_tests.arguments(s) | RECIPES[recipe].options({n: t.detach() for n, t in tensors.items()})
-
-
-def decoded(arguments: dict[str, Any], **more: Any) -> tuple[Tensor, ...]:
-    """A call on copies of its caches: out, lse and both caches."""
-    caches = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
-    found = anyattn.flash_attn_with_kvcache(**{**arguments, **caches, "return_lse": True, "backend": "triton", **more})
-    return (*found, *caches.values())
 
 
 def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:

@@ -16,22 +16,9 @@ from anyattn.kvcache.quantise import is_written, quantised, row_scales
 from anyattn.kvcache.rotary import apply_rotary
 from tests.support import poison
 from tests.support import sequences as seq
-from tests.support.eight_bits import DTYPES, FORMS, Case, Setting, made
+from tests.support.eight_bits import DTYPES, FORMS, Q_DTYPES, SETTINGS, Case, Setting, made
 from tests.support.sequences import Meaning
 
-Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SETTINGS = {
-    "plain": Setting(),
-    "several rows": Setting(queries=3),
-    "pages of 1": Setting(page_size=1, queries=2),
-    "pages of 16": Setting(page_size=16),
-    "pages of 64": Setting(page_size=64, queries=2),
-    "left padding": Setting(leftpad=(5, 0, 33), queries=2),
-    "left padding in pages": Setting(leftpad=(5, 0, 33), page_size=16),
-    "other rows": Setting(shuffled_rows=True),
-    "wide values": Setting(d=24, dv=40),
-    "one head": Setting(kv_heads=1),
-}
 LOUD = 100.0  # of new values: out of range for given scales, unless the dtype is float8_e5m2
 
 

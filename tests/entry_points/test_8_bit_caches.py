@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import anyattn
 from anyattn import oracle, planner
 from anyattn.call_cache import attention
+from anyattn.testing import budget
 from anyattn.validate import flash
 from tests.support import poison
 from tests.support import sequences as seq
 from tests.support.compiling import fresh
-from tests.support.eight_bits import DTYPES, FORMS, Case, Setting, made, widened
+from tests.support.eight_bits import DTYPES, FORMS, Q_DTYPES, SETTINGS, Case, Setting, made, widened
 from tests.support.sequences import Meaning
 
-Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TABLE = torch.linspace(-1.5, 1.5, 4 * 120, dtype=torch.float64).view(4, 120)
 MEANINGS = {
     "full": Meaning(),
@@ -30,18 +30,6 @@ MEANINGS = {
     "alibi": Meaning(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625])),
     "sink and softcap": Meaning(causal=True, softcap=3.0, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "mods": Meaning(score_mod=lambda s, b, h, i, j: s + TABLE[h, i] * (b + 1) - TABLE[h, j], mask_mod=lambda b, h, i, j: (i - j) % 7 != 3),
-}
-SETTINGS = {
-    "plain": Setting(),
-    "several queries": Setting(queries=3),
-    "pages of 1": Setting(page_size=1, queries=2),
-    "pages of 16": Setting(page_size=16),
-    "pages of 64": Setting(page_size=64, queries=2),
-    "left padding": Setting(leftpad=(5, 0, 33), queries=2),
-    "padding_in_pages": Setting(leftpad=(5, 0, 33), page_size=16),
-    "other rows": Setting(shuffled_rows=True),
-    "wide values": Setting(d=24, dv=40),
-    "one head": Setting(kv_heads=1),
 }
 
 
@@ -194,7 +182,8 @@ def test_the_oracle_dequantises(dtype) -> None:
     wide = stored.double() * descale.double()[..., None]
     assert torch.equal(found.out, oracle.attention(q, wide, wide).out)
     plain = oracle.same_dtype(q, stored, stored, k_descale=descale, v_descale=descale)
-    assert plain.out.dtype is torch.float32 and torch.allclose(plain.out.double(), found.out, rtol=1e-4, atol=1e-5)
+    assert plain.out.dtype is torch.float32
+    budget.check("the plain formula", plain.out, found.out, oracle.same_dtype(q, wide.float(), wide.float()).out)
 
 
 # ---- errors

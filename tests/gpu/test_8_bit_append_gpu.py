@@ -15,7 +15,7 @@ import anyattn
 from anyattn.kvcache.quantise import quantised
 from tests.entry_points.test_8_bit_append import as_given, new_rows, same_bits, tables, written_memory
 from tests.support import eight_bits
-from tests.support.eight_bits import DTYPES, FORMS, Case, Setting
+from tests.support.eight_bits import DTYPES, FORMS, ON_GPU, PLAIN_ON_GPU, Q_DTYPES, Case
 from tests.support.gpu.graphs import captured
 from tests.support.gpu.waiting import no_waiting
 from tests.support.quantised_rows import every_rounding
@@ -25,18 +25,9 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a GPU and triton", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAIN = Setting(cached=(700, 33, 260, 1), capacity=1000, heads=8, kv_heads=2, d=64, dv=64)
-SETTINGS = {
-    "plain": PLAIN,
-    "wide": replace(PLAIN, d=128, dv=128, queries=3),
-    "widest": replace(PLAIN, d=256, dv=256),
-    "odd": replace(PLAIN, d=72, dv=40, heads=10),
-    "pages of 16": replace(PLAIN, page_size=16, d=128, dv=128, queries=2),
-    "pages of 64": replace(PLAIN, page_size=64, queries=40),
-    "pages of 3": replace(PLAIN, page_size=3),
-    "padding": replace(PLAIN, leftpad=(5, 0, 133, 1), page_size=16),
-    "other rows": replace(PLAIN, shuffled_rows=True),
+SETTINGS = ON_GPU | {
+    "pages of 16": replace(ON_GPU["pages of 16"], queries=2),
+    "pages of 64": replace(ON_GPU["pages of 64"], queries=40),
 }
 MATRIX = [
     (name, FORMS[i % 7], FORMS[(3 * i + i // 7) % 7], DTYPES[i % 3], Q_DTYPES[(i // 3) % 3])
@@ -79,7 +70,7 @@ def test_every_rounding(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_counts_and_writes_at_each_replay(form: str) -> None:
-    s = replace(PLAIN, page_size=16, k_form=form, v_form=form)
+    s = replace(PLAIN_ON_GPU, page_size=16, k_form=form, v_form=form)
     rows, rotary = new_rows(s, 1), tables(s, 32)
     case, expected = (as_given(eight_bits.made(s, Meaning(causal=True), "cuda")) for _ in range(2))
     rows, rotary = ({name: t.cuda() if isinstance(t, Tensor) else t for name, t in d.items()} for d in (rows, rotary))

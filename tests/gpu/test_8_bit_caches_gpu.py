@@ -16,7 +16,7 @@ from anyattn.backends.triton import tile_config
 from anyattn.call_cache import attention
 from tests.support import eight_bits
 from tests.support import sequences as seq
-from tests.support.eight_bits import DTYPES, FORMS, Case, Setting
+from tests.support.eight_bits import DTYPES, FORMS, ON_GPU, PLAIN_ON_GPU, Q_DTYPES, Case
 from tests.support.gpu.graphs import captured
 from tests.support.gpu.waiting import no_waiting
 from tests.support.sequences import Meaning
@@ -25,20 +25,9 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a GPU and triton", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAIN = Setting(cached=(700, 33, 260, 1), capacity=1000, heads=8, kv_heads=2, d=64, dv=64)
-SETTINGS = {
-    "plain": PLAIN,
-    "wide": replace(PLAIN, d=128, dv=128, queries=3),
-    "widest": replace(PLAIN, d=256, dv=256),
-    "odd": replace(PLAIN, d=72, dv=40, heads=10),
-    "no pairs": replace(PLAIN, d=33, dv=33),
-    "pages of 16": replace(PLAIN, page_size=16, d=128, dv=128),
-    "pages of 64": replace(PLAIN, page_size=64, queries=4),
-    "pages of 3": replace(PLAIN, page_size=3),
-    "padding": replace(PLAIN, leftpad=(5, 0, 133, 1), page_size=16),
-    "other rows": replace(PLAIN, shuffled_rows=True),
-    "many queries": replace(PLAIN, cached=(700, 333, 260, 300), queries=200, d=128, dv=128),
+SETTINGS = ON_GPU | {
+    "no pairs": replace(PLAIN_ON_GPU, d=33, dv=33),
+    "many queries": replace(PLAIN_ON_GPU, cached=(700, 333, 260, 300), queries=200, d=128, dv=128),
 }
 MEANINGS = (
     Meaning(causal=True),
@@ -72,7 +61,7 @@ def test_against_the_oracle(i: int) -> None:
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("form", ["head", "key", "inline"])
 def test_scales_far_apart(form: str, q_dtype: torch.dtype) -> None:
-    s = replace(PLAIN, k_form=form, v_form=form, q_dtype=q_dtype, spread=16.0)
+    s = replace(PLAIN_ON_GPU, k_form=form, v_form=form, q_dtype=q_dtype, spread=16.0)
     case = eight_bits.made(s, Meaning(causal=True), "cuda")
     out, lse = (t.cpu() for t in call(case))
     seq.judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, Meaning(causal=True), case.firsts, label=str(s))
@@ -113,7 +102,7 @@ def test_every_number_is_converted(dtype: torch.dtype, wide: torch.dtype) -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_reads_the_scales_anew(form: str) -> None:
-    s = replace(PLAIN, page_size=16, k_form=form, v_form=form)
+    s = replace(PLAIN_ON_GPU, page_size=16, k_form=form, v_form=form)
     case, other = (eight_bits.made(replace(s, seed=seed), Meaning(causal=True), "cuda") for seed in (0, 1))
     wanted = [call(c) for c in (other, case)]
     with no_waiting():
@@ -144,7 +133,7 @@ def test_hidden_and_unread_scales_never_matter() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_varlen(page_size: int, form: str) -> None:
-    s = replace(PLAIN, cached=(700, 533, 260, 301), queries=150, page_size=page_size, k_form=form, v_form=form, d=128, dv=128)
+    s = replace(PLAIN_ON_GPU, cached=(700, 533, 260, 301), queries=150, page_size=page_size, k_form=form, v_form=form, d=128, dv=128)
     meaning = Meaning(causal=True, softcap=8.0)
     case = eight_bits.made(s, meaning, "cuda")
     options = dict(case.options)
@@ -156,7 +145,7 @@ def test_varlen(page_size: int, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["number", "head", "key"])
 def test_compiled(form: str) -> None:
-    case = eight_bits.made(replace(PLAIN, page_size=16, k_form=form, v_form=form), Meaning(causal=True), "cuda")
+    case = eight_bits.made(replace(PLAIN_ON_GPU, page_size=16, k_form=form, v_form=form), Meaning(causal=True), "cuda")
     torch._dynamo.reset()
     step = torch.compile(anyattn.flash_attn_with_kvcache, fullgraph=True)
     assert torch.equal(step(*case.args, **case.options), anyattn.flash_attn_with_kvcache(*case.args, **case.options))

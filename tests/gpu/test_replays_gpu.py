@@ -14,11 +14,11 @@ from torch import Tensor
 
 import anyattn
 from anyattn.call_cache import attention
-from anyattn.triton_tools import replay
 from tests.entry_points import test_flash_cache as cache_tests
 from tests.support import flash_calls as calls
 from tests.support.flash_calls import RECIPES
 from tests.support.gpu.waiting import no_waiting
+from tests.support.replayed import decoded, noted_replays
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a GPU and triton", allow_module_level=True)
@@ -46,17 +46,7 @@ def afresh() -> Iterator[None]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every replay that was tried, whether it had results."""
-    found: list[bool] = []
-    run = replay.Replay.run
-
-    def noted(*given: Any) -> Any:
-        results = run(*given)
-        found.append(results is not None)
-        return results
-
-    monkeypatch.setattr(replay.Replay, "run", noted)
-    return found
+    return noted_replays(monkeypatch)
 
 
 def there(given: dict[str, Any]) -> dict[str, Any]:
@@ -68,13 +58,6 @@ def step(kind: str, recipe: str, seed: int) -> dict[str, Any]:
     s = replace(KINDS[kind], dtype=torch.bfloat16, seed=2 * seed, page_seed=seed)
     tensors = {n: t.detach().cuda() for n, t in RECIPES[recipe].draw(s.heads[0], len(s.cached), s.capacity + 8, s.dtype, seed).items()}
     return there(cache_tests.arguments(s)) | RECIPES[recipe].options(tensors)
-
-
-def decoded(arguments: dict[str, Any], **more: Any) -> tuple[Tensor, ...]:
-    """A call on copies of its caches: out, lse and both caches."""
-    caches = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
-    found = anyattn.flash_attn_with_kvcache(**{**arguments, **caches, "return_lse": True, "backend": "triton", **more})
-    return (*found, *caches.values())
 
 
 def batch(seed: int) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def shares() -> None:
     that are not in use."""
     from unittest import mock
 
-    from anyattn.backends.triton import api, launch_shape, tile_config
+    from anyattn.backends.triton import launch_shape, tile_config
     from anyattn.call_cache import attention
 
     random = torch.Generator().manual_seed(2)
@@ -263,7 +263,7 @@ def shares() -> None:
             (launch_shape, "_LEAST_SHARED", 0),
             (launch_shape, "_MOST_ROWS", 64),
         ]
-        patches += [(api, "MERGED_TILES", 10**6), (api, "SPARED_TILES", -(10**4)), (api, "LEAST_TILES", 1)]
+        patches += [(launch_shape, "_MERGED_TILES", 10**6), (launch_shape, "_SPARED_TILES", -(10**4)), (launch_shape, "_LEAST_TILES", 1)]
         patches += [(tile_config, "_few_rows", lambda *about: tile_config.Tiles(16, 16, 4, 2))]
         with contextlib.ExitStack() as stack:
             for patch in patches:

@@ -11,9 +11,10 @@ from torch import Tensor
 from tests.support import sequences as seq
 from tests.support.sequences import NAN, Meaning
 
-__all__ = ["DTYPES", "FORMS", "Case", "Setting", "made", "widened"]
+__all__ = ["DTYPES", "FORMS", "ON_GPU", "PLAIN_ON_GPU", "Q_DTYPES", "SETTINGS", "Case", "Setting", "made", "widened"]
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMS = ("none", "number", "tensor", "head", "page", "key", "inline")
 
 
@@ -38,6 +39,32 @@ class Setting:
     dv: int = 16
     spread: float = 2.0
     seed: int = 0
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "several queries": Setting(queries=3),
+    "pages of 1": Setting(page_size=1, queries=2),
+    "pages of 16": Setting(page_size=16),
+    "pages of 64": Setting(page_size=64, queries=2),
+    "left padding": Setting(leftpad=(5, 0, 33), queries=2),
+    "padding_in_pages": Setting(leftpad=(5, 0, 33), page_size=16),
+    "other rows": Setting(shuffled_rows=True),
+    "wide values": Setting(d=24, dv=40),
+    "one head": Setting(kv_heads=1),
+}
+PLAIN_ON_GPU = Setting(cached=(700, 33, 260, 1), capacity=1000, heads=8, kv_heads=2, d=64, dv=64)
+ON_GPU = {  # a test file's own settings come on top
+    "plain": PLAIN_ON_GPU,
+    "wide": replace(PLAIN_ON_GPU, d=128, dv=128, queries=3),
+    "widest": replace(PLAIN_ON_GPU, d=256, dv=256),
+    "odd": replace(PLAIN_ON_GPU, d=72, dv=40, heads=10),
+    "pages of 16": replace(PLAIN_ON_GPU, page_size=16, d=128, dv=128),
+    "pages of 64": replace(PLAIN_ON_GPU, page_size=64, queries=4),
+    "pages of 3": replace(PLAIN_ON_GPU, page_size=3),
+    "padding": replace(PLAIN_ON_GPU, leftpad=(5, 0, 133, 1), page_size=16),
+    "other rows": replace(PLAIN_ON_GPU, shuffled_rows=True),
+}
 
 
 @dataclass

@@ -33,10 +33,8 @@ from anyattn.backends.triton.kernels.arguments import (
 )
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
 from anyattn.backends.triton.launch_shape import (
-    LEAST_TILES,
-    MERGED_TILES,
     MOST_BLOCKS,
-    SPARED_TILES,
+    EvenShares,
     forward_shape,
     grid_of,
     has_few_rows,
@@ -99,8 +97,8 @@ def forward(problem: Problem, forms: Sequence[FormPlan]) -> Result:
         out.zero_()
     rest = -torch.inf if fill else None
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
-    if forms[0].plan.programs:
-        _forward_by_shares(problem, forms[0], out, lse)
+    if forms[0].plan.shares is not None:
+        _forward_by_shares(problem, forms[0], forms[0].plan.shares, out, lse)
     else:
         for form in forms:
             _launch(form, _Target(out, lse, highest))
@@ -154,9 +152,9 @@ def _forward_by_splits(problem: Problem, form: FormPlan, fill: bool) -> Result:
     return Result(out, lse, None if highest is None else highest.amax(0))
 
 
-def _forward_by_shares(problem: Problem, form: FormPlan, out: Tensor, lse: Tensor | None) -> None:
+def _forward_by_shares(problem: Problem, form: FormPlan, shares: EvenShares, out: Tensor, lse: Tensor | None) -> None:
     """Forward pass with even shares: row tiles whose keys several programs visited are written when their parts are combined."""
-    device, rows = problem.q.device, (form.plan.programs, 2, form.plan.tile_m)
+    device, rows = problem.q.device, (shares.programs, 2, form.plan.tile_m)
     parts, sums = (torch.empty((*rows, n), dtype=torch.float32, device=device) for n in (tile_config.padded(out.shape[3]), 2))
     shared = parts, sums, torch.empty((rows[0], rows[2] + 1), dtype=torch.int64, device=device)
     _launch(form, _Target(out, lse, None, shared=shared))
@@ -229,21 +227,16 @@ def _launch_spec(
         grid = (together, usual[0], groups * usual[2])
     elif grid != usual:
         together = -1
-    if plan.programs:
-        grid = (plan.programs, 1, 1)
+    shares = Shares(*(0,) * len(Shares._fields))
+    if plan.shares is not None:
+        grid, shares = (plan.shares.programs, 1, 1), Shares(tables.row_tiles * programs_along_batch(problem, tables), *plan.shares[1:])
     numbers = (
         *strides, part_statistics, *tables.strides, *_strides_of_factors(problem), *_cache_sizes(problem, tables.cache),
-        packed, padded_group(packed), together, groups, tiles_each, *sizes_of(problem, tables, splits), *_shares(problem, plan, tables),
+        packed, padded_group(packed), together, groups, tiles_each, *sizes_of(problem, tables, splits), *shares,
     )  # fmt: skip
     options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     captured = captured_of(call_program)
     return LaunchSpec(_FORWARD, call_program, call_program.program, captured, is_aligned, grid, numbers, options, described)
-
-
-def _shares(problem: Problem, plan: TritonPlan, tables: Tables) -> Shares:
-    return Shares(
-        tables.row_tiles * programs_along_batch(problem, tables), plan.most_tiles, LEAST_TILES, MERGED_TILES, SPARED_TILES, plan.saturating
-    )
 
 
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
@@ -269,7 +262,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": pipeline.is_late and tables.pages is None,
         "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0,
-        "IS_RISING": program.is_rising, "IS_SHARED": plan.programs > 0,
+        "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
         "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip
 
@@ -309,7 +302,7 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
     grid: row tiles; heads, or groups that share tiles; entries times splits."""
     problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
     has_few = has_few_rows(problem, capability)
-    if has_few or call.plan.heads_per_tile > 1 or call.plan.programs or call.target.parts[0] > 1 or call.tables.entries is not None:
+    if has_few or call.plan.heads_per_tile > 1 or call.plan.divides_keys or call.tables.entries is not None:
         return 0, 1
     if not tile_config.pipeline_of(forward_shape(problem), capability, has_few).is_grouped:
         return 0, 1

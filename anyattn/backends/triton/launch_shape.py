@@ -22,10 +22,8 @@ from anyattn.problem import Problem
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = [
-    "LEAST_TILES",
-    "MERGED_TILES",
     "MOST_BLOCKS",
-    "SPARED_TILES",
+    "EvenShares",
     "Layout",
     "Reading",
     "forward_shape",
@@ -40,7 +38,7 @@ __all__ = [
 ]
 
 # Even shares, in key tiles: the fewest of a program, how many more make one more part worth adding, and the time of merging.
-LEAST_TILES, MERGED_TILES, SPARED_TILES = 2, 8, 4
+_LEAST_TILES, _MERGED_TILES, _SPARED_TILES = 2, 8, 4
 _SATURATING = 0.7  # programs per multiprocessor that together read at the memory's rate
 _MOST_ROWS = 16  # of a tile: with more, products take as long as reading keys, and a loop over row tiles spills registers
 # Bytes of keys and values that there is room for: finding shares takes some 5 us more than a number of splits, a third of the time in
@@ -65,16 +63,25 @@ _UNEVEN = 0.25
 _CLOSE = 1.015  # within this factor of the best, fewer splits are preferred, since they take less memory
 
 
+class EvenShares(NamedTuple):
+    """programs: number of those that take even shares of all key tiles. The others: see ``kernels.arguments.Shares``."""
+
+    programs: int
+    most: int
+    least: int
+    merged: int
+    spared: int
+    saturating: int
+
+
 class Layout(NamedTuple):
-    """packed: most query heads of a K/V head whose rows share a tile. programs, most_tiles, saturating: see ``plan.TritonPlan``. why: one
+    """packed: most query heads of a K/V head whose rows share a tile. shares: None: a program for each row tile, or split of one. why: one
     line per decision, for people."""
 
     tiles: Tiles
     packed: int
     num_splits: int
-    programs: int
-    most_tiles: int
-    saturating: int
+    shares: EvenShares | None
     why: tuple[str, ...]
 
 
@@ -82,7 +89,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are requirements and pack_gqa is a preference."""
     requested = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
-    splits, programs, most_tiles, saturating = options.get("num_splits", problem.num_splits), 0, 0, 0
+    splits, shares = options.get("num_splits", problem.num_splits), None
     # the parts of even shares have room for the planned tiles, not for those that are measured later
     is_shared = splits == 0 and not options.get("autotune") and _wants_shares(problem, hardware)
     for packed in _allowed_choices(problem, hardware.capability, options):
@@ -100,9 +107,8 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if requested:
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     if is_shared and tiles.tile_m <= _MOST_ROWS:
-        splits, programs, most_tiles = 1, _programs(problem, tiles, hardware), _most_tiles(problem, tiles, packed)
-        saturating = max(1, int(_SATURATING * hardware.sm_count))
-        why.append(f"keys shared evenly by {programs} programs, by the lengths on the device")
+        splits, shares = 1, _even_shares(problem, tiles, packed, hardware)
+        why.append(f"keys shared evenly by {shares.programs} programs, by the lengths on the device")
     elif splits == 0:
         splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
@@ -110,7 +116,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if splits > most:
         why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
         splits = most
-    return Layout(tiles, packed, splits, programs, most_tiles, saturating, tuple(why))
+    return Layout(tiles, packed, splits, shares, tuple(why))
 
 
 def forward_shape(problem: Problem) -> Shape:
@@ -191,6 +197,12 @@ def _wants_shares(problem: Problem, hardware: Hardware) -> bool:
         return False
     keys = problem.batch * problem.heads_kv * _most_seen(problem)
     return keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.k.element_size() > _LEAST_SHARED
+
+
+def _even_shares(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> EvenShares:
+    saturating = max(1, int(_SATURATING * hardware.sm_count))
+    most = _most_tiles(problem, tiles, packed)
+    return EvenShares(_programs(problem, tiles, hardware), most, _LEAST_TILES, _MERGED_TILES, _SPARED_TILES, saturating)
 
 
 def _programs(problem: Problem, tiles: Tiles, hardware: Hardware) -> int:

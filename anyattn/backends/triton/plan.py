@@ -11,7 +11,7 @@ from anyattn.backends.triton.codegen import row_families
 from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.backends.triton.documents import form_of_documents
-from anyattn.backends.triton.launch_shape import MOST_BLOCKS, layout_of
+from anyattn.backends.triton.launch_shape import MOST_BLOCKS, EvenShares, layout_of
 from anyattn.hardware import Hardware
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
@@ -70,30 +70,26 @@ def reason_against_backward(problem: Problem) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan(Plan):
-    """has_asked_tiles: kernel_options set the tiles, for both passes. num_warps, num_stages: of the forward kernel's programs. programs:
-    number of programs that take even shares of all key tiles; 0 for a program per row tile, or per split of one. With even
-    shares: most_tiles, most key tiles that a row tile visits, and saturating, programs that together read at the memory's rate.
-    """
+    """has_asked_tiles: kernel_options set the tiles, for both passes. num_warps, num_stages: of the forward kernel's programs. shares: see
+    ``Layout``."""
 
     backend: str = "triton"
     has_asked_tiles: bool
     num_warps: int
     num_stages: int
-    programs: int = 0
-    most_tiles: int = 0
-    saturating: int = 0
+    shares: EvenShares | None = None
 
     @property
     def divides_keys(self) -> bool:
         """Whether several programs may visit the keys of a row tile."""
-        return self.num_splits > 1 or self.programs > 0
+        return self.num_splits > 1 or self.shares is not None
 
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> TritonPlan:
     """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: for choosing Triton, for people."""
-    tiles, packed, splits, programs, most_tiles, saturating, reasons = layout_of(problem, hardware, options)
+    tiles, packed, splits, shares, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
-    if form_of_documents(problem, splits > 1 or programs > 0) is not None:
+    if form_of_documents(problem, splits > 1 or shares is not None) is not None:
         why.append(BY_DOCUMENT)
     is_tuned = bool(options.get("autotune"))
     if is_tuned:
@@ -101,7 +97,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     return TritonPlan(
         tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_splits=splits, backward=backward.backend,
         why=(*why, *backward.why), has_asked_tiles="tile_m" in options or "tile_n" in options, heads_per_tile=packed, is_tuned=is_tuned,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, programs=programs, most_tiles=most_tiles, saturating=saturating,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, shares=shares,
     )  # fmt: skip
 
 

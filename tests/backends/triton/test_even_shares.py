@@ -28,31 +28,32 @@ def problem_of(window: int | None = None, keys: int = 131072, rows: int = 1, dim
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_two_programs_on_a_multiprocessor(dim: int) -> None:
     found = launch_shape.layout_of(problem_of(dim=dim), H200, {})
-    assert (found.programs, found.num_splits) == (264, 1) and "264 programs" in found.why[-1]
+    assert found.shares is not None and (found.shares.programs, found.num_splits) == (264, 1) and "264 programs" in found.why[-1]
     assert tile_config.resident(found.tiles, tile_config.Shape(dim, dim, torch.bfloat16), (9, 0)) >= 2, "what the table promises"
 
 
 def test_a_number_of_splits_is_followed() -> None:
     for splits in (1, 7):
         found = launch_shape.layout_of(problem_of(), H200, {"num_splits": splits})
-        assert (found.programs, found.num_splits) == (0, splits)
+        assert (found.shares, found.num_splits) == (None, splits)
     assert launch_shape.layout_of(problem_of(num_splits=3), H200, {}).num_splits == 3
 
 
 def test_many_rows_greatest_scores_and_few_keys_are_cut_into_splits() -> None:
     for problem in (problem_of(rows=64), problem_of(wants_max=True), problem_of(keys=8192)):
         found = launch_shape.layout_of(problem, H200, {})
-        assert found.programs == 0 and found.num_splits > 1
+        assert found.shares is None and found.num_splits > 1
 
 
 def test_tiles_that_are_measured_later_are_not_shared() -> None:
     """The parts have room for the rows of the planned tiles; on an H200 some that are measured have four times as many."""
     found = launch_shape.layout_of(problem_of(rows=16), H200, {"autotune": True})
-    assert found.programs == 0 and found.num_splits > 1
+    assert found.shares is None and found.num_splits > 1
 
 
 def test_a_window_bounds_the_tiles_of_an_item() -> None:
     whole, window = (launch_shape.layout_of(problem_of(w), H200, {}) for w in (None, 32768))
-    assert whole.tiles == window.tiles and whole.most_tiles >= 131072 // whole.tiles.tile_n
-    assert 32768 // whole.tiles.tile_n < window.most_tiles <= 32768 // whole.tiles.tile_n + 2
-    assert launch_shape.layout_of(problem_of(1024), H200, {}).programs == 0, "so few keys are read in no time"
+    assert whole.shares is not None and window.shares is not None
+    assert whole.tiles == window.tiles and whole.shares.most >= 131072 // whole.tiles.tile_n
+    assert 32768 // whole.tiles.tile_n < window.shares.most <= 32768 // whole.tiles.tile_n + 2
+    assert launch_shape.layout_of(problem_of(1024), H200, {}).shares is None, "so few keys are read in no time"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.backends.triton import api, launch_shape, tile_config
+from anyattn.backends.triton import launch_shape, tile_config
 from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.validate import sequences as check_lengths
@@ -38,8 +38,8 @@ def shared(monkeypatch, programs, least=1, merged=10**6, spared=-(10**4)):  # ty
     attention.clear()
     monkeypatch.setattr(launch_shape, "_programs", lambda *args: programs)
     monkeypatch.setattr(launch_shape, "_LEAST_SHARED", 0)
-    for name, value in (("LEAST_TILES", least), ("MERGED_TILES", merged), ("SPARED_TILES", spared)):
-        monkeypatch.setattr(api, name, value)
+    for name, value in (("_LEAST_TILES", least), ("_MERGED_TILES", merged), ("_SPARED_TILES", spared)):
+        monkeypatch.setattr(launch_shape, name, value)
 
 
 @pytest.mark.covering(1)

@@ -1,0 +1,34 @@
+"""Replays that a test's calls try, and decoding steps that leave their caches as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import anyattn
+from anyattn.triton_tools import replay
+
+__all__ = ["decoded", "noted_replays"]
+
+
+def noted_replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every replay that was tried, whether it had results."""
+    found: list[bool] = []
+    run = replay.Replay.run
+
+    def noted(*given: Any) -> Any:
+        results = run(*given)
+        found.append(results is not None)
+        return results
+
+    monkeypatch.setattr(replay.Replay, "run", noted)
+    return found
+
+
+def decoded(arguments: dict[str, Any], **more: Any) -> tuple[Tensor, ...]:
+    """A call on copies of its caches: out, lse and both caches."""
+    caches = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
+    found = anyattn.flash_attn_with_kvcache(**{**arguments, **caches, "return_lse": True, "backend": "triton", **more})
+    return (*found, *caches.values())
