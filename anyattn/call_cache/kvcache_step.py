@@ -177,8 +177,7 @@ def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall,
     if results is not None:
         return results
     with torch.no_grad():
-        call = _warm_call(arguments, options, warm, call_signature)
-        return replays.made(values, partial(attended, call, warm.plan, is_packed))
+        return replays.made(values, lambda: attended(_warm_call(arguments, options, warm, call_signature), warm.plan, is_packed))
 
 
 def _check_appended(arguments: CacheArguments, options: Options, warm: RememberedCall) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.kvcache.quantise import LIMITS
+from anyattn.triton_tools.recording import active_recorder
 
 __all__ = ["EIGHT_BITS", "KVScales", "kv_scales"]
 
@@ -58,8 +59,12 @@ def _factors(descale: Any, k: Tensor, batch: int) -> Tensor | None:
 
 def _constant(value: float, device: torch.device) -> Tensor:
     """A tensor of one number. One that is made while a CUDA graph is captured is filled at replays, and so belongs to that graph alone."""
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return _filled(value, device) if is_captured else _kept(value, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _filled(value, device)
+    found = _kept(value, device)
+    if (recorder := active_recorder()) is not None:
+        recorder.outlives(found, partial(_kept, value, device))
+    return found
 
 
 def _filled(value: float, device: torch.device) -> Tensor:

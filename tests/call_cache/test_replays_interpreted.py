@@ -73,6 +73,19 @@ def test_a_replay_is_a_first_call(setting: str, recipe: str, splits: int, replay
     assert all(replays) and bool(replays)
 
 
+def test_numbers_that_scale_an_8_bit_cache_are_replayed(replays: list[bool]) -> None:
+    """They are tensors that outlive calls; others are other calls."""
+
+    def make(seed: int) -> dict[str, Any]:
+        found = given(replace(ONE_EACH, rotary_dim=0, new=None), "causal", seed)
+        caches = {n: found[n].to(torch.float8_e5m2) for n in ("k_cache", "v_cache")}
+        return found | caches | {"k_descale": 0.5, "v_descale": 2.0}
+
+    warm, first = warm_and_first(make)
+    assert same(warm[:2], first[:2]) and all(replays) and bool(replays)
+    assert not same(decoded(make(14) | {"v_descale": 1.5})[:1], first[:1])
+
+
 def with_mods(kind: str, seed: int) -> dict[str, Any]:
     """A call with mods that capture tensors and numbers of their own for each seed; a score's integers are those of ``seed % 3``."""
     g = torch.Generator().manual_seed(seed)
