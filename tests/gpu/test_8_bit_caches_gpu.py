@@ -70,7 +70,8 @@ def test_scales_far_apart(form: str, q_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_the_widened_cache(dtype: torch.dtype, q_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same tiles; the bytes are all that there are, NaN and infinities left out."""
+    """Of the same tiles; the bytes are all that there are, NaN and infinities left out. A query has one number that is not 0: the products
+    of one query and key are added in another order if keys are loaded as 8 bits."""
     monkeypatch.setattr(tile_config, "_SHORT_8_BITS", tile_config._SHORT)
     attention.clear()
     memory = torch.randint(0, 256, (2, 4, 512, 2, 128), dtype=torch.uint8, device="cuda")
@@ -78,6 +79,7 @@ def test_bits_of_the_widened_cache(dtype: torch.dtype, q_dtype: torch.dtype, mon
         memory[~memory.view(dtype).float().isfinite()] = 5
     k, v = memory.view(dtype)
     q = torch.randn(4, 2, 8, 128, device="cuda").to(q_dtype) * (1e-3 if dtype is torch.float8_e5m2 else 0.02)
+    q *= torch.nn.functional.one_hot(torch.randint(0, 128, q.shape[:3], device="cuda"), 128).to(q_dtype)
     options = {"causal": True, "num_splits": 2, "backend": "triton", "return_lse": True}
     narrow = anyattn.flash_attn_with_kvcache(q, k, v, **options)
     wide = anyattn.flash_attn_with_kvcache(q, k.to(q_dtype), v.to(q_dtype), **options)
