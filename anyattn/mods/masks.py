@@ -252,9 +252,9 @@ def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 
     before, first = prefix or (lambda b: 0), rows or (lambda b: 0)
 
     def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        key = kv_idx - before(b)
-        inside = torch.clamp(key, min=0)
-        return (key < 0) | (((words[q_idx - first(b), inside // 64] >> (inside % 64)) & 1) != 0)
+        end = before(b)
+        inside = torch.clamp(kv_idx - end, min=0)
+        return (kv_idx < end) | (((words[q_idx - first(b), inside // 64] >> (inside % 64)) & 1) != 0)
 
     return Mask(visible, "tree(offset per batch)" if isinstance(offset, Tensor) else f"tree(offset={offset})")
 

@@ -93,6 +93,7 @@ RECIPES: dict[str, Recipe] = {
         lambda h, b, n: {"table": (b, h)},
     ),
     "mask": Recipe(lambda t: {"mask_mod": lambda b, h, i, j: (i * 3 + j * 5 + b + h) % 4 != 0}),
+    "mask_or_prefix": Recipe(lambda t: {"mask_mod": lambda b, h, i, j: (j < 37 + b) | ((i * 3 + j * 5 + h) % 4 == 0)}),
     "mask_some_rows": Recipe(lambda t: {"mask_mod": lambda b, h, i, j: (i % 3 == 1) & (j % 4 != h)}),
     "everything": Recipe(_everything, lambda h, b, n: {"alibi_slopes": (b, h), "sink": (h,), "table": (h, n)}),
 }

@@ -126,13 +126,14 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     return "\n\n".join([program.source, head])
 
 
-def _functions(part: Part | None) -> tuple[str, str, str, str, str, str]:
+def _functions(part: Part | None) -> tuple[str, ...]:
     """The first fields of a ``Mod``."""
     if part is None:
-        return "False", "None", "None", "None", "None", "False"
+        return "False", "None", "None", "None", "None", "False", "None"
     terms = f"{part.name}_terms" if part.loads and part.is_by_entry else "None"
     scatter = f"{part.name}_scatter" if part.loads else "None"
-    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, str(loads_even_tiles(part.expr, part.style.even))
+    is_padded, sure = str(loads_even_tiles(part.expr, part.style.even)), "None" if part.sure is None else f"{part.sure.name}_rows"
+    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, is_padded, sure
 
 
 @lru_cache(maxsize=4096)

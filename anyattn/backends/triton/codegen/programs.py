@@ -24,6 +24,7 @@ from anyattn.mods.analysis import captured_loads
 from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
 from anyattn.mods.analysis.separated import separated
+from anyattn.mods.analysis.sure_keys import sure_range
 from anyattn.mods.dropout import KEPT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
@@ -61,7 +62,8 @@ class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that replace a mask), "words" (of dropout) or "gradient" (a score
     mod's value, its derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of
     dimensions of each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its
-    text. is_by_entry: for a loop over batch entries; see ``by_entry``."""
+    text. is_by_entry: for a loop over batch entries; see ``by_entry``. sure: of a mask, the limits of keys that it surely
+    shows, with the mask's own captured values."""
 
     name: str
     kind: str
@@ -72,6 +74,7 @@ class Part(NamedTuple):
     totals: tuple[int, ...] = ()
     style: Style = PLAIN
     is_by_entry: bool = False
+    sure: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,8 @@ def program_of(problem: Problem) -> CallProgram:
     named += [("listed", part) for part in (plan.of_blocks, *plan.listed) if part is not None]
     named += [("always", part) for part in plan.always]
     parts, mods = {name: _mask_part(name, part, problem) for name, part in named}, [part.ranges or part.mask for _, part in named]
+    if problem.sequences is not None and problem.sequences.is_cache and "always" in parts:
+        parts["always"] = parts["always"]._replace(sure=_sure_part(plan.always[0].mask, problem))
     if not plan.has_lists and not plan.ranged:  # every tile is visited
         parts, mods = {"ranges": _ranges_part("ranges", ALL_KEYS, problem), **parts}, [ALL_KEYS, *mods]
     of_score = None if score is None else _part("score", score, problem)
@@ -188,6 +193,11 @@ def _mask_part(name: str, part: MaskPart, problem: Problem) -> Part:
         return _ranges_part(name, part.ranges, problem)
     expr = separated(part.mask.expr, _ANY_NUMBERS)
     return _part(name, part.mask, problem)._replace(expr=expr, style=style_of(part.mask, expr, problem))
+
+
+def _sure_part(mask: TracedMod, problem: Problem) -> Part | None:
+    expr = sure_range(mask)
+    return None if expr is None else _ranges_part("sure", RowRanges(expr, mask.scalars, mask.tensors), problem)
 
 
 # ---- derivatives
@@ -353,6 +363,8 @@ def staged(part: Part) -> str:
     if part.loads:
         functions += [terms_source(part.name, part.loads)] if part.is_by_entry else []
         functions.append(scatter_source(part.name, part.loads, part.style))
+    if part.sure is not None:
+        functions.append(staged(part.sure))
     return "\n\n".join(functions)
 
 

@@ -126,7 +126,8 @@ class Mod(NamedTuple):
     rows, value: the functions of ``codegen.programs``. terms: the terms of sums over batch entries (``codegen.programs.by_entry``), else
     None. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
     int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...) per tensor. totals: the same per gradient sum. An
-    empty one is replaced by a number: Triton has no empty tuple. is_padded: whether ``value`` may be called with keys beyond the end."""
+    empty one is replaced by a number: Triton has no empty tuple. is_padded: whether ``value`` may be called with keys beyond the end. sure:
+    the limits of keys that a row sees whatever ``value`` is (``mods.analysis.sure_keys``); None if none are known."""
 
     exists: Any
     rows: Any
@@ -134,6 +135,7 @@ class Mod(NamedTuple):
     terms: Any
     scatter: Any
     is_padded: Any
+    sure: Any
     scalars: Any
     tensors: Any
     totals: Any
@@ -403,12 +405,13 @@ class Scales(NamedTuple):
 
 class RowsOfParts(NamedTuple):
     """The row values of each part of the program for a tile: a tuple that the part's own functions make and
-    read; see ``codegen.programs``."""
+    read; see ``codegen.programs``. sure: the least and the end of the keys that ``always`` shows to all rows; unread without any."""
 
     score: Any
     mask: Any
     always: Any
     dropout: Any
+    sure: Any
 
 
 class Run(NamedTuple):

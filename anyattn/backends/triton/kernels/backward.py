@@ -217,7 +217,8 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     q_first, row_count = first_row + sequence.q_first, end_row - first_row
     runs, full, partial = visits_of(kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
     if c.RANGES > 0:
-        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, c.RANGES), always=kept.always, dropout=kept.dropout)
+        inside = inside_of(kept.mask, seqlen_k, c.RANGES)
+        kept = RowsOfParts(score=kept.score, mask=inside, always=kept.always, dropout=kept.dropout, sure=kept.sure)
     for i in range(0, full):
         first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
         dq = _visit_keys(

@@ -17,7 +17,7 @@ from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
 from anyattn.backends.triton.kernels.results import places_of_rows, store_results
 from anyattn.backends.triton.kernels.row_tile import Portion
-from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, visits_of
+from anyattn.backends.triton.kernels.tile_iterator import clipped, first_at, full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "rows_of"]
 
@@ -41,7 +41,7 @@ def rows_of(b, h, q_idx, q_places, mods):
         always_rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
     if mods.dropout.exists:
         dropout_rows = mods.dropout.rows(b, h, q_places, mods.dropout.scalars, mods.dropout.tensors)
-    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows, dropout=dropout_rows)
+    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows, dropout=dropout_rows, sure=(0, 0))
 
 
 @triton.jit
@@ -82,10 +82,29 @@ def scores_of(
         )
     if IS_PARTIAL:
         s = tl.where(seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE), s, float("-inf"))
-    if mods.always.exists:
-        kv = kv_for(lanes, end, mods.always, IS_WHOLE)
-        s = tl.where(mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors), s, float("-inf"))
+    if mods.always.exists and mods.always.sure is None:
+        s = seen_always(s, lanes, end, rows, b, h, mods.always, IS_WHOLE)
+    elif mods.always.exists:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
+        if (first < rows.sure[0]) | (first + c.TILE_N > rows.sure[1]):
+            s = seen_always(s, lanes, end, rows, b, h, mods.always, IS_WHOLE)
     return s
+
+
+@triton.jit
+def seen_always(s, lanes, end, rows, b, h, mod, IS_WHOLE: tl.constexpr):
+    """Scores of the keys at positions ``lanes``, -inf where the mask that every tile evaluates hides them."""
+    kv = kv_for(lanes, end, mod, IS_WHOLE)
+    return tl.where(mod.value(b, h, kv, rows.always, mod.scalars, mod.tensors), s, float("-inf"))
+
+
+@triton.jit
+def sure_of(b, h, q_idx, seqlen_k, mod, c):
+    """The least and the end of existing keys that a mask shows to all rows of a tile; 0 and 0 if none are known."""
+    if mod.sure is None:
+        return 0, 0
+    else:
+        lo, hi = mod.sure(b, h, q_idx, mod.scalars, mod.tensors)
+        return tl.max(clipped(lo, seqlen_k, c.TILE_M)), tl.min(clipped(hi, seqlen_k, c.TILE_M))
 
 
 @triton.jit
@@ -353,7 +372,10 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         begin = tl.minimum(portion.first * share, full + partial)
         stop = tl.minimum(begin + share, full + partial)
     if c.RANGES > 0:
-        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, c.RANGES), always=kept.always, dropout=kept.dropout)
+        kept = RowsOfParts(
+            score=kept.score, mask=inside_of(kept.mask, seqlen_k, c.RANGES), always=kept.always, dropout=kept.dropout,
+            sure=sure_of(b, q_head, q_idx, seqlen_k, mods.always, c),
+        )  # fmt: skip
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
     nearby = 0
     if c.IS_SHARED and c.RANGES > 0:
