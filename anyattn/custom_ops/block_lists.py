@@ -16,12 +16,22 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import tensors_of
+from anyattn.sparsity.chosen_blocks import Chosen, check_chosen, check_contents, form_of_chosen, grid_of_chosen, lists_of_chosen
 from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, ListForm, TileGrid, lists_of_stacks
 from anyattn.sparsity.made_of import note_lists
 from anyattn.sparsity.varlen_block_sparse import varlen_lists_of_mask
 
-__all__ = ["block_lists", "lists_with_mods", "tile_lists", "tile_lists_with_mods", "varlen_lists_with_mods", "varlen_tile_lists"]
+__all__ = [
+    "block_lists",
+    "lists_with_mods",
+    "tile_lists",
+    "tile_lists_with_mods",
+    "topk_lists",
+    "topk_lists_with_mods",
+    "varlen_lists_with_mods",
+    "varlen_tile_lists",
+]
 
 
 class BlockLists(NamedTuple):
@@ -113,6 +123,59 @@ def tile_lists_with_mods(sizes: tuple, tile: tuple, device: Any, separate_full: 
 
 def _tile(tile: tuple) -> tuple[int, int]:
     return length("tile_m", tile[0], 1), length("tile_n", tile[1], 1)
+
+
+# ---- BlockMask.from_topk
+
+
+class TopkLists(NamedTuple):
+    """The arguments of ``anyattn::topk_lists``: those of ``BlockMask.from_topk``. The program is empty without a mask."""
+
+    indices: Tensor
+    counts: Tensor | None
+    program: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    q_len: int
+    kv_len: int
+    block_m: int
+    block_n: int
+    wants_columns: bool
+
+
+def _parts_of_topk(operands: TopkLists) -> tuple[Chosen, TracedMod | None, TileGrid]:
+    indices, counts, program, numbers, tensors, q_len, kv_len, block_m, block_n, _ = operands
+    mask = next(iter(mods_of_operands("mask", program, numbers, tensors)), None)
+    chosen = Chosen(indices, counts)
+    return chosen, mask, grid_of_chosen(chosen, (q_len, kv_len), (block_m, block_n))
+
+
+def _fake_topk_lists(operands: TopkLists) -> list[Tensor]:
+    (indices, _), mask, grid = _parts_of_topk(operands)
+    shapes = form_of_chosen(mask, grid.batch, operands.wants_columns).stack_shapes(grid.batch, grid.shape)
+    return [indices.new_empty(one, dtype=torch.int32) for one in shapes]
+
+
+@operator(TopkLists, fake=_fake_topk_lists)
+def topk_lists(operands: TopkLists) -> list[Tensor]:
+    """The lists of ``BlockMask.from_topk``, int32, as stacks (``sparsity.grid``)."""
+    chosen, mask, grid = _parts_of_topk(operands)
+    check_chosen(*chosen, grid.lengths, grid.tile)  # reads the counts
+    check_contents(chosen, grid.shape[1])
+    return lists_of_chosen(chosen, mask, grid, operands.wants_columns, stacks=True)
+
+
+def topk_lists_with_mods(chosen: tuple, block_size: Any, lengths: Any, wants_columns: bool, mask: TracedMod | None) -> list[Tensor]:
+    """The lists of ``BlockMask.from_topk``, made by the operator: of full blocks too if they are separate. Raises as the eager call."""
+    (q_len, kv_len), tile = _lengths(**{f"seq_lengths[{i}]": n for i, n in enumerate(lengths)}), pair("BLOCK_SIZE", block_size)
+    indices, counts = check_chosen(chosen[0], chosen[1], (q_len, kv_len), tile)
+    if mask is not None:
+        device_of(indices.device, mask)
+    # one empty tensor, as for the operators of attention, if a graph is exported
+    mods = operands_of(indices.new_empty(0), mask)
+    stacks = called(topk_lists, TopkLists(indices, counts, *mods, q_len, kv_len, *tile, wants_columns))
+    separate = form_of_chosen(mask, (indices.shape[0], indices.shape[1]), wants_columns).separate_full
+    return [t for t in lists_of_stacks(stacks, 1 + separate) if t is not None]
 
 
 # ---- compute_varlen_block_sparsity

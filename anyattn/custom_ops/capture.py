@@ -73,6 +73,7 @@ def _entries() -> dict[str, Callable]:
         "decode": flash.decode_with_mods,
         "block_mask": block_lists.lists_with_mods,
         "tile_lists": block_lists.tile_lists_with_mods,
+        "topk_lists": block_lists.topk_lists_with_mods,
         "varlen_tile_lists": block_lists.varlen_lists_with_mods,
     }
 

@@ -67,9 +67,9 @@ def decode(arguments: CacheArguments, options: Options, backend: str | None) -> 
 def _check_blocks(q: Tensor, k: Tensor, blocks: Any, is_varlen: bool) -> None:
     block_sparse.check_class(blocks, is_varlen)
     if is_varlen:
-        block_sparse.check_varlen(blocks, q, q.shape[-2])
+        block_sparse.check_varlen(blocks, q, q.shape[-2], k.shape[-2])
     else:
-        block_sparse.check_dense(blocks, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]))
+        block_sparse.check_dense(blocks, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]), k.shape[-2])
 
 
 def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.custom_ops import entry_point, run_uncompiled
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.sparsity import captured, compute, varlen_block_sparse
+from anyattn.sparsity.chosen_blocks import mask_inside
 from anyattn.validate.block_sparse import parts_of_blocks
 from anyattn.validate.flex import is_block_mask
 
@@ -27,7 +29,7 @@ except (ImportError, AttributeError) as _error:  # private names of Dynamo, whic
     run_uncompiled()
     warnings.warn(f"torch.compile of torch {torch.__version__} cannot capture attention, which runs uncompiled: {_error}", stacklevel=2)
 
-__all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "varlen_tile_lists"]
+__all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "topk_lists", "varlen_tile_lists"]
 
 
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +98,24 @@ def tile_lists(mask_mod: Any, aux_tensors: Any, sizes: tuple, tile: tuple, devic
     operands = (sizes, tile, device, bool(separate_full))
     tensors = call_with_mods("tile_lists", like, operands, (("mask", "mask_mod"),), (bound(mask_mod, "mask", aux_tensors),))
     return list(tensors) if separate_full else [*tensors, None, None]
+
+
+def topk_lists(
+    indices: Any, counts: Any, BLOCK_SIZE: Any, seq_lengths: Any, causal: Any, mask_mod: Any, compute_q_blocks: Any
+) -> tuple[list[Tensor | None], Any, tuple, tuple]:
+    """``BlockMask.from_topk``: the lists, the mask inside the blocks, the lengths and the block size."""
+    inner = mask_inside(causal, mask_mod, seq_lengths)
+    wants_columns = bool(compute_q_blocks)
+    operands = ((indices, counts), BLOCK_SIZE, seq_lengths, wants_columns)
+    tensors = call_with_mods("topk_lists", indices, operands, (("mask", "mask_mod"),), (inner,))
+    if len(tensors) == 8 or (len(tensors) == 4 and not wants_columns):
+        lists = list(tensors)
+    elif wants_columns:
+        lists = [*tensors[:2], None, None, *tensors[2:], None, None]
+    else:
+        lists = [*tensors, None, None]
+    tile = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    return lists, noop_mask if inner is None else inner, (seq_lengths[0], seq_lengths[1]), tile
 
 
 def varlen_tile_lists(

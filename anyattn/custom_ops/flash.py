@@ -300,9 +300,9 @@ def flash_with_mods(
     operands, lists = operands_of_blocks(blocks)
     if isinstance(lists, BlockSparseTensors):
         check_dense_storage(q, k, v)
-        check_dense(lists, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]))
+        check_dense(lists, q, (q.shape[1], k.shape[1]), (q.shape[0], q.shape[2]), k.shape[-2])
     else:
-        check_varlen(lists, q, q.shape[-2])
+        check_varlen(lists, q, q.shape[-2], k.shape[-2])
     operands = operands._replace(block_lists=own_lists(operands.block_lists))
     if descales is not None:
         return called(flash_block_sparse_8_bits, call, operands, descales)  # type: ignore[no-any-return]

@@ -290,6 +290,7 @@ def flex_with_mods(
         counts: Any = lists[0]
         exactness = _exactness(is_exact, counts, listed) if are_unwritten(*block_lists) else exactness
         flex.check_lists(lengths, counts, query, key)
+        flex.check_heads_of_lists(listed, counts, query.shape[1], lists[3] is not None or is_exact is not False)
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     operands = Attend(

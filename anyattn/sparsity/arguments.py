@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ __all__ = [
     "check_many",
     "check_tables",
     "device_of",
+    "has_triton",
     "length",
     "may_have_kernels",
     "pair",
     "positions",
     "ragged_lengths",
     "reads_nothing",
+    "runs_kernels",
     "without_transforms",
 ]
 
@@ -180,3 +184,14 @@ def may_have_kernels(device: Any) -> bool:
     if device is None:
         return torch.cuda.is_initialized()
     return type(device) is torch.device and device.type == "cuda"
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether lists on this device are made by kernels, if the mask's numbers and tensors allow it."""
+    return device.type == "cuda" and has_triton()
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether lists can be made by kernels on a CUDA device."""
+    return importlib.util.find_spec("triton") is not None

@@ -20,8 +20,10 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.pickling import refuse_nameless
 from anyattn.mods.tracing.trace import TracedMod, name_of, trace
+from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import device_of, length, pair, positions, without_transforms
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.chosen_blocks import lists_from_topk
 from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.drawing import as_svg
 from anyattn.sparsity.grid import BLOCK_MASK, TileGrid
@@ -29,7 +31,7 @@ from anyattn.sparsity.lists import both_ways, check_counts, grid_of_lists, lists
 from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
 from anyattn.sparsity.slices import as_map, positions_of, sliced, take
 from anyattn.tensors.dynamo import opaque
-from anyattn.tensors.kinds import has_memory, refuse_torchscript
+from anyattn.tensors.kinds import has_memory, not_scriptable, refuse_torchscript
 
 __all__ = [
     "LISTS",
@@ -58,6 +60,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
     # set by ``marked``; None if a compiled graph made the lists; False again once a field of ``_EXACT_BY`` is assigned
     _exact: bool | None = False
+    _is_ordered: bool = False  # set for lists that ``may_share``
 
     @classmethod
     def from_kv_blocks(
@@ -157,6 +160,46 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         return cls.from_kv_blocks(*lists_of_grid(classes, True), tile, mask_mod, lengths, compute_q_blocks)
 
     @classmethod
+    @not_scriptable
+    def from_topk(
+        cls,
+        indices: Tensor,
+        *,
+        BLOCK_SIZE: int | tuple[int, int],
+        seq_lengths: tuple[int, int],
+        counts: Tensor | None = None,
+        causal: bool = False,
+        mask_mod: Callable | None = None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
+        """A mask of chosen blocks: each row of query blocks sees the key blocks that ``indices`` names. Does not wait for a GPU.
+
+        indices: int32 or int64 (B, H, query blocks, k): block numbers in any order; a repeated number is read once, and a negative one as
+        no block. B = 1 shares the choice between batch entries; H is 1, the number of query heads, or the number of K/V heads, whose query
+        heads then share it. counts: integers (B, H, query blocks), how many of a row's numbers are read; by default all k.
+        seq_lengths: the numbers of queries and keys; the last blocks may be short. causal: a query sees no key after its own position,
+        where the last query has the last key's. mask_mod: any other mask inside the blocks; both hold. Blocks that they hide whole are
+        left out, and blocks that they show whole need no mask. compute_q_blocks: False leaves out the lists of key blocks.
+
+        Memory: the lists have an entry for each pair of a query block and a key block, 16 bytes each with compute_q_blocks, else 8.
+        On a GPU nothing is read on the host: a number beyond the keys is read as no block, and a count above k as k. On a CPU both raise
+        ``ValueError``. Raises ``TypeError`` or ``ValueError`` naming the argument.
+
+        >>> chosen = torch.tensor([[0, -1], [1, 0], [0, 0], [3, 1]])
+        >>> mask = BlockMask.from_topk(chosen[None, None], BLOCK_SIZE=64, seq_lengths=(256, 256), causal=True)
+        >>> mask.to_dense()[0, 0].tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1]]
+        """
+        if torch.compiler.is_compiling():
+            topk_lists: Any = captured.entry_points.topk_lists
+            made = topk_lists(indices, counts, BLOCK_SIZE, seq_lengths, causal, mask_mod, compute_q_blocks)
+            return block_mask_of_lists(made[0], made[1], made[2], made[3], cls)
+        lists, inner, lengths, tile = lists_from_topk((indices, counts), BLOCK_SIZE, seq_lengths, causal, mask_mod, bool(compute_q_blocks))
+        block_mask = block_mask_of_lists(lists, inner, lengths, tile, cls)
+        block_mask.__dict__["_is_ordered"] = True
+        return block_mask
+
+    @classmethod
     def from_torch(cls, block_mask: torch_flex.BlockMask) -> BlockMask:
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
@@ -180,6 +223,11 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         return self.was_exact and self._made_of is not None and self._made_of.holds(captures(self.mask_mod))
 
     @property
+    def may_share(self) -> bool:
+        """Whether kernels may read the lists themselves: they are ascending, with 0 beyond the counts."""
+        return self._is_ordered and self._lists_are_unwritten()
+
+    @property
     def was_exact(self) -> bool:
         """``is_exact``, but for what ``mask_mod`` captures now."""
         return bool(self._exact) and self._lists_are_unwritten()
@@ -190,7 +238,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name in _EXACT_BY:
-            self.__dict__["_exact"] = False
+            self.__dict__["_exact"] = self.__dict__["_is_ordered"] = False
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
@@ -389,10 +437,12 @@ def lists_are_complete(mask: TracedMod, batch: tuple[int, int]) -> bool:
     return not told_apart(mask, batch)
 
 
-def block_mask_of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
+def block_mask_of_lists(
+    lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int], cls: type[BlockMask] = BlockMask
+) -> BlockMask:
     fields: dict[str, Any] = dict.fromkeys(LISTS)
     fields.update(zip(LISTS, lists, strict=False))
-    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
+    return cls(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
 
 
 @opaque

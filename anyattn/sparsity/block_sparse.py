@@ -121,6 +121,12 @@ class BlockSparseTensors:
         """The grid of classes, uint8 (B, H, M, N): 0 empty, 1 partial, 2 full."""
         return grid_of_lists(*tensors_of(self), self.grid[1])
 
+    def of_heads(self, heads: int) -> BlockSparseTensors:
+        """The lists of ``heads`` query heads: lists per K/V head are copied for each of its query heads, shared lists stay."""
+        each = heads // self.mask_block_cnt.shape[1] if self.mask_block_cnt.shape[1] > 1 else 1
+        repeated: Any = {n: t.repeat_interleave(each, 1) for n in LISTS if (t := getattr(self, n)) is not None}
+        return self if each == 1 else replace(self, **repeated)
+
     def visited(self) -> Tensor:
         """int32 (B, H, M): how many tiles each row of tiles visits."""
         return self.mask_block_cnt if self.full_block_cnt is None else self.mask_block_cnt + self.full_block_cnt
@@ -187,11 +193,16 @@ class BlockSparseTensors:
         return cls.from_classes(classes, tile, lengths, full_cnt is not None)  # type: ignore[arg-type]
 
     @classmethod
-    def from_ordered_lists(cls, block_mask: Any) -> BlockSparseTensors | None:
+    def from_ordered_lists(cls, block_mask: Any, by_key: bool = False) -> BlockSparseTensors | None:
         """Lists of a block mask that are known to be ascending with 0 in their tails, as anyattn builds them; memory that kernels can read
-        is shared, not copied. None if a list is not int32, a length is 0, or the lists do not have one entry per tile of the lengths."""
-        lengths, tile = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+        is shared, not copied. None if a list is not int32, a length is 0, or the lists do not have one entry per tile of the lengths.
+
+        by_key: the lists of each key tile, as ``transposed`` makes them."""
+        lengths, tile = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
         fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        if by_key:
+            lengths, tile = lengths[::-1], tile[::-1]
+            fields = (block_mask.q_num_blocks, block_mask.q_indices, block_mask.full_q_num_blocks, block_mask.full_q_indices)
         grid = tuple(map(ceil_div, lengths, tile))
         if any(t is not None and t.dtype is not torch.int32 for t in fields) or fields[1].shape[2:] != grid or min(lengths) < 1:
             return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.sparsity import captured
-from anyattn.sparsity.arguments import check_many, device_of, length, positions, reads_nothing, without_transforms
+from anyattn.sparsity.arguments import check_many, device_of, has_triton, length, positions, reads_nothing, runs_kernels, without_transforms
 from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
-from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory
+from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory, stacked
 from anyattn.sparsity.lists import both_ways, lists_of_grid, with_partial_tails
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
@@ -108,11 +106,7 @@ def lists_of_mask(mask: TracedMod, grid: TileGrid, device: torch.device, form: L
     classes = classes if form.has_full_tails else with_partial_tails(classes, grid.lengths, grid.tile)
     one_entry = both_ways(classes, form.separate_full, form.wants_columns)
     lists = [None if t is None else t.expand(*grid.batch, *t.shape[2:]).contiguous() for t in one_entry]
-    if not stacks:
-        return lists
-    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
-    width = 2 * len(counts) // len(form.stack_shapes(grid.batch, grid.shape))
-    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
+    return stacked(lists, form, grid) if stacks else lists
 
 
 def tile_lists(mask: TracedMod, grid: TileGrid, device: torch.device | str | None = None) -> BlockSparseTensors:
@@ -163,14 +157,3 @@ def held_for_kernels(mask: TracedMod, grid: TileGrid, device: torch.device) -> T
         return None
     ((held,), _) = check_call(Dense(*grid.batch, *grid.lengths), [mask], reads_values=False)
     return held
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Whether lists on this device are made by kernels, if the mask's numbers and tensors allow it."""
-    return device.type == "cuda" and has_triton()
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    """Whether lists can be made by kernels on a CUDA device."""
-    return importlib.util.find_spec("triton") is not None

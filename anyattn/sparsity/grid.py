@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 
-__all__ = ["BLOCK_MASK", "BLOCK_SPARSE", "ListForm", "TileGrid", "lists_of_memory", "lists_of_stacks"]
+__all__ = ["BLOCK_MASK", "BLOCK_SPARSE", "ListForm", "TileGrid", "lists_of_memory", "lists_of_stacks", "stacked"]
 
 
 class TileGrid(NamedTuple):
@@ -69,3 +70,10 @@ def lists_of_memory(stacks: Sequence[Tensor], classes: int) -> list[Tensor | Non
         for count, index in zip(counts.unbind(), indices.unbind(), strict=True):
             tensors += (count, index) if classes > 1 else (count, index, None, None)
     return tensors
+
+
+def stacked(lists: Sequence[Tensor | None], form: ListForm, grid: TileGrid) -> list[Tensor]:
+    """The inverse of ``lists_of_memory``: copies of the lists in stacks."""
+    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
+    width = 2 * len(counts) // len(form.stack_shapes(grid.batch, grid.shape))
+    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]

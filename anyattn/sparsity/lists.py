@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.sparsity.arguments import runs_kernels
 from anyattn.sparsity.derived import derived
 from anyattn.tensors.kinds import has_memory
 
@@ -20,6 +21,7 @@ __all__ = [
     "classes_of_ragged",
     "grid_of_lists",
     "joined",
+    "keep_transposed",
     "kept_classes",
     "kept_for_call",
     "kept_transposed",
@@ -37,6 +39,10 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
     classes: uint8 (B, H, M, N) -> int32 (B, H, M), (B, H, M, N), (B, H, M), (B, H, M, N).
     """
+    if _has_kernels(classes):
+        from anyattn.sparsity.kernels.class_grids import lists_of_classes
+
+        return tuple(lists_of_classes(classes, separate_full, False))  # type: ignore[return-value]
     if not separate_full:
         return *ordered(classes, (PARTIAL, FULL)), None, None
     return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
@@ -44,6 +50,10 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 def both_ways(classes: Tensor, separate_full: bool, wants_columns: bool = True) -> list[Tensor | None]:
     """``lists_of_grid`` of each row of tiles, then of each column."""
+    if _has_kernels(classes):
+        from anyattn.sparsity.kernels.class_grids import lists_of_classes
+
+        return lists_of_classes(classes, separate_full, wants_columns)
     grids = (classes, classes.transpose(-1, -2)) if wants_columns else (classes,)
     return [t for grid in grids for t in lists_of_grid(grid, separate_full)]
 
@@ -58,6 +68,11 @@ def with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[in
             classes.select(dim, -1).clamp_(max=PARTIAL)
     assert FULL > PARTIAL > EMPTY
     return classes
+
+
+def _has_kernels(t: Tensor) -> bool:
+    """Whether kernels convert these lists or classes: not where the work is recorded instead of done, as torch's operations are."""
+    return runs_kernels(t.device) and not torch.compiler.is_compiling() and has_memory(t)
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -123,6 +138,14 @@ def kept_transposed(lists: Any) -> Any:
     return _kept(lists, "transposed", lists.transposed)
 
 
+def keep_transposed(lists: Any, transposed: Any) -> None:
+    """Records what ``kept_transposed`` returns, from now on until the lists are written to; None leaves it out.
+
+    While a CUDA graph is captured nothing is recorded, as in ``_kept``."""
+    if transposed is not None:
+        derived(lists)["transposed"] = transposed
+
+
 def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
     """The lists in the form that kernels read, with room for every tile of sequences of these lengths; cached by ``_kept``.
 
@@ -173,12 +196,17 @@ def grid_of_lists(
 
     columns: N, by default the width of the wider list.
 
-    Does not wait for a GPU. Raises ``ValueError`` if lists on a CPU name a column that does not exist, or if a count exceeds its list's
-    width.
+    Does not wait for a GPU, where kernels read a column that does not exist as nothing. Raises ``ValueError`` if lists on a CPU name such a
+    column, or if a count exceeds its list's width.
     """
     check_counts("the count of a row's partial blocks", mask_cnt, mask_idx)
     check_counts("the count of a row's full blocks", full_cnt, full_idx)
     columns = max(mask_idx.shape[-1], 0 if full_idx is None else full_idx.shape[-1]) if columns is None else columns
+    if _has_kernels(mask_idx) and mask_idx.ndim == 4:
+        from anyattn.sparsity.kernels.class_grids import classes_of_lists
+
+        both = ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL))
+        return classes_of_lists([(cnt, idx, value) for cnt, idx, value in both if idx is not None], columns)
     lead = mask_idx.shape[:-1]
     classes = torch.zeros(lead.numel(), columns, dtype=torch.uint8, device=mask_idx.device)
     for cnt, idx, value in ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL)):

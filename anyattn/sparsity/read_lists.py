@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.lists import keep_transposed
 
 __all__ = ["kept_lists", "lists_facts", "lists_of", "read_lists"]
 
@@ -81,6 +82,8 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     blocks = BlockSparseTensors.from_ordered_lists(block_mask) if getattr(block_mask, "may_share", False) else None
     if blocks is None:
         blocks = BlockSparseTensors.from_block_mask(block_mask)
+    elif getattr(block_mask, "q_indices", None) is not None:
+        keep_transposed(blocks, BlockSparseTensors.from_ordered_lists(block_mask, by_key=True))
     if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
         return blocks  # not cached: changes could not be detected
     objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)

@@ -24,6 +24,7 @@ from anyattn.sparsity.arguments import device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
 from anyattn.sparsity.pytree_nodes import register, unchecked
+from anyattn.sparsity.varlen_chosen_blocks import classes_of_choice
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import not_scriptable, outside_transforms, refuse_hidden, refuse_hidden_captures, refuse_torchscript
 
@@ -123,6 +124,42 @@ class VarlenBlockSparseTensors:
         tiles = RaggedTiles(seqlens_q, seqlens_k, pair("tile", tile))
         varlen_checks.check_classes(classes, tiles)
         return cls._of_classes(classes, tiles, separate_full, layout)
+
+    @classmethod
+    def from_topk(
+        cls,
+        indices: Tensor,
+        *,
+        tile: tuple[int, int],
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        counts: Tensor | None = None,
+        mask_mod: Callable | None = None,
+        layout: str = "flat",
+    ) -> VarlenBlockSparseTensors:
+        """Lists of chosen tiles: each row tile of every sequence visits the key tiles that ``indices`` names.
+
+        indices: int32 or int64 (H, total_m, k), the row tiles of all sequences one after another: numbers of key tiles inside the sequence,
+        in any order; a repeated number is read once, and a negative one as no tile. H is 1, the number of query heads, or the number of K/V
+        heads. counts: integers (H, total_m), how many of a row's numbers are read; by default all k. tile: (tile_m, tile_n).
+        cu_seqlens_*, seqused_*: as in ``compute_varlen_block_sparsity``, by which the lengths are read on the host.
+        mask_mod: the mask that the call gets too: a tile that it hides whole is left out, and one that it shows whole needs no mask. Parts
+        of it that depend on the head decide inside tiles only.
+
+        Raises ``TypeError`` or ``ValueError`` naming the argument; on a CPU also for a number beyond its sequence's keys, which is
+        otherwise read as no tile, and for a count above k. Not inside ``torch.compile``: the number of tiles follows from the lengths.
+
+        >>> ends = torch.tensor([0, 128, 320])
+        >>> chosen = torch.tensor([[[0, 1], [1, 0], [2, 1], [-1, 0], [2, 2]]])
+        >>> lists = VarlenBlockSparseTensors.from_topk(chosen, tile=(64, 64), cu_seqlens_q=ends, cu_seqlens_k=ends)
+        >>> lists.full_block_cnt.tolist(), lists.full_block_idx.tolist()
+        ([[2, 2, 2, 1, 1]], [[0, 1, 0, 1, 1, 2, 0, 0, 0, 0, 2, 0, 0]])
+        """
+        if torch.compiler.is_compiling():
+            raise TypeError("VarlenBlockSparseTensors.from_topk is called inside torch.compile; wanted a call outside: pass the lists in")
+        return _from_topk(cls, (indices, counts), tile, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), mask_mod, layout)
 
     @classmethod
     def _of_classes(cls, classes: Tensor, tiles: RaggedTiles, separate_full: bool, layout: str) -> VarlenBlockSparseTensors:
@@ -225,11 +262,12 @@ class VarlenBlockSparseTensors:
                     target[padded if is_flat else flat] = source[flat if is_flat else padded]
         return self._of_lists((self.mask_block_cnt, new[0], self.full_block_cnt, new[1]), self.tiles)  # type: ignore[arg-type]
 
-    def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
-        """The lists with ``heads`` heads: those of a single head are copied for each."""
+    def of_heads(self, heads: int) -> VarlenBlockSparseTensors:
+        """The lists of ``heads`` query heads: those of one head, or of a K/V head, are copied for each query head."""
         if len(self.mask_block_cnt) == heads:
             return self
-        lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in LISTS]
+        each = heads // len(self.mask_block_cnt)
+        lists = [None if (t := getattr(self, name)) is None else t.repeat_interleave(each, 0) for name in LISTS]
         return self._of_lists(tuple(lists), self.tiles)  # type: ignore[arg-type]
 
     def _made_of(self, classes: Tensor, tiles: RaggedTiles) -> VarlenBlockSparseTensors:
@@ -279,6 +317,26 @@ class VarlenBlockSparseTensors:
             f"VarlenBlockSparseTensors({self.tiles.batch} sequences, {self.tiles.total_m} row tiles, tiles of {self.tile[0]} x "
             f"{self.tile[1]}, heads: {heads}, {self.layout}: {mask} mask, {full} full, {heads * self.tiles.total_n - mask - full} skipped)"
         )
+
+
+@opaque
+@without_default_device
+def _from_topk(
+    cls: type[VarlenBlockSparseTensors], chosen: tuple, tile: Any, tables: tuple, mask_mod: Callable | None, layout: str
+) -> VarlenBlockSparseTensors:
+    """``VarlenBlockSparseTensors.from_topk``: its arguments are checked here. tables: as in ``varlen_lists_of_mask``."""
+    refuse_torchscript()
+    size = pair("tile", tile)
+    varlen_checks.check_layout(layout)
+    traced = None if mask_mod is None else trace(mask_mod, "mask")
+    if traced is not None:
+        refuse_hidden_captures(traced)
+    with outside_transforms():  # transforms would wrap the lengths, which the host reads
+        seqlens = ragged_lengths("q", tables[0], tables[2]), ragged_lengths("k", tables[1], tables[3])
+        varlen_checks.check_batch(*seqlens)
+        tiles = RaggedTiles(*seqlens, size)
+        classes, is_whole = classes_of_choice(chosen[0], chosen[1], tiles, traced)
+        return cls._of_classes(classes, tiles, is_whole, layout)
 
 
 register(VarlenBlockSparseTensors, (*LISTS, *_TABLES), ("tile",))
@@ -372,4 +430,4 @@ def varlen_lists_of_mask(
     with torch.no_grad():  # a mask may compare learned parameters; tile classes have no gradient
         ((mask,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [mask])
         classes = classify_ragged(mask, seqlens_q, seqlens_k, *tile, heads)
-    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, separate_full, layout)._of_heads(heads)
+    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, separate_full, layout).of_heads(heads)

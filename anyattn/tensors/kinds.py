@@ -34,6 +34,7 @@ __all__ = [
     "refuse_mixed",
     "refuse_torchscript",
     "transforms",
+    "unwrapped",
 ]
 
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -103,7 +104,7 @@ def refuse_mixed(tensors: Mapping[str, Any]) -> None:
     """Raises ``TypeError`` for fake tensors together with other tensors, or with those of another mode, unless their mode accepts both."""
     from torch._subclasses import fake_tensor
 
-    given = {name: _unwrapped(t) for name, t in tensors.items() if isinstance(t, Tensor)}
+    given = {name: unwrapped(t) for name, t in tensors.items() if isinstance(t, Tensor)}
     fakes = {name: t for name, t in given.items() if isinstance(t, fake_tensor.FakeTensor)}
     mode, because = _mode("FAKE"), "a FakeTensorMode is active"
     if mode is None:
@@ -123,7 +124,8 @@ def refuse_mixed(tensors: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} is a {kind} tensor, but {because}; wanted all tensors fake (fake_mode.from_tensor({name})) or none")
 
 
-def _unwrapped(t: Tensor) -> Tensor:
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor that function transforms have wrapped."""
     while _functorch.is_functorch_wrapped_tensor(t):
         t = _functorch.get_unwrapped(t)
     return t

@@ -23,12 +23,12 @@ def blocks_of(given: Any, problem: Problem) -> Any:
     """The lists in the form that kernels read, checked against the problem."""
     check_class(given, problem.sequences is not None)
     if problem.sequences is not None:
-        check_varlen(given, problem.q, problem.heads_q)
+        check_varlen(given, problem.q, problem.heads_q, problem.heads_kv)
         _check_memory(given)
         _check_built_for(given, problem.sequences)
         return given
     lengths = (problem.seqlen_q, problem.seqlen_k)
-    check_dense(given, problem.q, lengths, (problem.batch, problem.heads_q))
+    check_dense(given, problem.q, lengths, (problem.batch, problem.heads_q), problem.heads_kv)
     _check_memory(given)
     return kept_for_call(given, lengths)
 
@@ -58,8 +58,8 @@ def _refuse_class(given: Any, is_varlen: bool) -> NoReturn:
     raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted}: make it with anyattn.{maker}")
 
 
-def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], heads: tuple[int, int]) -> None:
-    """Raises ``ValueError`` unless the lists are on q's device and have these lengths, and this batch and number of query heads."""
+def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], heads: tuple[int, int], heads_kv: int) -> None:
+    """Raises ``ValueError`` unless the lists are on q's device and have these lengths, this batch, and the query heads or the K/V heads."""
     _check_device(given, q)
     tiles = tuple(ceil_div(n, t) for n, t in zip(lengths, given.tile, strict=True))
     # lists without lengths may be compact
@@ -70,16 +70,21 @@ def check_dense(given: BlockSparseTensors, q: Tensor, lengths: tuple[int, int], 
             f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
         )
     for got, size, axis in zip(given.mask_block_cnt.shape[:2], heads, ("batch", "heads"), strict=True):
-        if got not in (1, size):
-            raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
+        if got not in (1, size, *((heads_kv,) if axis == "heads" else ())):
+            wanted = _wanted_heads(size, heads_kv) if axis == "heads" else f"1 (shared) or {size}"
+            raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted {wanted}")
 
 
-def check_varlen(given: VarlenBlockSparseTensors, q: Tensor, heads: int) -> None:
-    """Raises ``ValueError`` unless the lists are on q's device and have this number of query heads; their lengths are not read."""
+def check_varlen(given: VarlenBlockSparseTensors, q: Tensor, heads: int, heads_kv: int) -> None:
+    """Raises ``ValueError`` unless the lists are on q's device and have the query heads or the K/V heads; their lengths are not read."""
     _check_device(given, q)
     listed = given.mask_block_cnt.shape[0]
-    if listed not in (1, heads):
-        raise ValueError(f"block_sparse_tensors has {listed} heads but q has {heads}; wanted 1 (shared) or {heads}")
+    if listed not in (1, heads, heads_kv):
+        raise ValueError(f"block_sparse_tensors has {listed} heads but q has {heads}; wanted {_wanted_heads(heads, heads_kv)}")
+
+
+def _wanted_heads(heads: int, heads_kv: int) -> str:
+    return "1 (shared)" + (f", {heads_kv} (one for each K/V head)" if heads_kv not in (1, heads) else "") + f" or {heads}"
 
 
 def _check_memory(given: BlockSparseTensors | VarlenBlockSparseTensors) -> None:

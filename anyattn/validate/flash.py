@@ -282,6 +282,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
 
         blocks = blocks_of(options.block_sparse_tensors, bare)
         predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
+        flex.check_heads_of_lists(predicates[0], blocks.mask_block_cnt, bare.heads_q, True, "block_sparse_tensors")
     elif options.mask_mod is not None:
         predicates.append(traced(options.mask_mod, "mask"))
     visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
@@ -333,7 +334,7 @@ def _inside(
         if not reads_captured or not any(loads.by_positions for loads in left) or is_captured():
             found = [clamped(m, loads) for m, loads in zip(mods, left, strict=True)]
             return found[: len(masks)], found[len(masks) :]
-    lists = flex.classes_of(blocks)
+    lists = flex.classes_of(blocks, bare.heads_q)
     if s is None:
         pairs = Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k)
         return check_call(pairs, masks, scores, lists, list_tensors=flex.tensors_of(blocks))

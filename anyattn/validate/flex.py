@@ -16,6 +16,7 @@ from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
 from anyattn.mods.dropout import Seeded, dropout_of
 from anyattn.mods.float32_scores import check_held
+from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.problem import Problem
@@ -29,6 +30,7 @@ __all__ = [
     "DTYPES",
     "aux_list",
     "captured_devices",
+    "check_heads_of_lists",
     "check_lists",
     "check_shared",
     "classes_of",
@@ -138,6 +140,8 @@ def flex_problem(
             refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
         listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
+        has_classes = block_mask.full_kv_indices is not None or getattr(block_mask, "_made_of", None) is not None
+        check_heads_of_lists(listed, block_mask.kv_num_blocks, heads, has_classes)
         blocks, follows = lists_of(block_mask, listed)
         warn_of_shared_lists(block_mask, query)
     if mask_mod is not None:
@@ -145,7 +149,7 @@ def flex_problem(
     if reads_captured:
         unfollowed = None if follows else blocks
         of_lists = tensors_of(unfollowed)
-        predicates, scores = check_call(Dense(*lengths), predicates, scores, classes_of(unfollowed), list_tensors=of_lists)
+        predicates, scores = check_call(Dense(*lengths), predicates, scores, classes_of(unfollowed, heads), list_tensors=of_lists)
     else:
         predicates, scores = ([held(m, *lengths) for m in mods] for mods in (predicates, scores))
     return Problem(
@@ -245,9 +249,9 @@ def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> No
             )
 
 
-def classes_of(blocks: Any) -> Callable[[], Listed] | None:
+def classes_of(blocks: Any, heads_q: int) -> Callable[[], Listed] | None:
     """A call's lists in the form that ``check_call`` takes; None without lists."""
-    return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
+    return None if blocks is None else lambda: Listed(blocks.of_heads(heads_q).classes(), blocks.tile)
 
 
 def tensors_of(blocks: Any) -> list[Tensor]:
@@ -298,15 +302,31 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
         )
     if counts.device != query.device:
         raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
-    check_shared(counts, query)
+    check_shared(counts, query, key.shape[1])
 
 
-def check_shared(counts: Tensor, query: Tensor) -> None:
-    """Raises if a block mask's lists are neither of the query's batch entries and heads nor shared by them."""
+def check_shared(counts: Tensor, query: Tensor, heads_kv: int | None = None) -> None:
+    """Raises if a block mask's lists are neither of the query's batch entries and heads nor shared by them. heads_kv: lists may also be of
+    each K/V head, for its query heads."""
     listed = tuple(counts.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
-        if got not in (1, have):
-            raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
+        others = (heads_kv,) if axis == "heads" and heads_kv not in (None, 1, have) else ()
+        if got not in (1, have, *others):
+            wanted = "".join(f", {n} (one for each K/V head)" for n in others)
+            raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared){wanted} or {have}")
+
+
+def check_heads_of_lists(mask: TracedMod, counts: Tensor, heads_q: int, has_classes: bool, name: str = "block_mask") -> None:
+    """Raises ``ValueError`` if a block mask has lists of each K/V head that follow from a mask which depends on the query head.
+
+    has_classes: the mask, or the caller, has decided which blocks are empty or full; if not, lists only choose blocks."""
+    listed = counts.shape[-2] if counts.ndim > 1 else 1
+    if not has_classes or listed in (1, heads_q) or not any(d.h for d in dependence(mask.expr)):
+        return
+    raise ValueError(
+        f"{name} has lists of {listed} heads, the query has {heads_q}, and its mask_mod depends on the query head h, for which these lists "
+        f"do not say what is empty and full; wanted lists of {heads_q} heads, or BlockMask.from_topk, whose lists leave h to mask_mod"
+    )
 
 
 def warn_of_shared_lists(block_mask: Any, query: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import hypothesis
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import anyattn
 from tests.support import cases
 from tests.support.flex_calls import judge
+from tests.support.fuzz.choices import Choice, choices
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards
 
@@ -85,8 +87,8 @@ def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor
 
 
-def run(call: Call, device: str = "cpu", backend: str | None = None, **more: int) -> None:
-    """more: further ``kernel_options``."""
+def run(call: Call, device: str = "cpu", backend: str | None = None, choice: Choice | None = None, **more: int) -> None:
+    """choice: blocks that are chosen, in which the call's mask decides. more: further ``kernel_options``."""
     heads = call.heads_kv * call.ratio
     shape = cases.Shape(call.batch, heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
     q, k, v, _ = cases.inputs(call.kind, shape, call.dtype, call.seed)
@@ -95,7 +97,10 @@ def run(call: Call, device: str = "cpu", backend: str | None = None, **more: int
     mask = None if call.mask is None else mask_of(call.mask)
     sink = torch.linspace(-2, 2, heads, dtype=torch.float64).to(q) if call.has_sink else None
     options: dict = {"backend": backend} | ({"kernel_options": dict(more)} if more else {})
-    if call.block is not None and mask is not None:
+    if choice is not None:
+        lengths = (call.seqlen_q, call.seqlen_k)
+        options["block_mask"], mask = choice.made(call.batch, (heads, call.heads_kv), lengths, mask, device)
+    elif call.block is not None and mask is not None:
         options["block_mask"] = anyattn.create_block_mask(
             mask, call.batch, heads, call.seqlen_q, call.seqlen_k, device=device, BLOCK_SIZE=call.block
         )
@@ -104,26 +109,36 @@ def run(call: Call, device: str = "cpu", backend: str | None = None, **more: int
     judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
 
 
-@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
-def test_random_calls(shard):
+def many_of(shard: int, fixed: int, run_one: Callable, *drawn: st.SearchStrategy) -> None:
+    """Runs a shard of ``fixed`` calls, or of the fresh ones."""
     seed = FIRST_SEED + shard
     if FRESH:
         print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=-(-(FRESH or 200) // SHARDS),
+        max_examples=-(-(FRESH or fixed) // SHARDS),
         deadline=None,
         database=None,
         print_blob=bool(FRESH),
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    @hypothesis.given(calls)
-    def many(call: Call) -> None:
-        run(call)
+    @hypothesis.given(st.tuples(*drawn))
+    def many(values: tuple) -> None:
+        run_one(*values)
 
     many()
+
+
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
+def test_random_calls(shard: int) -> None:
+    many_of(shard, 200, run, calls)
+
+
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
+def test_random_choices_of_blocks(shard: int) -> None:
+    many_of(shard, 64, lambda call, choice: run(call, choice=choice), calls, choices)
 
 
 _PLAIN = {"mask": None, "chain": [], "batch": 1, "seqlen_q": 255, "strides": ("plain",) * 3, "block": None, "tile": None, "seed": 0}

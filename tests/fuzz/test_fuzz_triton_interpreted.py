@@ -26,6 +26,7 @@ from anyattn.call_cache import attention
 from tests.fuzz import test_fuzz_flash as flash
 from tests.fuzz import test_fuzz_flex as flex
 from tests.support import cases
+from tests.support.fuzz.choices import Choice, choices
 from tests.support.fuzz.random_mods import chains, trees
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
@@ -83,6 +84,11 @@ def run_flex(drawn: tuple[flex.Call, int]) -> None:
     flex.run(call, num_splits=splits)
 
 
+def run_chosen(drawn: tuple[tuple[flex.Call, int], Choice]) -> None:
+    (call, _), choice = drawn
+    flex.run(call, choice=choice)
+
+
 sequences = st.builds(
     flash.Sequences,
     form=FORMS,
@@ -126,6 +132,7 @@ def of_8_bits(draw: Callable) -> flash.EightBits:
 
 KINDS_OF_CALL: dict[str, tuple[st.SearchStrategy, Callable[[Any], None]]] = {
     "flex": (flex_calls(), run_flex),
+    "chosen blocks": (st.tuples(flex_calls(), choices), run_chosen),
     "sequences": (sequences, flash.run_sequences),
     "cache": (caches, flash.run_cache),
     "8 bits": (of_8_bits(), flash.run_8_bits),

@@ -18,6 +18,7 @@ from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
 from tests.support import cases, flash_reference
 from tests.support import sequences as seq
+from tests.support.chosen_blocks import choice, mask_of, table_of
 from tests.support.flex_calls import judge, results
 from tests.support.sequences import Meaning
 
@@ -78,6 +79,14 @@ def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Cal
         judge(*qkv(batch, heads, 1, sq, sk, 16, 16), mask=meant, block_mask=made)
 
     return check
+
+
+def lists_of_kv_heads() -> None:
+    """Chosen blocks of each K/V head, which its query heads share."""
+    lengths, tile = (48, 64), (16, 16)
+    indices = choice((1, 2), lengths, tile, 2)
+    block_mask = anyattn.BlockMask.from_topk(indices, BLOCK_SIZE=tile, seq_lengths=lengths)
+    judge(*qkv(1, 4, 2, *lengths, 16, 16), mask=mask_of(table_of(indices, 4), tile, 2, lengths), block_mask=block_mask)
 
 
 def beside_lists() -> None:
@@ -311,6 +320,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "shares": shares,
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
+    "lists_of_kv_heads": lists_of_kv_heads,
     "beside_lists": beside_lists,
     "dropout": lambda: dropout.test_flex_against_the_oracle("pairs", torch.float32),
     "packed": packed(),

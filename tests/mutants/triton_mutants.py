@@ -89,10 +89,11 @@ MUTANTS = by_name(
     Mutant("beyond_the_list_tile", f"{_ITERATOR}:_listed_partial", "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
     Mutant("heads_share_one_list", f"{_ITERATOR}:place_of_lists", "strides.head", "0", "lists"),
     Mutant("entries_share_one_list", f"{_ITERATOR}:place_of_lists", "b.to(tl.int64) * strides.entry + head", "head", "lists"),
+    Mutant("query_heads_of_the_wrong_lists", f"{_ITERATOR}:place_of_lists", "strides.group", "(2 * strides.group)", "lists_of_kv_heads"),
     Mutant("lists_of_the_first_sequence", f"{_ITERATOR}:place_of_lists", "head + sequence.lists_line", "head", "ragged_lists"),
     Mutant(
         "flat_list_offset", f"{_ITERATOR}:place_of_lists",
-        "h.to(tl.int64) * strides.flat + sequence.lists_place", "h.to(tl.int64) * strides.flat", "ragged_lists",
+        "listed * strides.flat + sequence.lists_place", "listed * strides.flat", "ragged_lists",
     ),
     Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums

@@ -28,7 +28,7 @@ from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.derived import derived
-from anyattn.sparsity.lists import ordered
+from anyattn.sparsity.lists import kept_transposed, ordered
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
 
@@ -158,7 +158,8 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
     tables: Tables | None = known.get(key)
     if tables is None:
         fits = spec.list_tile == tile_of(blocks)
-        lists, order = _tensors(blocks if fits else blocks.retile(*spec.list_tile), config.has_ranks), KeyOrder()
+        listed = (blocks if fits else blocks.retile(*spec.list_tile)).of_heads(problem.heads_q)
+        lists, order = _tensors(listed, config.has_ranks), KeyOrder()
         if not config.has_ranks:  # else key tiles wait for those before them
             order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))
         tables = known[key] = Tables(lists, order, kinds_of((lists, order))[0])
@@ -166,7 +167,7 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
 
 
 def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
-    transposed = lists.transposed()
+    transposed = kept_transposed(lists)
     if is_ranked:
         return ranked(transposed.classes())
     return *(None if t is None else t.contiguous() for t in tensors_of(transposed)), None

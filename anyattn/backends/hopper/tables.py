@@ -67,7 +67,7 @@ def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = Non
     key = ("hopper", spec.list_tile, spec.config.spread, spec.config.tile_q, problem.q.shape[:3])
     if key not in known:
         fits = spec.list_tile == tile_of(blocks)
-        known[key] = _dense(problem, spec, blocks if fits else blocks.retile(*spec.list_tile))
+        known[key] = _dense(problem, spec, (blocks if fits else blocks.retile(*spec.list_tile)).of_heads(problem.heads_q))
     return known[key]
 
 
@@ -118,6 +118,8 @@ def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
 
     blocks: Any = problem.blocks
     assert problem.sequences is not None
+    if blocks is not None and len(blocks.mask_block_cnt) > 1:
+        blocks = blocks.of_heads(problem.heads_q)
     found = lists_of_call(blocks, mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
     if blocks is None and per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate depends on h
         found = RaggedLists(*(t if t is None or t.ndim == 1 else t.expand(problem.heads_q, -1) for t in found))  # type: ignore[arg-type]

@@ -176,7 +176,8 @@ def _from_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None,
     if problem.sequences is None:
         lengths = problem.seqlen_q, problem.seqlen_k
         batch, heads = classes.shape[:2]
-        return _Source(predicate, batch, heads, [[stretches(rows, *lengths) for rows in entry] for entry in classes.tolist()])
+        listed = [_of_query_heads([stretches(rows, *lengths) for rows in entry], problem) for entry in classes.tolist()]
+        return _Source(predicate, batch, problem.heads_q if heads > 1 else heads, listed)
     entries: list = [[] for _ in range(problem.batch)]
     host = problem.sequences.on_host
     for per_head in classes.tolist():
@@ -186,7 +187,14 @@ def _from_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None,
             ends = [start + m * columns for m in range(rows + 1)]
             entry.append(stretches([per_head[at:end] for at, end in pairwise(ends)], seqlen_q, seqlen_k))
             start = ends[-1]
-    return _Source(predicate, problem.batch, len(classes), entries)
+    entries = [_of_query_heads(entry, problem) for entry in entries]
+    return _Source(predicate, problem.batch, problem.heads_q if len(classes) > 1 else len(classes), entries)
+
+
+def _of_query_heads(per_head: list, problem: Problem) -> list:
+    """Stretches per query head, from those of each query head, of each K/V head, or of one head for all, which stay."""
+    each = problem.heads_q // len(per_head) if len(per_head) > 1 else 1
+    return [one for one in per_head for _ in range(each)]
 
 
 def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, int, bool]]:

@@ -45,7 +45,7 @@ from anyattn.backends.triton.kernels.arguments import (
     PrepareTensors,
 )
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
-from anyattn.backends.triton.launch_shape import grid_of
+from anyattn.backends.triton.launch_shape import grid_of, listed_tile
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.pair_tiles import launch_pairs, pair_tiles_of, pairs_for
 from anyattn.backends.triton.plan import TritonPlan
@@ -244,7 +244,7 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
     shape, capability = (
-        replace(shape_of(problem), is_band=program_of(problem).program.has_band),
+        replace(shape_of(problem), is_band=program_of(problem).program.has_band, listed=listed_tile(problem)),
         tile_config.capability_of(problem.q.device),
     )
     tiles = backward_tiles(shape, capability)

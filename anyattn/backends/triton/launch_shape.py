@@ -30,6 +30,7 @@ __all__ = [
     "grid_of",
     "has_few_rows",
     "layout_of",
+    "listed_tile",
     "padded_group",
     "pieces_of",
     "positions_per_tile",
@@ -101,7 +102,8 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
         if padded_group(packed) <= tiles.tile_m:
             break
     if packed > 1:
-        why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries")
+        where = " in a row of the block lists" if _list_rows(problem) else ""
+        why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries{where}")
     elif options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         why.append("pack_gqa=True is not followed: few queries only are packed, and heads that share lists of tiles")
     if requested:
@@ -121,7 +123,12 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
 
 def forward_shape(problem: Problem) -> Shape:
     """The shape for which a forward pass's tiles are chosen."""
-    return replace(shape_of(problem), asks=masks_of(problem).has_lists)
+    return replace(shape_of(problem), asks=masks_of(problem).has_lists, listed=listed_tile(problem))
+
+
+def listed_tile(problem: Problem) -> tuple[int, int]:
+    """The tile of the call's own block lists, (0, 0) if no list selects the tiles to visit."""
+    return problem.blocks.tile if problem.blocks is not None and masks_of(problem).uses_blocks else (0, 0)
 
 
 def padded_group(packed: int) -> int:
@@ -158,12 +165,18 @@ def rows_of(problem: Problem, packed: int) -> int:
 
 
 def _most_q(problem: Problem) -> int:
-    """The greatest number of queries of an entry. For a KV cache only the call's own bound is used: a number read from the batch would let
-    one entry change the bits of another."""
+    """The greatest number of queries of an entry, or of a row of block lists with few queries, which have tiles of their own. For a cache
+    only the call's own bound is used: a number read from the batch would let one entry change the bits of another."""
     sequences = problem.sequences
     if sequences is None or not sequences.is_cache:
-        return problem.bound_q
+        return min(problem.bound_q, _list_rows(problem) or problem.bound_q)
     return sequences.most_q or _ANY_NUMBER
+
+
+def _list_rows(problem: Problem) -> int:
+    """The queries of a row of the call's block lists if they are so few that a tile has room for them in all heads of a group; else 0."""
+    rows = listed_tile(problem)[0]
+    return rows if rows * padded_group(problem.qhead_per_kvhead) <= _MOST_PACKED else 0
 
 
 def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
@@ -188,7 +201,7 @@ def _shares_lists(problem: Problem) -> bool:
     if not plan.uses_blocks:
         return not plan.has_lists  # lists made here have a line per head
     counts: torch.Tensor = problem.blocks.mask_block_cnt  # type: ignore[union-attr]
-    return counts.shape[1 if counts.ndim == 3 else 0] == 1
+    return counts.shape[1 if counts.ndim == 3 else 0] in (1, problem.heads_kv)
 
 
 def _wants_shares(problem: Problem, hardware: Hardware) -> bool:

@@ -45,7 +45,7 @@ _GROUPS = (
     Group("pointer", Lists), Group("float", "scale"),
 )  # fmt: skip
 _PAIRS = Signature("pair_tile.pair_tile", _GROUPS, PARTS, PairConstants)
-_NO_TABLES = Tables(1, None, None, None, (None, None, None, None), (0, 0), (0, 0, 0, 0))
+_NO_TABLES = Tables(1, None, None, None, (None, None, None, None), (0, 0), (0, 0, 0, 0, 1))
 _SIDES = (32, 64)  # positions of a tile: few, so that problems of many sizes share their kernels
 _MOST_SUMS = 2  # that a program has registers for
 _PROCESSORS = 132  # where a device has none: the interpreter

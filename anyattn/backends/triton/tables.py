@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     pages: Tensor | None
     lists: tuple[Tensor | None, ...]
     list_tile: tuple[int, int]
-    strides: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int, int]
     cache: StoredCache | None = None
     guard: Tensor | None = None
 
@@ -46,7 +46,7 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
     """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
-    tensors, strides = _of_lists(lists, sequences is not None)
+    tensors, strides = _of_lists(lists, sequences is not None, problem.heads_q)
     if sequences is None:
         row_tiles = ceil_div(problem.q.shape[2], tile_m) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)
         return Tables(row_tiles, None, None, None, tensors, tile, strides)
@@ -78,7 +78,7 @@ def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: Documen
     """``tables_of`` for programs of ``tile_n`` keys: lists name the row tiles that visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=True)
-    tensors, strides = _of_lists(lists, sequences is not None)
+    tensors, strides = _of_lists(lists, sequences is not None, problem.heads_q)
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
@@ -105,18 +105,22 @@ def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> 
     return tables
 
 
-def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
+_NO_STRIDES = (0, 0, 0, 0, 1)
+
+
+def _of_lists(lists: Any, is_ragged: bool, heads_q: int) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int, int]]:
     """The lists' tensors, and the strides by which a kernel finds a line; 0 for a broadcast dimension."""
     if lists is None:
-        return (None, None, None, None), (0, 0, 0, 0)
+        return (None, None, None, None), _NO_STRIDES
     tensors: Any = tuple([None if t is None else t.contiguous() for t in tensors_of(lists)])
     count, index = tensors[0], tensors[1]
     if is_ragged:
         per_head = count.shape[0] > 1
+        group = heads_q // count.shape[0] if per_head else 1
         is_flat = index.ndim == 2
-        return tensors, (0, count.shape[1] * per_head, 0 if is_flat else index.shape[2], index.shape[1] * per_head * is_flat)
+        return tensors, (0, count.shape[1] * per_head, 0 if is_flat else index.shape[2], index.shape[1] * per_head * is_flat, group)
     batch, heads, rows = count.shape
-    return tensors, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
+    return tensors, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0, heads_q // heads if heads > 1 else 1)
 
 
 def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[int, int]]:

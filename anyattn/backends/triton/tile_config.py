@@ -138,7 +138,7 @@ class Shape:
     score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
     (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``). most_keys: see
     ``most_keys_of``. has_8_bits: keys and values are stored in 8 bits. is_narrow: their rows do not begin at
-    multiples of 8 bytes.
+    multiples of 8 bytes. listed: rows and keys of the tiles of the call's own block lists, (0, 0) without.
     """
 
     d: int
@@ -153,6 +153,7 @@ class Shape:
     most_keys: int = 0
     has_8_bits: bool = False
     is_narrow: bool = False
+    listed: tuple[int, int] = (0, 0)
 
     @property
     def kv_size(self) -> int:
@@ -395,7 +396,18 @@ def forward_tiles(
             tiles = replace(tiles, tile_m=2 * tiles.tile_m, num_warps=8)
     else:
         tiles = _default("forward", shape, capability)
-    return fitting("forward", tiles, shape, capability)
+    rows_of_list = 0 if is_short else shape.listed[0]  # tiles of few rows have the heads of a group
+    return fitting("forward", _within("forward", tiles, rows_of_list, shape.listed[1]), shape, capability)
+
+
+def _within(name: str, tiles: Tiles, rows: int, keys: int) -> Tiles:
+    """The tiles, made no larger than a tile of block lists, beyond which they would be empty. rows, keys: 0 for no limit."""
+    m, n = (min(size, padded(most)) if most else size for size, most in ((tiles.tile_m, rows), (tiles.tile_n, keys)))
+    if (m, n) == (tiles.tile_m, tiles.tile_n):
+        return tiles
+    # with 4 warps a 64 x 64 tile of dk and dv spills at a head dimension of 128
+    warps = tiles.num_warps if name == "dkdv" and m * n >= 64 * 64 else max(4, tiles.num_warps * m * n // (tiles.tile_m * tiles.tile_n))
+    return Tiles(m, n, min(warps, tiles.num_warps), max(tiles.num_stages, 3) if m < tiles.tile_m else tiles.num_stages)
 
 
 def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
@@ -450,7 +462,7 @@ def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> in
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
     """The tiles of the kernels "dq" and "dkdv"."""
-    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
+    return {name: fitting(name, _within(name, _default(name, shape, capability), *shape.listed), shape, capability) for name in PASSES[1:]}
 
 
 def requested_tiles(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:

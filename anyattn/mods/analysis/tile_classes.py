@@ -43,12 +43,14 @@ def classify(
     H: int = 1,
     device: torch.device | str | None = None,
     ranges: RowRanges | None = None,
+    among: Tensor | None = None,
 ) -> Tensor:
     """The class of every tile: uint8 of shape (B or 1, H or 1, ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)).
 
     EMPTY (0): no pair of the tile is visible. FULL (2): all are. PARTIAL (1): some are and some are not. Only pairs inside the sequences
     count, so a tail tile whose pairs inside the lengths are all visible is FULL. A dimension of size 1 is broadcast: the mask ignores b or
-    h. ranges: the mask's row ranges, if the caller already has them.
+    h. ranges: the mask's row ranges, if the caller already has them. among: bool (B, H, M, N), the tiles whose classes are wanted; others
+    may be EMPTY, and their pairs are not evaluated.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> classify(trace(lambda b, h, q, k: q >= k, "mask"), 300, 256, 128, 128)[0, 0].tolist()
@@ -68,7 +70,7 @@ def classify(
     if lo_hi is not None:
         found = classify_limits(*lo_hi, seqlen_k, tile_m, tile_n)
         return found.expand(batch, heads, -1, -1)
-    return refine(mod, (seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device)
+    return Refiner(mod, _Rectangle((seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device)).classes(among)
 
 
 # ---- from row ranges
@@ -219,8 +221,12 @@ class Refiner:
         self.mod, self.grid, self.device = mod, grid, grid.device
         self.tables = RangeTables(mod.tensors, grid.device)
 
-    def classes(self) -> Tensor:
+    def classes(self, among: Tensor | None = None) -> Tensor:
+        """The exact classes. among: as in ``classify``."""
         found = self.judged()
+        if among is not None:  # entries and heads that share a class are evaluated together
+            shared = [dim for dim, n in enumerate(found.shape[:2]) if n == 1]
+            found[~(among.any(shared, keepdim=True) if shared else among).expand(found.shape)] = EMPTY
         self.settle(found)
         return found
 

@@ -53,14 +53,15 @@ class Mask(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def mask_of(expr: Expr, is_ragged: bool = False) -> Mask:
-    """The kernels of a mask for sequences of equal lengths, or for varlen batches."""
+def mask_of(expr: Expr, is_ragged: bool = False, has_given: bool = False) -> Mask:
+    """The kernels of a mask for sequences of equal lengths, or for varlen batches. has_given: they read a class for each tile."""
     source, deps = mask_source(expr), dependence(expr)
     scalars = tuple(sorted({node.attr for node in expr.nodes if node.op == "scalar"}))  # type: ignore[type-var]
     ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
     ranks = {slot: ranks[slot] for slot in sorted(ranks)}
-    name = f"{'ragged_' * is_ragged}mask_{expr.key}"
-    kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks, is_ragged)]), name, *_MODULES)  # type: ignore[arg-type]
+    name = f"{'ragged_' * is_ragged}{'chosen_' * has_given}mask_{expr.key}"
+    text = "\n\n".join([source.text, *_entries(scalars, ranks, is_ragged, has_given)])  # type: ignore[arg-type]
+    kernels = jit_source.load(text, name, *_MODULES)
     # a fused multiply-add rounds once where torch rounds twice, which could flip a comparison
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
@@ -76,21 +77,23 @@ _PLACES_CHUNK = 1024  # sequences that ``store_places`` handles at once
 _LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
-def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int], is_ragged: bool) -> list[str]:
+def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int], is_ragged: bool, has_given: bool) -> list[str]:
     """The source of the kernels to launch. Every captured value is a separate argument: Triton recompiles for numbers inside tuples."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     strides = [name for names in tensors.values() for name in names]
     lists, tables = (_LISTS[:4], ["places", "batch: tl.int32"]) if is_ragged else (_LISTS, [])
+    given = ["given", "given_rows: tl.int64", "given_columns: tl.int64"] if has_given else []
     numbers = [*(f"{name}: tl.int32" for name in TileSizes._fields), *(f"{name}: tl.int64" for name in (*scalars, *strides))]
-    names = ["hulls", *tables, *numbers, *tensors]
+    names = ["hulls", *tables, *given, *numbers, *tensors]
     captured = f"{_as_tuple(scalars)}, {_as_tuple(_as_tuple([t, *names]) for t, names in tensors.items())}"
     packed = f"{captured}, {group(TileSizes, TileSizes._fields)}, {'(places, batch)' if is_ragged else None}"
     both = f"{group(Lists, lists[:4])}, {group(Lists, lists[-4:])}"
+    behind = f"{packed}, {'(given, given_rows, given_columns)' if has_given else None}, value"
     return [
         _entry("store_hulls", names, _OF_HULLS, f"store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls"),
-        _entry("list_tiles", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {packed}, value, verdict"),
-        _entry("list_tiles_at_once", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {packed}, value, verdict_at_once"),
+        _entry("list_tiles", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {behind}, verdict"),
+        _entry("list_tiles_at_once", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {behind}, verdict_at_once"),
     ]
 
 
@@ -150,9 +153,9 @@ class Launches(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def launches_of(expr: Expr, grid: TileGrid, form: ListForm) -> Launches:
+def launches_of(expr: Expr, grid: TileGrid, form: ListForm, has_given: bool = False) -> Launches:
     """The launches for ``list_tiles``, whose arguments these are."""
-    mask, lengths = mask_of(expr), grid.lengths
+    mask, lengths = mask_of(expr, has_given=has_given), grid.lengths
     entries, heads = grid.batch[0] if mask.sees_b or not form.broadcasts else 1, grid.batch[1] if mask.sees_h or not form.broadcasts else 1
     rows, columns = grid.shape
     # one allocation for lists of one shape: an allocation takes about a tenth of a first call's time
@@ -160,7 +163,14 @@ def launches_of(expr: Expr, grid: TileGrid, form: ListForm) -> Launches:
     sizes = TileSizes(*lengths, rows, columns, heads, 2 * mask.row_leaves * rows * entries * heads)
     # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
     programs = (rows + (columns if form.wants_columns else 0), heads, entries)
-    return _launches(mask, shapes, sizes, grid.tile, programs, max(rows, columns), form)
+    return _launches(mask, shapes, sizes, grid.tile, programs, _chunk(max(rows, columns), has_given), form)
+
+
+def _chunk(longest: int, has_given: bool = False) -> int:
+    """The tiles of a row that are classified at once. longest: the most of a row or column. Few sizes: each needs a compilation. has_given:
+    lists are made anew at every step, where tiles that do not exist take the time of others."""
+    sizes = (_FEW, 256, 512) if has_given else (_FEW,)
+    return next((n for n in sizes if longest <= n), _MOST_CHUNK)
 
 
 def _launches(
@@ -169,15 +179,14 @@ def _launches(
     sizes: TileSizes,
     tile: tuple[int, int],
     grid: tuple[int, int, int],
-    longest: int,
+    chunk: int,
     form: ListForm,
 ) -> Launches:
-    """grid: of the kernel that lists tiles. longest: the most tiles of a row or column."""
+    """grid: of the kernel that lists tiles. chunk: see ``_chunk``."""
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     plan = Launches(mask, shapes, 1 + form.separate_full, 0, sizes, ())
     if min(sizes.rows, sizes.columns, *grid) == 0:
         return plan
-    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # tiles of a row classified at once; only two sizes: each needs a compilation
     values = (*tile, chunk, _power_of_2(tile[0], 32), _power_of_2(tile[1], 128), form.separate_full, form.has_full_tails)
     options, kernels = dict(zip(_OF_LISTS, values, strict=True)) | mask.options, mask.kernels
     leaves = mask.row_leaves + mask.column_leaves
@@ -192,18 +201,20 @@ def _launches(
     return plan._replace(hulls=sizes.column_hulls_at + column_hulls, launches=(hulls, lists))
 
 
-def list_tiles(mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Tensor | None]:
+def list_tiles(
+    mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False, given: Tensor | None = None
+) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
     int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: return the allocations that hold the lists instead
-    (``sparsity.grid``).
+    (``sparsity.grid``). given: uint8 (B, H, M, N), contiguous or the transpose of a contiguous grid: the most that a tile's class can be.
     """
-    plan = launches_of(mod.expr, grid, form)
+    plan = launches_of(mod.expr, grid, form, given is not None)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in plan.shapes]
     lists = lists_of_memory(memory, plan.classes)
     if plan.launches:
         with current_device(device):
-            _launch(plan, mod, lists)
+            _launch(plan, mod, lists, given=() if given is None else (given, *given.stride()[-2:]))
     else:
         for t in memory:
             t.zero_()
@@ -228,7 +239,7 @@ def list_ragged(
     mask, batch, device, width = mask_of(mod.expr, is_ragged=True), len(seqlens[0]), seqlens[0].device, ceil_div(bounds[1], tile[1])
     sizes = TileSizes(*bounds, *most, heads, 2 * mask.row_leaves * heads * most[0])
     shapes = ((2, heads, most[0]), (2, heads, most[0] * width))
-    plan = _launches(mask, shapes, sizes, tile, (most[0], heads, 1), width, BLOCK_SPARSE)
+    plan = _launches(mask, shapes, sizes, tile, (most[0], heads, 1), _chunk(width), BLOCK_SPARSE)
     tables = torch.empty((len(SequenceTables._fields), batch), dtype=torch.int64, device=device)
     lists = lists_of_memory([torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes], 2)
     with current_device(device):
@@ -239,14 +250,15 @@ def list_ragged(
     return SequenceTables(*tables.unbind(0)), Lists(*lists)
 
 
-def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None], tables: tuple[Tensor, int] | tuple[()] = ()) -> None:
+def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None], tables: tuple = (), given: tuple = ()) -> None:
+    """tables: of a varlen batch, and its number of sequences. given: a class for each tile, and its steps between rows and columns."""
     first = lists[0]
     assert first is not None
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in plan.mask.tensor_slots)]
     numbers = bits_of_numbers([mod.scalars[slot] for slot in plan.mask.scalar_slots])
     hulls = torch.empty(plan.hulls, dtype=torch.int64, device=first.device) if plan.hulls else first
     kernel_lists = lists if tables else in_front(lists)
-    behind, known = [hulls, *tables, *plan.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
+    behind, known = [hulls, *tables, *given, *plan.sizes, *numbers, *strides_of_captured(tensors), *tensors], compiled_for(tensors)
     for kernel, grid, options, takes_lists in plan.launches:
         launch(kernel, grid, [*kernel_lists, *behind] if takes_lists else behind, first.device, options, known)
 

@@ -19,6 +19,7 @@ _EMPTY: tl.constexpr = tl.constexpr(0)
 _PARTIAL: tl.constexpr = tl.constexpr(1)
 _FULL: tl.constexpr = tl.constexpr(2)
 _DOUBT: tl.constexpr = tl.constexpr(3)
+_FEW_DOUBTS: tl.constexpr = tl.constexpr(2)
 # row numbers of ``SequenceTables``
 _ROW_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("row_ends"))
 _COLUMN_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("column_ends"))
@@ -66,7 +67,7 @@ def store_hulls(
 
 @triton.jit
 def list_tiles(
-    row_lists, column_lists, hulls, scalars, tensors, sizes, tables,
+    row_lists, column_lists, hulls, scalars, tensors, sizes, tables, given,
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +78,8 @@ def list_tiles(
     With tables, row_lists have counts [heads][rows], indices [heads][rows * width], with ``width`` key tiles of ``seqlen_k`` keys: a
     sequence's indices begin at ``width`` times its first row of tiles, and each of its rows takes as many as the sequence has key tiles.
     Rows of tiles that belong to no sequence list nothing.
+    given: None, or (classes, row step, column step): a uint8 class for each tile, which is the most that the tile's class can be. [batch *
+    heads], then rows and columns by their steps; with tables laid out as the indices, and the steps are not used.
     HAS_FULL_TAILS: a tail tile with all its pairs inside the sequences visible is full; without this option it is partial.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -100,6 +103,12 @@ def list_tiles(
         rows_at, columns_at = counts_at - line, h * sizes.columns + _number(_COLUMN_ENDS, tables, b) - length
         width = (sizes.seqlen_k + TILE_N - 1) // TILE_N
         list_at = rows_at.to(tl.int64) * width + line.to(tl.int64) * length
+    if given is not None:
+        most_of, row_step, column_step = given
+        if tables is None:
+            most_of += bh.to(tl.int64) * sizes.rows * sizes.columns
+        else:
+            most_of, row_step, column_step = most_of + list_at, 0, 1
     if is_row:
         partial_count, partial_index, full_count, full_index = row_lists
     else:
@@ -120,8 +129,15 @@ def list_tiles(
         )  # fmt: skip
         classes = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
         classes = tl.where(is_tile, classes, _EMPTY).to(tl.int32)
-        if tl.max((classes == _DOUBT).to(tl.int32), 0) > 0:
-            classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+        if given is not None:
+            most = tl.load(most_of + m.to(tl.int64) * row_step + n * column_step, mask=is_tile, other=0).to(tl.int32)
+            classes = tl.where(most == _EMPTY, _EMPTY, classes)
+        doubts = tl.sum((classes == _DOUBT).to(tl.int32), 0)
+        if doubts > 0:
+            if given is None:  # noqa: SIM114 - the other is decided at run time
+                classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+            elif doubts > _FEW_DOUBTS:  # samples of all tiles take longer than all pairs of a tile or two
+                classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
             doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
             while doubtful < CHUNK:
                 at = first + doubtful
@@ -130,6 +146,8 @@ def list_tiles(
                 settled = _settled(b, h, q, q_to, kv, kv_to, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
                 classes = tl.where(lane == doubtful, settled, classes)
                 doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
+        if given is not None:
+            classes = tl.minimum(classes, most)
         if not HAS_FULL_TAILS:
             is_cut = (q_last - q_first + 1 < TILE_M) | (kv_last - kv_first + 1 < TILE_N)
             classes = tl.where((classes == _FULL) & is_cut, _PARTIAL, classes)

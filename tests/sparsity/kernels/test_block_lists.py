@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # ---- compiled
 
 
+BYTES = ("given", "classes")  # pointers to uint8
 WIDE = ("hulls", "places", "seqlens_q", "seqlens_k", "q_first")  # pointers to int64
 
 
@@ -36,7 +37,7 @@ def compiled(kernel: Any, constants: dict[str, Any], tensors: tuple[torch.Tensor
     named = {f"t{i}": POINTERS[t.dtype] for i, t in enumerate(tensors)}
     types = {}
     for parameter in kernel.params:
-        pointer = named.get(parameter.name, "*i64" if parameter.name in WIDE else "*i32")
+        pointer = named.get(parameter.name, "*i64" if parameter.name in WIDE else "*u8" if parameter.name in BYTES else "*i32")
         types[parameter.name] = "constexpr" if parameter.is_constexpr else parameter.annotation_type or pointer
     assembly = built(kernel, types, constants, "ptx").asm["ptx"]
     assert "st.global" in assembly and "ld.local" not in assembly
@@ -63,6 +64,28 @@ def test_compiles_for_hopper(name: str, is_ragged: bool) -> None:
         compiled(mask.kernels.store_hulls, {**tile, "BLOCK": 128 if is_ragged else 256}, traced.tensors)
         if is_ragged or mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
             compiled(mask.kernels.list_tiles_at_once, {**tile, **options}, traced.tensors)
+
+
+@pytest.mark.parametrize("name", ["causal", "dilated", "document_causal"])
+def test_lists_of_given_classes_compile_for_hopper(name: str) -> None:
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    traced = trace(library_masks(64, 64)[name], "mask")
+    for is_ragged in (False, True):
+        mask = kernels.mask_of(traced.expr, is_ragged, has_given=True)
+        options = {"CHUNK": 1024, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": is_ragged}
+        compiled(mask.kernels.list_tiles, {"TILE_M": 64, "TILE_N": 64, **options}, traced.tensors)
+
+
+@pytest.mark.parametrize("has_count", [False, True])
+def test_listed_classes_compile_for_hopper(has_count: bool) -> None:
+    from anyattn.sparsity.kernels.block_lists import mask_of
+    from anyattn.sparsity.kernels.class_grids import EVERYTHING
+    from anyattn.sparsity.kernels.listed_classes import store_class
+
+    compiled(store_class, {"CLASS": 2, "HAS_COUNT": has_count, "BLOCK": 256})
+    options = {"CHUNK": 1024, "BLOCK_M": 16, "BLOCK_N": 16, "SEPARATE_FULL": True, "HAS_FULL_TAILS": True}
+    compiled(mask_of(EVERYTHING.expr, has_given=True).kernels.list_tiles, {"TILE_M": 1, "TILE_N": 1, **options})
 
 
 def test_the_table_of_sequences_compiles_for_hopper() -> None:
@@ -117,7 +140,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     made: list[tuple] = []
     monkeypatch.setattr(arguments, "usable_device", torch.device)
     monkeypatch.setattr(compute, "reads_nothing", lambda mod, device: False)
-    monkeypatch.setattr(kernels, "_launch", lambda *args: made.append(args))
+    monkeypatch.setattr(kernels, "_launch", lambda *args, **more: made.append(args))
     return made
 
 
@@ -199,7 +222,7 @@ def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel() -> Any:
         return type("Grid", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *args, **options: None)})()
 
-    def mask_of(expr: Any) -> Any:
+    def mask_of(expr: Any, has_given: bool) -> Any:
         names = ("list_tiles", "list_tiles_at_once", "store_hulls")
         return real(expr)._replace(kernels=SimpleNamespace(**{n: kernel() for n in names}))
 
@@ -234,7 +257,7 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = kernels.mask_of
 
-    def mask_of(expr: Any) -> Any:
+    def mask_of(expr: Any, has_given: bool) -> Any:
         mask = real(expr)
         names = ("list_tiles", "list_tiles_at_once", "store_hulls")
         return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))

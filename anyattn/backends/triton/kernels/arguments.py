@@ -38,13 +38,14 @@ class ListStrides(NamedTuple):
     """Strides of block ``Lists``, in elements: int64. The lists are (batch, heads, tiles), or those of a varlen batch.
 
     entry, head: between the counts of batch entries and of heads, 0 if they share lists. row: number of indices per row of tiles, 0 for
-    flat indices. flat: between the flat indices of heads.
+    flat indices. flat: between the flat indices of heads. group: the query heads that share a head of the lists.
     """
 
     entry: Any
     head: Any
     row: Any
     flat: Any
+    group: Any
 
 
 class Sizes(NamedTuple):

@@ -192,10 +192,11 @@ def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
 @triton.jit
 def place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
     """(the line of counts, the first place of indices) in block lists, dense or of a varlen batch. strides: ``ListStrides``."""
-    head = h.to(tl.int64) * strides.head
+    listed = (h // strides.group).to(tl.int64)
+    head = listed * strides.head
     if HAS_ENTRIES:
         at = head + sequence.lists_line + line
-        flat = h.to(tl.int64) * strides.flat + sequence.lists_place + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
+        flat = listed * strides.flat + sequence.lists_place + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
         return at, tl.where(strides.row > 0, at * strides.row, flat)
     else:
         at = b.to(tl.int64) * strides.entry + head + line
