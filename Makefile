@@ -1,7 +1,7 @@
 # Every target makes .venv if it is missing, installs what it needs and then only checks a stamp file, so that a second
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder, a decoder, a server of a trained
-#                language model, and fine-tuning
+#                language model, fine-tuning, and layers that choose what they read
 #   make test    ruff (its formatting too), mypy, import-linter, pytest   make lint   all but the last
 #   make fuzz    long random testing (make fuzz-gpu: random mods on a GPU, in shares)
 #   make bench   the speed tables (make bench-gpu: on a GPU)
@@ -59,6 +59,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/generate.py
 	$(BIN)/python examples/serve.py
 	$(BIN)/python examples/finetune.py
+	$(BIN)/python examples/sparse.py --check
 	$(BIN)/python examples/context_parallel.py
 
 style: $(STAMP)
@@ -113,6 +114,7 @@ bench-gpu: $(STAMP)
 # pages, plots and tables that are made from the library and the measured figures, then the site, in build/site
 docs: $(STAMP)
 	$(BIN)/python docs/make_gallery.py
+	$(BIN)/python docs/make_chosen.py
 	$(BIN)/python docs/make_plots.py
 	$(BIN)/python docs/make_placements.py
 	$(BIN)/python docs/make_support.py

@@ -348,11 +348,14 @@ def _decoded(cached: tuple, option_values: tuple, backend: str | None) -> tuple[
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Merges attention over disjoint parts of the keys into attention over all of them.
 
-    out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv). lse_partial: the same without Dv, natural logarithm; where it is
-    -inf the part saw no key, and its output is ignored.
+    out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv); also (splits, B, H, S, Dv), as ``flex_attention`` has it.
+    lse_partial: the same without Dv, natural logarithm; where it is -inf the part saw no key, and its output is ignored.
 
-    Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf in rows where no part saw a key. Differentiable.
-    Raises ``TypeError``/``ValueError`` naming the argument.
+    Branches of a layer merge in the same way: each adds its keys to one softmax, once more where branches share a key. A gate g > 0 weighs
+    the part of a branch if ``lse + log(g)`` is passed for its lse.
+
+    Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf in rows where no part saw a key. Differentiable in
+    both arguments, and so in q, k, v and the gates of every part. Raises ``TypeError``/``ValueError`` naming the argument.
 
     >>> import torch
     >>> out, lse = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)

@@ -90,6 +90,21 @@ def _sink_window(setting: Setting) -> Mods:
     return Mods(masks.sink_window(sink=4, window=setting.seqlen // 8))
 
 
+def _block_diffusion(setting: Setting) -> Mods:
+    # as many clean tokens as noisy ones
+    return Mods(masks.block_diffusion(length=max(1, setting.seqlen // 2), block=32))
+
+
+def _neighborhood_3d(setting: Setting) -> Mods:
+    frames = -(-setting.seqlen // 64)  # of 8 x 8 tokens
+    return Mods(masks.neighborhood_3d(shape=(frames, 8, 8), window=(3, 3, 3)))
+
+
+def _sliding_tiles(setting: Setting) -> Mods:
+    frames = 4 * -(-setting.seqlen // 512)  # of 16 x 8 tokens, in tiles of 4 x 4 x 4
+    return Mods(masks.sliding_tiles(shape=(frames, 16, 8), tile=(4, 4, 4), window=(3, 3, 1)))
+
+
 def _alibi(setting: Setting) -> Mods:
     slopes = scores.alibi_slopes(setting.heads).to(setting.device)
     return Mods(masks.causal(), scores.alibi(slopes))
@@ -106,6 +121,19 @@ def _softcap(setting: Setting) -> Mods:
 
 def _head_bias(setting: Setting) -> Mods:
     return Mods(masks.causal(), scores.head_bias(setting.random(setting.heads, seed=3)))
+
+
+def _forget_gate(setting: Setting) -> Mods:
+    gates = setting.random(1, setting.heads, setting.seqlen, seed=4) * 2 + 3
+    cumulative = torch.nn.functional.logsigmoid(gates).cumsum(-1)
+    return Mods(masks.causal(), scores.forget_gate(cumulative))
+
+
+def _disentangled(setting: Setting) -> Mods:
+    # in a model: queries and keys times projected positions
+    content, positions = setting.random(2, 1, setting.heads, setting.seqlen, 2, seed=5), setting.random(2, 64, seed=6)
+    c2p, p2c = content.cumsum(-2) @ positions.cumsum(-1) / 100
+    return Mods(None, scores.disentangled(c2p, p2c, max_distance=128))
 
 
 def _own(setting: Setting) -> Mods:
@@ -129,10 +157,15 @@ VARIANTS: dict[str, Variant] = {
         Variant("document", "Document", "Sequences packed end to end; a query sees its own sequence.", _document),
         Variant("prefix_lm", "Prefix LM", "Everyone sees the prompt, the rest is causal.", _prefix_lm),
         Variant("sink_window", "Sink + window", "A sliding window that keeps the first tokens in view.", _sink_window),
+        Variant("block_diffusion", "Block diffusion", "Noisy blocks see themselves and the clean blocks before them.", _block_diffusion),
+        Variant("neighborhood_3d", "3-D neighborhood", "A token of a video sees a window of frames, rows, columns.", _neighborhood_3d),
+        Variant("sliding_tiles", "Sliding tiles", "A tile of a video's tokens sees a window of whole tiles.", _sliding_tiles),
         Variant("alibi", "ALiBi", "Causal; scores fall with the distance, at a slope per head.", _alibi),
         Variant("t5_bias", "T5 bias", "A learned bias per bucket of distances and head.", _t5_bias),
         Variant("softcap", "Softcap", "Causal; scores are squeezed by a tanh, as in Gemma 2.", _softcap, is_additive=False),
         Variant("head_bias", "Per-head bias", "Causal; a learned number per head is added.", _head_bias),
+        Variant("forget_gate", "Forget gate", "Causal; each position may fade what came before it.", _forget_gate),
+        Variant("disentangled", "DeBERTa's positions", "Queries and keys have tables of relative positions.", _disentangled),
         Variant("own", "One of your own", "Own paragraph and every fourth one, near keys preferred.", _own),
     )
 }

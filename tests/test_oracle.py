@@ -48,13 +48,11 @@ def test_loops(name):
     g = torch.Generator().manual_seed(3)
     q, k, v, _ = cases.inputs("normal", SHAPE, torch.float64, 0)
     mods = variant.mods(variant.make(SHAPE, g), SHAPE)
-    if mods["score"] is not None:
-        single = mods["score"]
-        mods_by_hand = {**mods, "score": lambda s, *i: single(s, *map(torch.tensor, i))}
-    else:
-        mods_by_hand = mods
+    single, seen = mods["score"], mods["mask"]
+    score = None if single is None else lambda s, *i: single(s, *map(torch.tensor, i))
+    mask = None if seen is None else lambda *i: seen(*map(torch.tensor, i))
     sink = torch.randn(4, generator=g, dtype=torch.float64) if variant.has_sink else None
-    out, lse = loops(q, k, v, mods_by_hand["score"], mods["mask"], 0.3, sink)
+    out, lse = loops(q, k, v, score, mask, 0.3, sink)
     got, plain = (f(q, k, v, **mods, scale=0.3, sink=sink) for f in (oracle.attention, oracle.same_dtype))
     noise = rounding(q, k, v, **mods, scale=0.3, sink=sink)
     budget.check("out", got.out, out, plain.out, noise.out)

@@ -6,6 +6,7 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from anyattn.mods.tracing.pure_names import add_pure_names
 
 __all__ = [
     "block_diagonal",
+    "block_diffusion",
     "causal",
     "causal_bottom_right",
     "chunked",
@@ -26,8 +28,10 @@ __all__ = [
     "document_from_cu_seqlens",
     "full",
     "left_padding",
+    "neighborhood_3d",
     "prefix_lm",
     "sink_window",
+    "sliding_tiles",
     "sliding_window",
     "tree",
 ]
@@ -226,6 +230,106 @@ def block_diagonal(block: int) -> Mask:
     name = f"block_diagonal({_whole('block', block, 1)})"
     block = _in_sight(block)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, name)
+
+
+@remade_by_call
+def block_diffusion(length: int, block: int) -> Mask:
+    """The training mask of block diffusion language models, over ``length`` noisy tokens and then the same tokens without noise.
+
+    A noisy query sees the noisy tokens of its own block of ``block`` tokens, and the clean tokens of earlier blocks. A clean query sees the
+    clean tokens of its own and of earlier blocks. q, k and v have 2 * length positions: token i is at i with noise, at length + i without;
+    the last block may be short. Raises ``TypeError`` or ``ValueError`` for a length or block that is not an int above 0.
+    Source: BD3-LM (arXiv:2503.09573), section 3.1 and appendix B.6.
+
+    >>> mask = block_diffusion(length=4, block=2)
+    >>> mask(0, 0, torch.arange(8)[:, None], torch.arange(8)).int()[2].tolist()  # noisy token 2: its noisy block, clean tokens 0 and 1
+    [0, 0, 1, 1, 1, 1, 0, 0]
+    """
+    name = f"block_diffusion(length={_whole('length', length, 1)}, block={_whole('block', block, 1)})"
+    length, block = _in_sight(length), _in_sight(block)
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        is_noisy = q_idx < length
+        token = torch.where(is_noisy, q_idx, q_idx - length)
+        first = token // block * block
+        clean = kv_idx - length
+        noisy_block = is_noisy & (kv_idx < length) & (kv_idx >= first) & (kv_idx - first < block)
+        return noisy_block | ((clean >= 0) & (clean < first + torch.where(is_noisy, 0, block)))
+
+    return Mask(visible, name)
+
+
+@remade_by_call
+def neighborhood_3d(shape: tuple[int, int, int], window: tuple[int, int, int]) -> Mask:
+    """Neighborhood attention over video tokens: a query sees a window of frames, rows and columns around its own place.
+
+    shape: frames, rows and columns (t, h, w); the token at (t, h, w) has position ``(t * rows + h) * columns + w``. window: how many
+    positions are visible on each axis, the query's own included; ``w // 2`` of them come before it. At a border the window is shifted to
+    stay inside, so that every query sees equally many keys; a window longer than its axis is the whole axis. Tokens beyond the shape's,
+    such as a text after the video, see nothing and are seen by none: join them with ``|``. Raises ``TypeError`` or ``ValueError`` for other
+    than three ints above 0. Source: NATTEN, Neighborhood Attention (arXiv:2204.07143); its kernel_size, with stride and dilation 1.
+
+    >>> mask = neighborhood_3d(shape=(1, 1, 6), window=(1, 1, 3))
+    >>> mask(0, 0, torch.arange(6)[:, None], torch.arange(6)).int()[0].tolist()  # the first query: the window has moved to the right
+    [1, 1, 1, 0, 0, 0]
+    """
+    sizes, near = _three("shape", shape), _three("window", window)
+    return Mask(_windows(sizes, near, (1, 1, 1)), f"neighborhood_3d(shape={sizes}, window={near})")
+
+
+@remade_by_call
+def sliding_tiles(shape: tuple[int, int, int], tile: tuple[int, int, int], window: tuple[int, int, int]) -> Mask:
+    """Sliding tile attention over video tokens: the queries of a tile of tokens see the same window of whole tiles around it.
+
+    shape: frames, rows and columns (t, h, w), multiples of tile, which has as many of each. window: how many tiles are visible on each
+    axis, shifted at borders as in ``neighborhood_3d``. Tokens are ordered tile by tile: tiles in the order t, h, w, and so the tokens in
+    each. With blocks of t * h * w tokens of a tile, or of a divisor of it, every block of pairs is seen whole or not at all. Tokens beyond
+    the shape's see nothing and are seen by none: join them with ``|``. Raises ``TypeError`` or ``ValueError`` for other than three ints
+    above 0, or a shape that tiles do not divide. Source: Sliding Tile Attention (arXiv:2502.04507).
+
+    >>> from anyattn import create_block_mask
+    >>> mask = sliding_tiles(shape=(12, 16, 16), tile=(6, 8, 8), window=(1, 1, 1))
+    >>> blocks = create_block_mask(mask, 1, 1, 3072, 3072, device="cpu", BLOCK_SIZE=384)
+    >>> blocks.kv_num_blocks.tolist(), blocks.full_kv_num_blocks.tolist()
+    ([[[0, 0, 0, 0, 0, 0, 0, 0]]], [[[1, 1, 1, 1, 1, 1, 1, 1]]])
+    """
+    sizes, tiles, near = _three("shape", shape), _three("tile", tile), _three("window", window)
+    for axis, size, each in zip("thw", sizes, tiles, strict=True):
+        if size % each:
+            raise ValueError(f"shape={sizes} has {size} tokens on axis {axis}; wanted a multiple of the tile's {each}: pad the video")
+    counts = tuple(size // each for size, each in zip(sizes, tiles, strict=True))
+    return Mask(_windows(counts, near, tiles), f"sliding_tiles(shape={sizes}, tile={tiles}, window={near})")
+
+
+def _three(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise TypeError(f"{name}={value!r}; wanted three ints (t, h, w)")
+    sizes = tuple(_whole(f"{name}[{i}]", each, 1) for i, each in enumerate(value))
+    if math.prod(sizes) > _FAR:
+        raise ValueError(f"{name}={sizes} has {math.prod(sizes):,} positions; wanted at most {_FAR:,}")
+    return sizes
+
+
+def _windows(counts: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, ...]) -> Callable[..., Any]:
+    """Windows over a grid of ``counts`` tiles of ``tile`` tokens, which are ordered tile by tile."""
+    rows, columns, each = counts[1], counts[2], math.prod(tile)
+    frame, total = rows * columns, math.prod(counts) * each
+    near = tuple(map(min, window, counts))
+    before, last = tuple(n // 2 for n in near), tuple(count - n for count, n in zip(counts, near, strict=True))
+
+    def place(token: Any) -> tuple[Any, Any, Any]:
+        at = token // each if each > 1 else token
+        return at // frame, at // columns % rows, at % columns
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        # comparisons of one number of the query with one of the key: kernels evaluate each side once per row and column
+        seen = q_idx < total
+        for mine, theirs, size, left, end in zip(place(q_idx), place(kv_idx), near, before, last, strict=True):
+            first = torch.clamp(mine - left, 0, end)
+            seen = seen & (theirs >= first) & (theirs < first + size)
+        return seen
+
+    return visible
 
 
 @remade_by_call

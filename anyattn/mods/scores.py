@@ -16,7 +16,18 @@ from anyattn.mods.float32_scores import check_held
 from anyattn.mods.tracing.pickling import remade_by_call
 from anyattn.mods.tracing.pure_names import add_pure_names
 
-__all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
+__all__ = [
+    "alibi",
+    "alibi_slopes",
+    "disentangled",
+    "forget_gate",
+    "head_bias",
+    "pair_bias",
+    "relative_bias",
+    "softcap",
+    "t5_bias",
+    "temperature",
+]
 add_pure_names(__all__)
 
 
@@ -123,6 +134,82 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
         return score + table[bucket, h]
 
     return Score(biased, "t5_bias")
+
+
+@remade_by_call
+def forget_gate(cumulative: Tensor) -> Score:
+    """Data-dependent decay by forget gates, ``score + (c[b, h, q_idx] - c[b, h, kv_idx])``: the sum of log gates from key to query.
+
+    cumulative: c, float (B, Hq, S) over queries and keys of one sequence, the running sum of the logarithm of a gate in (0, 1) for each
+    position: ``torch.nn.functional.logsigmoid(gates).cumsum(-1)``. Keep it in float32: it grows with the position, and the difference of
+    two entries is what counts. It receives gradients. Meant for a causal mask; later keys would gain. Raises ``TypeError`` or
+    ``ValueError`` for other than a float tensor of three dimensions. Source: Forgetting Transformer (arXiv:2503.02130).
+
+    >>> c = torch.nn.functional.logsigmoid(torch.zeros(1, 2, 8)).cumsum(-1)  # every gate is 1/2
+    >>> round(float(forget_gate(c)(torch.tensor(0.0), 0, 0, 5, 2) / math.log(0.5)), 4)
+    3.0
+    """
+    c = _floats("cumulative", cumulative, (3,), "(B, Hq, S)")
+    return Score(lambda score, b, h, q_idx, kv_idx: score + (c[b, h, q_idx] - c[b, h, kv_idx]), "forget_gate")
+
+
+@remade_by_call
+def disentangled(c2p: Tensor, p2c: Tensor, max_distance: int | None = None, p2c_by_query: bool = False) -> Score:
+    """DeBERTa's disentangled attention: adds content-to-position and position-to-content products, chosen by the relative position.
+
+    ``score + c2p[b, h, q_idx, place(q_idx - kv_idx)] + p2c[b, h, kv_idx, place(kv_idx - q_idx)]``, where ``place(d)`` is ``d + k`` clamped
+    to 0 <= place < 2k. c2p: float (B, Hq, Sq, 2k), the queries times the projected relative positions; p2c: float (B, Hq, Sk, 2k), the keys
+    times theirs; both multiplied by the scale, 1/sqrt(3D) in DeBERTa, which is passed to the call too. Both receive gradients.
+
+    max_distance: None: every distance below k has a place of its own. An int: DeBERTa-v2's and v3's buckets; distances up to k // 2 have
+    a place of their own, and farther ones share places that grow geometrically up to ``max_distance`` (k is ``position_buckets``,
+    max_distance ``max_relative_positions``). p2c_by_query: reads ``p2c[b, h, kv_idx, place(q_idx - kv_idx)]``, as DeBERTa's published code
+    does, and so what its checkpoints were trained with; the default is the paper's equation. Raises ``TypeError`` or ``ValueError`` naming
+    the argument. Source: DeBERTa (arXiv:2006.03654), equation 4, and DeBERTaV3 (arXiv:2111.09543).
+
+    >>> c2p, p2c = torch.arange(4.0).expand(1, 1, 9, 4), torch.zeros(1, 1, 9, 4)
+    >>> disentangled(c2p, p2c)(0, 0, 0, torch.tensor(4), torch.arange(9)).int().tolist()  # distances 4, 3, ... -4, and k = 2
+    [3, 3, 3, 3, 2, 1, 0, 0, 0]
+    """
+    for name, table in (("c2p", c2p), ("p2c", p2c)):
+        _floats(name, table, (4,), "(B, Hq, S, 2k)")
+    width = c2p.shape[-1]
+    if width < 2 or width % 2 or p2c.shape[-1] != width:
+        raise ValueError(f"c2p has {width} places and p2c {p2c.shape[-1]}; wanted the same even number 2k, at least 2")
+    if not isinstance(p2c_by_query, bool):
+        raise TypeError(f"p2c_by_query={p2c_by_query!r} is a {type(p2c_by_query).__name__}; wanted True or False")
+    reach = width // 2
+    of_key = (lambda distance: distance) if p2c_by_query else (lambda distance: -distance)
+    if max_distance is None:
+
+        def near(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            distance = q_idx - kv_idx
+            to_position = c2p[b, h, q_idx, torch.clamp(distance + reach, 0, width - 1)]
+            return score + to_position + p2c[b, h, kv_idx, torch.clamp(of_key(distance) + reach, 0, width - 1)]
+
+        return Score(near, "disentangled")
+    places = _deberta_places(reach, max_distance, c2p.device)
+
+    def far(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = torch.clamp(q_idx - kv_idx, -max_distance, max_distance)
+        to_position = c2p[b, h, q_idx, places[distance + max_distance]]
+        return score + to_position + p2c[b, h, kv_idx, places[of_key(distance) + max_distance]]
+
+    return Score(far, "disentangled(buckets)")
+
+
+def _deberta_places(reach: int, max_distance: int, device: torch.device) -> Tensor:
+    """The place of every distance from -max_distance to max_distance among 2 * reach, int32. A table, so that all devices agree at the
+    edges of buckets."""
+    exact = reach // 2
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or exact < 1 or max_distance - 1 <= exact:
+        raise ValueError(f"max_distance={max_distance!r}; wanted an int above {exact + 1} and tables of at least 4 places, or None")
+    distance = torch.arange(-max_distance, max_distance + 1, dtype=torch.int64, device=device)
+    size = distance.abs().clamp(min=exact).to(torch.float32) / exact
+    growth = torch.log(torch.full_like(size[:1], (max_distance - 1) / exact))  # in float32, as DeBERTa computes it
+    bucket = torch.ceil(torch.log(size) / growth * (exact - 1)).to(torch.int64) + exact
+    bucket = torch.where(distance.abs() <= exact, distance, distance.sign() * bucket)
+    return (bucket + reach).clamp(0, 2 * reach - 1).to(torch.int32)
 
 
 @remade_by_call

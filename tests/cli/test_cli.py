@@ -166,7 +166,7 @@ def test_ctrl_c_ends_in_one_line(monkeypatch):
 
 def test_the_gallery_holds_what_it_promises():
     titles = [v.title for v in gallery.VARIANTS.values()]
-    assert len(titles) == len(set(titles)) == 10
+    assert len(titles) == len(set(titles)) == 15
     for variant in gallery.VARIANTS.values():
         mods = variant.mods(gallery.Setting(96, 4))
         assert mods.mask is not None or mods.score is not None

@@ -75,8 +75,8 @@ def test_tile_colours_differ_in_lightness() -> None:
 
 def test_the_gallery_is_complete_and_documented() -> None:
     assert set(gallery.VARIANTS) == {
-        *("causal", "sliding_window", "document", "prefix_lm", "sink_window"),
-        *("alibi", "t5_bias", "softcap", "head_bias", "own"),
+        *("causal", "sliding_window", "document", "prefix_lm", "sink_window", "block_diffusion", "neighborhood_3d", "sliding_tiles"),
+        *("alibi", "t5_bias", "softcap", "head_bias", "forget_gate", "disentangled", "own"),
     }
     docs = Path(__file__).resolve().parents[2] / "docs"
     for variant in gallery.VARIANTS.values():  # the page itself: tests/project/test_docs.py

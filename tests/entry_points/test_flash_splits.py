@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyattn import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
+from anyattn import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flex_attention, oracle
 from anyattn.testing import budget
+from anyattn.testing.rounding import rounding
 from tests.entry_points.test_flash_packed import FORMS, judged
 from tests.support import cases
 from tests.support import flash_calls as calls
@@ -172,6 +173,51 @@ def test_packed_parts():
         parts.append(flash_attn_varlen_func(*stored.qkv, **stored.where, mask_mod=mask, return_lse=True))
     out, lse = flash_attn_combine(torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(0, 1) for p in parts]))
     reference.judge(stored.sequences(), {"out": out, "lse": lse.transpose(0, 1)}, RECIPES["full"].options)
+
+
+BRANCHES = (  # of q: (keys, mask); the second and third share keys, and some rows of the first see nothing
+    (9, lambda b, h, i, j: j * 4 + 3 <= i),
+    (36, lambda b, h, i, j: (j // 12 == i // 12) & (j <= i)),
+    (36, lambda b, h, i, j: (i - j <= 5) & (j <= i)),
+)
+
+
+def test_gated_branches_share_one_softmax():
+    """Of ``flex_attention``'s layout, with other keys and values for each: outputs and gradients, those of the gates among them, are those
+    of one call over the keys of all branches, to whose scores the logarithms of the gates are added."""
+    g = torch.Generator().manual_seed(0)
+    keys = [n for n, _ in BRANCHES]
+    q, k, v = (torch.randn(2, 3, n, 16, generator=g) for n in (36, sum(keys), sum(keys)))
+    log_gates = torch.nn.functional.logsigmoid(torch.randn(3, 2, 3, 36, generator=g))
+    dout, dlse = torch.randn(2, 3, 36, 16, generator=g), torch.randn(2, 3, 36, generator=g)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, log_gates)]
+    parts = zip(leaves[1].split(keys, 2), leaves[2].split(keys, 2), BRANCHES, strict=True)
+    parts = [flex_attention(leaves[0], *kv, mask_mod=mask, return_lse=True) for *kv, (_, mask) in parts]
+    outs, lses = map(torch.stack, zip(*parts, strict=True))
+    made = flash_attn_combine(outs, lses + leaves[3])
+    got = torch.autograd.grad(made, leaves, [dout, dlse])
+
+    branch = torch.repeat_interleave(torch.arange(3), torch.tensor(keys))
+    place = torch.cat([torch.arange(n) for n in keys])
+
+    def joint(dtype):
+        leaf = log_gates.to(dtype, copy=True).requires_grad_()
+        seen = lambda b, h, i, j: torch.stack([mask(b, h, i, place[j]) & (branch[j] == n) for n, (_, mask) in enumerate(BRANCHES)]).any(0)
+        return {"score": lambda s, b, h, i, j: s + leaf[branch[j], b, h, i], "mask": seen}, [leaf]
+
+    mods, captured = joint(torch.float64)
+    noise = rounding(q, k, v, dout, dlse=dlse, **mods, captured=captured)
+    for name, other in zip(("out", "lse"), made, strict=True):
+        forward = [f(q, k, v, **joint(t)[0]) for f, t in ((oracle.attention, torch.float64), (oracle.same_dtype, torch.float32))]
+        budget.check(name, other, *(getattr(f, name) for f in forward), getattr(noise, name))
+    backward = []
+    for f, dtype in ((oracle.gradients, torch.float64), (oracle.same_dtype_gradients, torch.float32)):
+        mods, captured = joint(dtype)
+        backward.append(f(q, k, v, dout, dlse=dlse, **mods, captured=captured))
+    for name, other in zip(("dq", "dk", "dv"), got, strict=False):
+        budget.check(name, other, *(getattr(f, name) for f in backward), getattr(noise, name))
+    budget.check("gates", got[3], *(f.captured[0] for f in backward), noise.captured[0])
+    assert not got[3][0, :, :, :3].any(), "gates of a branch that saw nothing"
 
 
 BAD = {

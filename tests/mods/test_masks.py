@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 
 import anyattn
 from anyattn import masks
 from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 2, 13, 17
@@ -111,6 +115,80 @@ def test_tree(cols):
         is_exactly(masks.tree(packed[:, 0]), lambda b, i, j: bool(bits[i, j]), M, cols)
 
 
+@pytest.mark.parametrize("length", [1, 3, 8, 9])
+@pytest.mark.parametrize("block", [1, 2, 5, 20])
+def test_block_diffusion(length, block):
+    """The three parts of BD3-LM's mask: block diagonal, offset block causal, block causal."""
+
+    def sees(b, i, j):
+        (is_clean, mine), (other_is_clean, theirs) = (divmod(p, length) if p < 2 * length else (1, p - length) for p in (i, j))
+        mine, theirs = mine // block, theirs // block
+        diagonal = mine == theirs and is_clean == other_is_clean
+        return diagonal or bool(other_is_clean and (mine >= theirs if is_clean else mine > theirs))
+
+    is_exactly(masks.block_diffusion(length, block), sees, 2 * length, 2 * length)
+    is_exactly(masks.block_diffusion(length, block), sees)
+
+
+def window_of(place, size, count):
+    """NATTEN's window on an axis, from its text: as many neighbours on each side as fit, and the rest on the other side."""
+    size = min(size, count)
+    first = place - size // 2
+    while first < 0:
+        first += 1
+    while first + size > count:
+        first -= 1
+    return range(first, first + size)
+
+
+def sees_a_window(places, window, counts, i, j):
+    if max(i, j) >= len(places):
+        return False
+    return all(y in window_of(x, n, count) for x, y, n, count in zip(places[i], places[j], window, counts, strict=True))
+
+
+@pytest.mark.parametrize("window", [(1, 1, 1), (3, 3, 3), (2, 4, 1), (9, 3, 2)])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 4, 4), (5, 1, 3)])
+def test_neighborhood_3d(shape, window):
+    places = list(itertools.product(*map(range, shape)))
+    mask, rows = masks.neighborhood_3d(shape, window), len(places)
+    is_exactly(mask, lambda b, i, j: sees_a_window(places, window, shape, i, j), rows, rows + 2)
+    seen = dense(mask, rows, rows)[0, 0].sum(1)
+    assert seen.unique().tolist() == [math.prod(map(min, window, shape))], "every query sees as many keys"
+    assert not dense(mask, rows + 3, rows)[0, 0, rows:].any(), "tokens beyond the video see nothing"
+
+
+@pytest.mark.parametrize("window", [(1, 1, 1), (3, 3, 3), (2, 1, 3)])
+@pytest.mark.parametrize(("shape", "tile"), [((4, 4, 6), (2, 2, 2)), ((2, 6, 4), (1, 2, 4)), ((3, 2, 8), (3, 1, 2))])
+def test_sliding_tiles(shape, tile, window):
+    counts = [size // each for size, each in zip(shape, tile, strict=True)]
+    tiles = itertools.product(*map(range, counts))
+    places = [at for at in tiles for _ in range(math.prod(tile))]  # token -> its tile
+    mask, rows = masks.sliding_tiles(shape, tile, window), len(places)
+    assert rows == math.prod(shape)
+    is_exactly(mask, lambda b, i, j: sees_a_window(places, window, counts, i, j), rows, rows + 2)
+
+
+def test_sliding_tiles_of_one_token_are_a_neighborhood():
+    assert torch.equal(dense(masks.sliding_tiles((2, 3, 4), (1, 1, 1), (2, 3, 1))), dense(masks.neighborhood_3d((2, 3, 4), (2, 3, 1))))
+
+
+def test_row_ranges_and_tiles_of_the_newer_masks():
+    """``block_diffusion`` has two ranges a row. Blocks of a tile's tokens, and of a part of them, are whole under ``sliding_tiles``. No
+    block that nobody sees is listed."""
+    ranges = row_ranges(trace(masks.block_diffusion(1000, 24), "mask"))
+    assert ranges is not None and ranges.count == 2
+    mask, length = masks.sliding_tiles((12, 16, 24), (6, 8, 8), (1, 3, 2)), 12 * 16 * 24
+    for size in (384, 128, 64):
+        blocks = anyattn.create_block_mask(mask, 1, 1, length, length, device="cpu", BLOCK_SIZE=size)
+        assert blocks.kv_num_blocks.sum() == 0, "a block is partial"
+        assert blocks.full_kv_num_blocks.unique().tolist() == [2 * 2 * 384 // size]
+    for mask in (masks.neighborhood_3d((6, 8, 10), (3, 3, 5)), masks.block_diffusion(240, 20)):
+        blocks = anyattn.create_block_mask(mask, 1, 1, 480, 480, device="cpu", BLOCK_SIZE=32)
+        seen = dense(mask, 480, 480)[0, 0].unflatten(0, (15, 32)).unflatten(2, (15, 32)).any(3).any(1)
+        assert torch.equal(blocks.to_dense()[0, 0].bool(), seen)
+
+
 BAD = [
     (lambda: masks.causal(1.5), TypeError, "offset=1.5 is a float; wanted an int"),
     (lambda: masks.causal(True), TypeError, "offset=True is a bool"),
@@ -132,6 +210,14 @@ BAD = [
     (lambda: masks.left_padding(3), TypeError, "leftpad is a int"),
     (lambda: masks.sink_window(1, -1), ValueError, "window=-1"),
     (lambda: masks.tree(torch.zeros(3, dtype=torch.int32)), ValueError, "wanted torch.int64"),
+    (lambda: masks.block_diffusion(0, 4), ValueError, "length=0; wanted at least 1"),
+    (lambda: masks.block_diffusion(8, 2.0), TypeError, "block=2.0 is a float"),
+    (lambda: masks.neighborhood_3d((2, 3), (1, 1, 1)), TypeError, r"shape=\(2, 3\); wanted three ints"),
+    (lambda: masks.neighborhood_3d((2, 3, 4), 3), TypeError, "window=3; wanted three ints"),
+    (lambda: masks.neighborhood_3d((2, 3, 4), (1, 0, 1)), ValueError, r"window\[1\]=0; wanted at least 1"),
+    (lambda: masks.neighborhood_3d((2, 3.0, 4), (1, 1, 1)), TypeError, r"shape\[1\]=3.0 is a float"),
+    (lambda: masks.neighborhood_3d((2**11, 2**10, 2**10), (1, 1, 1)), ValueError, "2,147,483,648 positions"),
+    (lambda: masks.sliding_tiles((4, 6, 8), (2, 4, 4), (1, 1, 1)), ValueError, "6 tokens on axis h; wanted a multiple of the tile's 4"),
 ]
 
 

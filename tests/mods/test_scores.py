@@ -89,6 +89,59 @@ def test_t5_buckets_at_long_distances():
     assert got[:, [0, 399]].long().tolist() == want
 
 
+def test_forget_gate():
+    """The sum of the log gates after the key, up to the query; its negative for keys after the query."""
+    gates = -table_of(B, H, max(M, N)).abs()
+    log = lambda b, h, i, j: math.fsum(gates[b, h, j + 1 : i + 1]) - math.fsum(gates[b, h, i + 1 : j + 1])
+    is_within(scores.forget_gate(gates.cumsum(-1)), lambda s, b, h, i, j: s + log(b, h, i, j), 64)
+
+
+def clamped(distance, reach):
+    """DeBERTa's equation 3."""
+    return 0 if distance <= -reach else 2 * reach - 1 if distance >= reach else distance + reach
+
+
+def bucketed(distance, reach, max_distance):
+    """DeBERTa-v2's bucket of one distance, clamped as its code does."""
+    half = reach // 2
+    if abs(distance) > half:
+        steps = math.ceil(math.log(abs(distance) / half) / math.log((max_distance - 1) / half) * (half - 1) - 1e-6)
+        distance = math.copysign(half + steps, distance)
+    return int(max(0, min(2 * reach - 1, distance + reach)))
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("reach", [1, 3, 8, 30])
+def test_disentangled(reach, by_query):
+    c2p, p2c = table_of(B, H, M, 2 * reach), table_of(B, H, N, 2 * reach).flip(0)
+
+    def definition(s, b, h, i, j):
+        return s + float(c2p[b, h, i, clamped(i - j, reach)]) + float(p2c[b, h, j, clamped(i - j if by_query else j - i, reach)])
+
+    is_within(scores.disentangled(c2p, p2c, p2c_by_query=by_query), definition, 4)
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize(("reach", "max_distance"), [(2, 4), (4, 8), (8, 9), (8, 40), (256, 512)])
+def test_disentangled_with_buckets(reach, max_distance, by_query):
+    c2p, p2c = table_of(B, H, M, 2 * reach), table_of(B, H, N, 2 * reach).flip(0)
+    place = lambda distance: bucketed(distance, reach, max_distance)
+
+    def definition(s, b, h, i, j):
+        return s + float(c2p[b, h, i, place(i - j)]) + float(p2c[b, h, j, place(i - j if by_query else j - i)])
+
+    is_within(scores.disentangled(c2p, p2c, max_distance, by_query), definition, 4)
+
+
+def test_disentangled_at_long_distances():
+    """DeBERTa-v3's configuration at every distance, a table of numbers of its places."""
+    places = torch.arange(512.0, dtype=torch.float64).expand(1, 1, 1500, 512)
+    traced = trace(scores.disentangled(places, torch.zeros_like(places), 512), "score", score_dtype=torch.float64)
+    got = evaluate(traced, 0, 0, torch.arange(1500).view(-1, 1), torch.arange(1500), score=torch.zeros((), dtype=torch.float64))
+    for column in (0, 1499):
+        assert got[:, column].long().tolist() == [bucketed(i - column, 256, 512) for i in range(1500)]
+
+
 def test_head_bias():
     bias = table_of(H, dtype=torch.bfloat16)
     is_within(scores.head_bias(bias), lambda s, b, h, i, j: s + float(bias[h]), 0)
@@ -122,6 +175,14 @@ BAD = [
     (lambda: scores.alibi_slopes(2.0), TypeError, "num_heads=2.0"),
     (lambda: scores.alibi([1.0]), TypeError, "slopes is a list"),
     (lambda: scores.alibi(torch.ones(2, 2, 2)), ValueError, r"slopes has shape \(2, 2, 2\)"),
+    (lambda: scores.forget_gate(torch.ones(2, 3)), ValueError, r"cumulative has shape \(2, 3\).* of shape \(B, Hq, S\)"),
+    (lambda: scores.disentangled(torch.ones(4), torch.ones(1, 1, 2, 4)), ValueError, r"c2p has shape \(4,\)"),
+    (lambda: scores.disentangled(*torch.ones(2, 1, 1, 2, 5)), ValueError, "c2p has 5 places and p2c 5; wanted the same even number 2k"),
+    (lambda: scores.disentangled(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 6)), ValueError, "c2p has 4 places and p2c 6"),
+    (lambda: scores.disentangled(*torch.ones(2, 1, 1, 2, 8), 3), ValueError, "max_distance=3; wanted an int above 3"),
+    (lambda: scores.disentangled(*torch.ones(2, 1, 1, 2, 2), 30), ValueError, "tables of at least 4 places"),
+    (lambda: scores.disentangled(*torch.ones(2, 1, 1, 2, 8), 30.0), ValueError, "max_distance=30.0"),
+    (lambda: scores.disentangled(*torch.ones(2, 1, 1, 2, 8), p2c_by_query=1), TypeError, "p2c_by_query=1 is a int"),
     (lambda: scores.head_bias(torch.ones(2, dtype=torch.int64)), ValueError, "torch.int64; wanted a float tensor"),
     (lambda: scores.relative_bias(torch.ones(4)), ValueError, "4 distances; wanted an odd number"),
     (lambda: scores.t5_bias(torch.ones(3, 2)), ValueError, "3 buckets; wanted at least 4"),

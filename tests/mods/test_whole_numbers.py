@@ -178,6 +178,8 @@ def test_other_masks_of_any_size() -> None:
     assert_library(masks.prefix_lm(MOST), always)
     assert_library(masks.block_diagonal(2**70), always)
     assert_library(masks.chunked(2**70), lambda q, k: q >= k)
+    assert_library(masks.block_diffusion(2**70, 2**70), lambda q, k: True)
+    assert_library(masks.block_diffusion(2, MOST), lambda q, k: (k < 2) == (q < 2))
     assert_library(masks.sink_window(2**70, 2**70), lambda q, k: q >= k)
     assert_library(masks.sliding_window(-MOST, -MOST), never)
     assert torch.equal(wanted(masks.dilated(MOST, MOST)), torch.arange(Q)[:, None] == torch.arange(K))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import oracle
+from anyattn import masks, oracle, scores
 from anyattn.testing import budget
 from anyattn.testing.rounding import Noise, later
 
@@ -113,6 +113,18 @@ def _islands(shape: Shape, *_: Tensor) -> Callable:
     return lambda b, h, q, k: (q // third == 1) & ((k % 5 != 2) | (h == 0))
 
 
+def _block_diffusion(shape: Shape, *_: Tensor) -> Callable:
+    return masks.block_diffusion(max(1, shape.seqlen_k // 2), 13)
+
+
+def _neighborhood(shape: Shape, *_: Tensor) -> Callable:
+    return masks.neighborhood_3d((-(-max(shape.seqlen_k, 1) // 42), 6, 7), (3, 4, 5))
+
+
+def _sliding_tiles(shape: Shape, *_: Tensor) -> Callable:
+    return masks.sliding_tiles((2 * -(-max(shape.seqlen_k, 1) // 96), 6, 8), (2, 3, 4), (3, 1, 2))
+
+
 def _draw_ids(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
     longest = max(shape.seqlen_q, shape.seqlen_k, 1)
     cuts = torch.rand(shape.batch, longest, generator=g, device="cpu") < 6 / longest
@@ -171,6 +183,24 @@ def _gated(shape: Shape, gate: Tensor, *_: Tensor) -> Callable:
     return lambda s, b, h, q, k: torch.sigmoid(gate[h, q % n]) * s + gate[h, k % n] * gate[h, (q + k) % n]
 
 
+def _forget_gate(shape: Shape, cumulative: Tensor, *_: Tensor) -> Callable:
+    return scores.forget_gate(cumulative)
+
+
+def _disentangled(shape: Shape, c2p: Tensor, p2c: Tensor, *_: Tensor) -> Callable:
+    return scores.disentangled(c2p, p2c, max_distance=20)
+
+
+def _draw_gates(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
+    longest = max(shape.seqlen_q, shape.seqlen_k)
+    return (-torch.rand(shape.batch, shape.heads_q, longest, generator=g, dtype=torch.float64, device="cpu").cumsum(-1),)
+
+
+def _draw_tables(shape: Shape, g: torch.Generator) -> tuple[Tensor, ...]:
+    lead = (shape.batch, shape.heads_q)
+    return tuple(torch.randn(*lead, n, 12, generator=g, dtype=torch.float64, device="cpu") for n in (shape.seqlen_q, shape.seqlen_k))
+
+
 VARIANTS = {
     v.name: v
     for v in (
@@ -197,6 +227,11 @@ VARIANTS = {
         Variant("temperature", None, _temperature, _normal()),
         Variant("gated", _causal, _gated, _normal(_heads, lambda s: 11)),
         Variant("gated_sink", _sink_window, _gated, _normal(_heads, lambda s: 11), has_sink=True),
+        Variant("block_diffusion", _block_diffusion),
+        Variant("neighborhood_3d", _neighborhood),
+        Variant("sliding_tiles", _sliding_tiles),
+        Variant("forget_gate", _causal, _forget_gate, _draw_gates),
+        Variant("disentangled", None, _disentangled, _draw_tables),
     )
 }
 

@@ -101,6 +101,9 @@ def library_masks(seqlen_q: int, seqlen_k: int, B: int = 2, seed: int = 0) -> di
         "sink_window": masks.sink_window(3, w),
         "block_diagonal": masks.block_diagonal(w),
         "tree": masks.tree(words),
+        "block_diffusion": masks.block_diffusion(max(1, length // 2), w),
+        "neighborhood_3d": masks.neighborhood_3d((ceil_div(length, 35), 5, 7), (3, 2, 5)),
+        "sliding_tiles": masks.sliding_tiles((2 * ceil_div(length, 64), 4, 8), (2, 2, 4), (3, 1, 2)),
         "prefix_or_document": masks.prefix_lm(w) | masks.document(ids),
     }
 

@@ -42,7 +42,7 @@ def assert_exact(mod, seqlen_q, seqlen_k, B=2, H=2):
 def test_library(lengths):
     for name, mod in library_masks(*lengths).items():
         has_ranges = assert_exact(mod, *lengths)
-        if min(lengths) > 8 and name not in ("dilated", "tree", "prefix_or_document"):
+        if min(lengths) > 8 and name not in ("dilated", "tree", "prefix_or_document", "neighborhood_3d", "sliding_tiles"):
             assert has_ranges, name
 
 

@@ -8,6 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from anyattn import masks, scores
+
 LONGEST = 600  # tables are as long, so that any index of any case is in range
 DEVICE = "cpu"  # where tables are
 
@@ -26,6 +28,9 @@ atoms = st.one_of(
     st.tuples(st.just("bits"), st.integers(1, 7)),
     st.tuples(st.just("slanted"), st.integers(1, 3), st.integers(1, 3)),
     st.tuples(st.just("all"), st.booleans()),
+    st.tuples(st.just("diffusion"), st.integers(1, 70), st.integers(1, 20)),
+    st.tuples(st.just("neighborhood"), st.integers(1, 9), st.integers(1, 6)),
+    st.tuples(st.just("video_tiles"), st.integers(1, 4), st.integers(1, 3)),
 )
 
 
@@ -49,6 +54,8 @@ steps = st.one_of(
     st.tuples(st.just("row_gate"), st.integers(0, 3)),
     st.tuples(st.just("head_bias"), st.integers(0, 3)),
     st.tuples(st.just("pair"), st.integers(0, 3)),
+    st.tuples(st.just("forget_gate"), st.integers(0, 3)),
+    st.tuples(st.just("disentangled"), st.integers(0, 3)),
     st.tuples(st.just("sometimes"), st.integers(1, 5)),
     st.tuples(st.just("hidden"), st.integers(2, 6)),
 )
@@ -77,6 +84,12 @@ def mask_of(tree: tuple) -> Callable:
             "xor": lambda b, h, q, k: left(b, h, q, k) ^ right(b, h, q, k),
         }[name]
     n, m = (*args, 0)[:2]
+    if name in ("diffusion", "neighborhood", "video_tiles"):
+        return {
+            "diffusion": lambda: masks.block_diffusion(n, m),
+            "neighborhood": lambda: masks.neighborhood_3d((LONGEST, n, 3), (2, m, 3)),
+            "video_tiles": lambda: masks.sliding_tiles((LONGEST, 2 * n, 4), (3, 2, 2), (3, m, 1)),
+        }[name]()
     ids, flags = _ids(int(n)), _ids(int(n) + 9)[0] % 2 == 0
     return {
         "causal": lambda b, h, q, k: q + n >= k,
@@ -125,6 +138,12 @@ def _step(name: str, n, heads: int) -> tuple[Callable, list[Tensor]]:  # type: i
         return lambda s, b, h, q, k: torch.where((q + k) % n == 0, s * 0.5, s + 0.25), []
     if name == "hidden":
         return lambda s, b, h, q, k: torch.where((q * 3 + k) % n == 0, -float("inf"), s), []
+    if name == "forget_gate":
+        gates = -_table(n, 4, heads, LONGEST).abs().cumsum(-1)
+        return scores.forget_gate(gates), [gates]
+    if name == "disentangled":
+        tables = [_table(n + i, 4, heads, LONGEST, 6) for i in range(2)]
+        return scores.disentangled(tables[0], tables[1], 7 if n % 2 else None), tables
     table = {
         "distance_table": _table(n, heads, 21),
         "key_table": _table(n, LONGEST),
