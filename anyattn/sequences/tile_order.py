@@ -77,19 +77,24 @@ def of_all_heads(order: Tensor) -> Tensor:
     return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)
 
 
-def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
+def most_visits_first(visited: Tensor, cut: int, tiles: int, by_head: bool = False) -> Tensor:
     """The row tiles, or key tiles, of a dense batch with block lists, those with most visited tiles first: int32 (rows, 3), (tile, head,
     entry).
 
     visited: (B, H, M), number of tiles that each row tile of the lists visits. cut: how many of the kernel's ``tiles`` make one of them.
+    by_head: numbers of visits between the same powers of two count as equal, so that long runs of tiles belong to one head: for heads whose
+    keys and values together exceed the L2 cache.
 
     >>> most_visits_first(torch.tensor([[[1, 5]], [[2, 0]]]), 1, 2).tolist()
     [[1, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]]
+    >>> most_visits_first(torch.tensor([[[4, 5], [6, 0]]]), 1, 2, by_head=True).tolist()
+    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0]]
     """
     _, heads, _ = visited.shape
     if cut > 1:
         visited = visited.repeat_interleave(cut, 2, output_size=cut * visited.shape[2])[..., :tiles]
-    order = visited.reshape(-1).argsort(descending=True, stable=True)
+    cost = visited.float().frexp().exponent if by_head else visited
+    order = cost.reshape(-1).argsort(descending=True, stable=True)
     places = (order % tiles, order // tiles % heads, order // (tiles * heads))
     return torch.stack(places, 1).to(torch.int32)
 

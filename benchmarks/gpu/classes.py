@@ -63,9 +63,16 @@ def _video() -> list[Case]:
     return of_forward + [replace(c, group="video-backward", is_backward=True) for c in of_forward]
 
 
+def _chosen_blocks() -> list[Case]:
+    """64 key blocks of 64 for each head and block of 64 rows: long videos, a tenth of the blocks and one in 27."""
+    shapes = [Shape.square(40_768, 16, 128), Shape.square(109_632, 7, 128)]
+    of_forward = [_case("chosen-blocks", "flex", "chosen_blocks", shape, (_OTHER, "flex-triton")) for shape in shapes]
+    return of_forward + [replace(c, group="chosen-blocks-backward", is_backward=True) for c in of_forward]
+
+
 def _cross() -> list[Case]:
     shapes = [Shape(b, h, h, s, keys, d) for b, h, s, keys, d in ((4, 16, 4096, 77, 64), (2, 16, 4096, 128, 128), (8, 16, 1024, 64, 64))]
     return [_case("cross", "flash", "full", shape, (_OTHER, *_FLASH)) for shape in shapes]
 
 
-CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross()]
+CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross(), *_chosen_blocks()]

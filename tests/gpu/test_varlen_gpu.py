@@ -169,6 +169,8 @@ LISTS = [  # (mask, layout, tile, further options)
     ("document", "flat", (128, 64), {}),
     ("document", "flat", (256, 128), {}),
     ("document", "padded", (128, 128), {}),
+    ("document", "padded", (64, 64), {}),
+    ("by head", "flat", (64, 128), {}),
     ("prefix", "flat", (128, 128), {}),
     ("by head", "flat", (128, 128), {}),
     ("by head", "padded", (128, 128), {}),

@@ -17,6 +17,7 @@ __all__ = ["MUTANTS", "left_out", "planted"]
 _KERNEL = "backends.hopper.kernel"
 _MULTIPLIES, _LOADS, _VISITS = f"{_KERNEL}.mma:Multiplies", f"{_KERNEL}.producer:Loads", f"{_KERNEL}.tile_scheduler:Visits"
 _BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
+_ALONE = f"{_KERNEL}.backward.alone_mma:MultipliesAlone"
 _WIDE, _HALVES = f"{_KERNEL}.backward.wide_mma:MultipliesWide", f"{_KERNEL}.backward.halved_mma:MultipliesHalves"
 _ROWS, _SCHEDULER = f"{_KERNEL}.backward.producer:LoadsRows", f"{_KERNEL}.backward.scheduler:VisitsRows"
 _SCORES, _SUMS = f"{_KERNEL}.backward.scores", f"{_KERNEL}.captured.sums"
@@ -123,6 +124,9 @@ MUTANTS = by_name(
     Mutant("keys past the last have entries", _SUMS, "moved(target, __, key + 8, facts.seqlen_k)", "moved(target, __, 0, 1)", "pairs"),
     Mutant("what waits is lost", _SUMS, "pending + value", "value", "looked up"),
     Mutant("hidden pairs stay in running sums", _SCORES, "self.words[word] & ~bit", "self.words[word] | bit", "temperature"),
+    # one warp group
+    Mutant("alone: dO is not released", _ALONE, "pipes[1].consumer_release(do_state)", "pass", "alone"),
+    Mutant("alone: all of dQ is of the first columns", _ALONE, "k_parts[step]", "k_parts[0]", "alone"),
     # wide heads
     Mutant("wide: P is not exchanged", _WIDE, "self._exchanged(exchange, scores, stage, _P_WRITTEN)",
            "self._stored((exchange.store, exchange.ds[None, None, stage]), scores)", "wide"),

@@ -26,10 +26,9 @@ from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 from anyattn.triton_tools.recording import active_recorder
 
-__all__ = ["CACHE_FOR_KEYS", "ForwardLaunches", "config_of", "counter_of", "multiprocessors", "runs_documents"]
+__all__ = ["ForwardLaunches", "config_of", "counter_of", "multiprocessors", "runs_documents"]
 
 _NOTHING: Mapping[Config, Any] = {}
-CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache for K and V of heads computed side by side
 
 
 class _PreparedLaunch(NamedTuple):
@@ -171,7 +170,8 @@ def _launched(problem: Problem, spec: ForwardSpec, config: Config, visits: table
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     heads = problem.heads_kv * groups
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
-    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, multiprocessors(q.device))))
+    workers = multiprocessors(q.device) * config.tiles.blocks
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, _sink(problem), *visits, counter_of(q.device), problem.scale * LOG2E, *numbers,
         *spec.captured(problem),
@@ -223,7 +223,7 @@ def _section(problem: Problem, groups: int) -> int:
     if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool; the batch may use a part of it
         keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
     size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return heads_side_by_side(size, groups, CACHE_FOR_KEYS)
+    return heads_side_by_side(size, groups, tables.CACHE_FOR_KEYS)
 
 
 def _fills(problem: Problem) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
-from anyattn.backends.hopper.config import HEAD_DIMS, SHARED_MEMORY, Ask, ModsOfConfig
+from anyattn.backends.hopper.config import HEAD_DIMS, SHARED_MEMORY, Ask, ModsOfConfig, room_of
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
@@ -22,14 +22,16 @@ __all__ = [
     "bytes_of",
     "fits_halved",
     "padded_for_backward",
+    "short_tiles_for",
     "tall_tiles_for",
 ]
 
 TILE_N = 128  # keys per tile, 64 for each consumer warp group
 TALL = 80  # query rows of a tall tile, not a multiple of 64
-SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ
+SHARED_TILE_N = 64  # keys per tile that both warp groups share: each computes half the columns of dK, dV and dQ; or of one warp group
 ACCUMULATORS = {1: 128, 2: 160}  # registers per thread for dK and dV together, by the steps of dP
-REGISTERS = (240, 24)  # of a thread of a consumer warp group, and of the warp group that loads and adds
+# of a thread of a consumer warp group, and of the warp group that loads and adds, by thread blocks per multiprocessor
+REGISTERS = {1: (240, 24), 2: (232, 24)}
 _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the row statistics; alignment of the tiles after them
 # registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
 _HOLDING, _MODS_BESIDE_SHARED, _MODS_BESIDE_OWN = 208, 8, 40
@@ -53,6 +55,7 @@ class BackwardTiles:
     delta: when a row's delta is subtracted from dP. "behind": from the finished product. "before": the accumulators of dP begin at -delta,
     which is loaded before S is multiplied; this takes the fewest registers. "between": loaded between the two products, which then do not
     overlap, but no register holds -delta while S is multiplied.
+    blocks: thread blocks per multiprocessor; two have one warp group each, with 64 keys.
     """
 
     tile_m: int
@@ -66,8 +69,12 @@ class BackwardTiles:
     holds_k: int = 0
     holds_v: int = 0
     delta: str = "behind"
+    blocks: int = 1
 
     def __post_init__(self) -> None:
+        alone = (64, SHARED_TILE_N, 1, 1)
+        if self.blocks not in REGISTERS or (self.blocks > 1 and (self.tile_m, self.tile_n, self.ds_stages, self.dp_steps) != alone):
+            raise ValueError(f"blocks={self.blocks} in {self}; wanted 1, or 2 with 64 rows, 64 keys, ds_stages=1 and dp_steps=1")
         if self.tile_m not in (64, TALL, 128):
             raise ValueError(
                 f"tile_m={self.tile_m}; wanted 64 or 128, once or twice the rows of a product (wgmma M), or {TALL}: columns of dQ^T"
@@ -91,12 +98,12 @@ class BackwardTiles:
     @property
     def warp_groups(self) -> int:
         """The number of consumer warp groups, which multiply; one more warp group loads and adds."""
-        return 2
+        return 2 if self.blocks == 1 else 1
 
     @property
     def shares_keys(self) -> bool:
         """Whether each warp group works on all keys of a tile: on half the rows of the scores, and half the columns of the gradients."""
-        return self.tile_n == SHARED_TILE_N
+        return self.tile_n == SHARED_TILE_N and self.warp_groups > 1
 
     @property
     def halves_dp(self) -> bool:
@@ -107,6 +114,11 @@ class BackwardTiles:
     def transposes_dq(self) -> bool:
         """Whether the product computes dQ^T, of which a warp group has 64 rows, rather than dQ."""
         return self.tile_m == TALL
+
+    @property
+    def dq_parts(self) -> int:
+        """The number of parts of its columns in which dQ is computed, one after the other."""
+        return self.dq_steps if self.warp_groups == 1 else 1
 
     @property
     def exchanged(self) -> int:
@@ -176,7 +188,7 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
         if self.tiles.halves_dp and self.score is not None:
             raise ValueError("dp_steps=2 with a score mod; wanted 1: its kernel has no registers for one")
-        if self.tiles.shares_keys and self.has_entries:
+        if self.tiles.tile_n == SHARED_TILE_N and self.has_entries:
             raise ValueError(f"{self.tiles} with entries, whose cut tiles this kernel does not store; wanted tiles of {TILE_N} keys")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
@@ -191,17 +203,21 @@ class BackwardConfig(ModsOfConfig):
                 raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
         if self.is_deterministic and self.tiles.dq_eighths:
             raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
+        if self.tiles.blocks > 1 and (self.sums or self.has_dropout or self.stores_dq or self.tiles.delta != "before"):
+            raise ValueError(
+                f"sums, has_dropout, stores_dq or delta={self.tiles.delta!r} with blocks=2, whose kernel has none; wanted delta='before'"
+            )
         if self.stores_dq and (self.is_deterministic or self.has_entries or self.tiles.transposes_dq):
             raise ValueError(
                 f"stores_dq with {self.tiles}, is_deterministic={self.is_deterministic}, has_entries={self.has_entries}; "
                 "wanted a dense call without turns, and tiles of dQ, not of dQ^T"
             )
         most = ACCUMULATORS[self.tiles.dp_steps]
-        if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > most:
+        if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // (128 * self.tiles.warp_groups)) > most:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {most}")
-        if self.shared_memory > SHARED_MEMORY:
+        if self.shared_memory > (room := room_of(self.tiles.blocks)):
             raise ValueError(
-                f"{self.tiles} at head_dim {self.head_dim} takes {self.shared_memory} bytes of shared memory; an SM has {SHARED_MEMORY}"
+                f"{self.tiles} at head_dim {self.head_dim} takes {self.shared_memory} bytes of shared memory; each thread block has {room}"
             )
 
     @property
@@ -226,12 +242,14 @@ class BackwardConfig(ModsOfConfig):
     @property
     def frees_keys(self) -> bool:
         """Whether a finished key tile frees the stages of K and V at once: dK and dV then leave through the buffers of dQ and dS, which are
-        large enough unless the warp groups share keys or dP is computed by halves, while the next keys are loaded.
+        large enough unless a tile has 64 keys or dP is computed by halves, while the next keys are loaded.
 
         If all rows see all keys, this takes 3 % longer: thread blocks in step read the same rows of Q and dO from the L2 cache together,
         and freeing early puts them out of step.
         """
-        return not self.tiles.shares_keys and not self.tiles.halves_dp and (bool(self.bands) or self.lists is not None or self.has_entries)
+        if self.tiles.tile_n == SHARED_TILE_N or self.tiles.halves_dp:
+            return False
+        return bool(self.bands) or self.lists is not None or self.has_entries
 
     @property
     def posts_keys(self) -> bool:
@@ -355,6 +373,15 @@ def backward_tiles_for(
     beside = _PLACES * is_packed if is_bare and head_dim == head_dim_v else _MODS_BESIDE_OWN
     room = _HOLDING - (head_dim + head_dim_v) // 2 - 64 - beside
     return _holding(BackwardTiles(64, TILE_N), head_dim, head_dim_v, room)
+
+
+def short_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
+    """Tiles of 64 keys for block lists in such tiles, up to head dimension 128; None above, where all tiles have 64 keys."""
+    if max(head_dim, head_dim_v) > 128:
+        return None
+    steps = 2 if head_dim == 128 else 1
+    deep = [BackwardTiles(64, SHARED_TILE_N, 2, n, 1, steps, delta="before", blocks=2) for n in (2, 1)]
+    return next(tiles for tiles in deep if bytes_of(tiles, head_dim, head_dim_v) <= room_of(2))
 
 
 def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int, is_bare: bool) -> BackwardTiles:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
-from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
+from anyattn.backends.hopper.api import counter_of, multiprocessors
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, row_tiles
 from anyattn.backends.hopper.compile.cache_key import AnyConfig
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
 from anyattn.backends.hopper.make_backward_config import BackwardSpec
+from anyattn.backends.hopper.tables import CACHE_FOR_KEYS
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import fills_one_round, heads_side_by_side
 from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
@@ -163,7 +164,7 @@ def _sizes(problem: Problem, spec: BackwardSpec, order: KeyOrder, width: int) ->
     # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ, also where dQ has none
     size = q.shape[2] * ratio * (2 * (q.shape[3] + width) + 4 * config.head_dim)
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
-    processors = multiprocessors(q.device)
+    processors = multiprocessors(q.device) * tiles.blocks
     if config.lists is not None or config.has_left != config.has_right or config.has_entries:
         drifts = ratio > 1 or config.looks_up_pairs
         one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another

@@ -20,23 +20,28 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
-    "HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "Ask", "Config", "ModsOfConfig", "Tiles", "padded", "sides",
-    "slots", "tiles_for",
+    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "Ask", "Config", "ModsOfConfig", "Tiles",
+    "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only
 MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30 keys, each up to 2^75, times values still fits float32
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they belong to one head, as without packing.
 PACKED = (4, 8)
-TILE_M = 128  # query rows per tile of every kernel that reads lists
+TILE_M = 128  # query rows per tile of lists that the backend makes, and of every kernel that reads lists of such tiles
+LEAST_ROWS = 64  # query rows per tile of lists that a kernel can read: those of one warp group
 LEAST_PIECE = 2  # rows of a page piece; for smaller ones threads copy faster than TMA
 SHARED_MEMORY = 227 * 1024
-# per thread of the MMA and of the loading warps where K and V are gathered by pieces of pages; with 24 the loading warp spills
-_REGISTERS_FOR_PIECES = (232, 40)
 _NARROW = 96  # largest head dimension with a third stage
 _MUCH_WORK = 7  # operations per (row, key) pair
+_SHORT_KEYS = 64  # of a tile with one warp group: two thread blocks with more have no room for two stages
+_MOST_STAGES = 4
 _SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller tile
-_REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and a producer thread, by number of consumer warp groups: 65,536 per SM
+# of a consumer and a producer thread, by consumer warp groups and thread blocks per multiprocessor, which has 65,536
+_REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (1, 1): (240, 40), (1, 2): (232, 24), (1, 3): (136, 24)}
+# the same where K and V are gathered by pieces of pages; with 24 the loading warp spills
+_REGISTERS_FOR_PIECES = {(2, 1): (232, 40), (1, 1): (240, 72), (1, 2): (208, 48)}
+_PER_MULTIPROCESSOR = 228 * 1024  # shared memory, of which each thread block takes 1 KiB more than it asks for
 
 
 def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -55,7 +60,8 @@ class Tiles:
     """Tile sizes. tile_m: query rows, 64 per consumer warp group. tile_n: keys. stages: tiles of K and of V in flight.
 
     ping_pong: the warp groups take turns: one multiplies while another exponentiates. emulated: how many of 8 exponentials are computed
-    by multiplications and additions, if special functions are the bottleneck of a tile.
+    by multiplications and additions, if special functions are the bottleneck of a tile. blocks: thread blocks per multiprocessor; with one
+    warp group each, one multiplies while another exponentiates, and no barrier orders them.
     """
 
     tile_m: int
@@ -63,10 +69,15 @@ class Tiles:
     stages: int
     ping_pong: bool = True
     emulated: int = 0
+    blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (128, 192):
-            raise ValueError(f"tile_m={self.tile_m}; wanted 128 or 192: two or three warp groups of 64 rows (wgmma M)")
+        if self.tile_m not in (64, 128, 192):
+            raise ValueError(f"tile_m={self.tile_m}; wanted 64, 128 or 192: one to three warp groups of 64 rows (wgmma M)")
+        if (self.warp_groups, self.blocks) not in _REGISTERS:
+            raise ValueError(f"blocks={self.blocks} with tile_m={self.tile_m}; wanted 1, or up to 3 with tile_m=64 (registers)")
+        if self.ping_pong and self.warp_groups == 1:
+            raise ValueError("ping_pong with tile_m=64; wanted False: a thread block has one warp group, which would wait for ever")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n}; wanted a multiple of 16 up to 256 (wgmma K and N)")
         if self.stages < 1:
@@ -211,25 +222,26 @@ class Config(ModsOfConfig):
             raise ValueError(
                 f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
             )
-        needed = self.shared_memory(1)
-        if needed > SHARED_MEMORY:
-            raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {SHARED_MEMORY}")
+        needed, room = self.shared_memory(1), room_of(self.tiles.blocks)
+        if needed > room:
+            raise ValueError(
+                f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; each thread block has {room}"
+            )
 
     def shared_memory(self, q_stages: int) -> int:
         """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""
-        tiles, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
-        return 2 * (q_stages * tiles.tile_m * max(d, dv) + tiles.stages * tiles.tile_n * (d + dv)) + 3072
+        return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages)
 
     @property
     def q_stages(self) -> int:
         """Tiles of Q in flight: with two, the next row tile's Q is loaded before this one's output has left shared memory."""
-        return 2 if self.shared_memory(2) <= SHARED_MEMORY else 1
+        return 2 if self.shared_memory(2) <= room_of(self.tiles.blocks) else 1
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer thread and of a producer thread."""
-        is_cut = 0 < self.piece < self.tiles.tile_n and self.tiles.warp_groups == 2
-        return _REGISTERS_FOR_PIECES if is_cut else _REGISTERS[self.tiles.warp_groups]
+        each, is_cut = (self.tiles.warp_groups, self.tiles.blocks), 0 < self.piece < self.tiles.tile_n
+        return _REGISTERS_FOR_PIECES.get(each, _REGISTERS[each]) if is_cut else _REGISTERS[each]
 
     @property
     def is_paged(self) -> bool:
@@ -265,6 +277,17 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
+def bytes_of(tiles: Tiles, head_dim: int, head_dim_v: int, q_stages: int) -> int:
+    """The shared memory of a forward kernel's thread block; barriers and the board take less than the 1,024 bytes to which Q is aligned."""
+    rest = 3072 if tiles.blocks == 1 else 1024
+    return 2 * (q_stages * tiles.tile_m * max(head_dim, head_dim_v) + tiles.stages * tiles.tile_n * (head_dim + head_dim_v)) + rest
+
+
+def room_of(blocks: int) -> int:
+    """The shared memory that a thread block may have, of so many on a multiprocessor."""
+    return _PER_MULTIPROCESSOR // blocks - 1024
+
+
 def _with_pages(tiles: list[int], page: int) -> int:
     """The tile width for pages of ``page`` rows, of candidates with the largest first: the largest whose page pieces are not small, or, if
     all are small, the one with the largest pieces. Widths below 5/8 of the largest are not considered."""
@@ -293,6 +316,7 @@ def tiles_for(
     page: int = 0,
     is_packed: bool = False,
     has_dropout: bool = False,
+    rows: int = TILE_M,
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spills.
 
@@ -304,6 +328,7 @@ def tiles_for(
 
     tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a page,
     0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words take registers too.
+    rows: the query rows of a list's tile, all heads counted that share it; a multiple of 64.
     """
     is_bare = score is None and tile_n is None and not asked
     if head_dim == head_dim_v == 64 and is_bare and page % _SMALL == 0:
@@ -323,7 +348,23 @@ def tiles_for(
         keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     if widest <= _NARROW and any(_asks_much(ask) for ask in asked):
         keys = min(keys, 64)
+    is_short = rows % TILE_M != 0
+    if is_short:
+        keys = min(keys, _SHORT_KEYS)
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0
-    return Tiles(128, keys, 3 if widest <= _NARROW else 2, emulated=emulated)
+    if is_short:
+        return _short_tiles(head_dim, head_dim_v, keys, emulated)
+    stages = 3 if widest <= _NARROW else 2
+    if tile_n == keys == _SHORT_KEYS and not page and _NARROW < widest <= 128:
+        stages = _MOST_STAGES  # as many keys in flight as in tiles of 128
+    return Tiles(128, keys, stages, emulated=emulated)
+
+
+def _short_tiles(head_dim: int, head_dim_v: int, keys: int, emulated: int) -> Tiles:
+    """Tiles of one warp group. Up to head dimension 128 exponentials take longer than the product beside them, and a second thread block's
+    products fill the time; above, one thread block keeps the tensor cores busy, and shared memory has no room for two with two stages."""
+    blocks = 2 if max(head_dim, head_dim_v) <= 128 else 1
+    deep = [Tiles(LEAST_ROWS, keys, n, False, emulated, blocks) for n in range(_MOST_STAGES, 0, -1)]
+    return next(tiles for tiles in deep if bytes_of(tiles, head_dim, head_dim_v, 1) <= room_of(tiles.blocks))

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
-from anyattn.backends.hopper.api import CACHE_FOR_KEYS
 from anyattn.backends.hopper.codegen.score_analysis import factored
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of
@@ -29,6 +28,7 @@ from anyattn.backends.hopper.config import MOST, Config, slots
 from anyattn.backends.hopper.make_config import forward_spec, is_bounded
 from anyattn.backends.hopper.pack_gqa import groups_of, why_apart
 from anyattn.backends.hopper.plan import reason_against
+from anyattn.backends.hopper.tables import CACHE_FOR_KEYS
 from anyattn.errors import BackendError
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -111,8 +111,9 @@ def arguments(
 
     described: the result of ``describe``, with this call's captured values unless ``scalars`` and ``tensors`` replace them, or a config.
     q, k, v, out, lse, highest, sink: torch's or CuTe's tensors. counter: two int32 zeros, left as zeros; launches that may overlap need
-    separate ones. scale: default 1 / sqrt(D). workers: thread blocks, by default one for each of the 132 multiprocessors, but no more than
-    there are work items. tables: partial_count, partial_index, full_count, full_index, order, entries, pages, if the config has them.
+    separate ones. scale: default 1 / sqrt(D). workers: thread blocks, by default ``config.tiles.blocks`` for each of the 132
+    multiprocessors, but no more than there are work items. tables: partial_count, partial_index, full_count, full_index, order, entries,
+    pages, if the config has them.
 
     Raises ``ValueError`` if an argument that the config needs is missing, or one that it does not have is given.
     """
@@ -129,7 +130,7 @@ def arguments(
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
     keys = k.shape[2] * (1 if tables.get("pages") is None else k.shape[0])
     section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups, CACHE_FOR_KEYS))
-    blocks = max(1, min(rows * spread, 132 if workers is None else workers))
+    blocks = max(1, min(rows * spread, 132 * config.tiles.blocks if workers is None else workers))
     found = tuple(tables.get(name) for name in _TABLES)
     return (q, k, v, out, lse, highest, sink, *found, counter, factor * LOG2E, rows, spread, section, blocks, scalars, tensors)
 

@@ -13,11 +13,14 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.api import multiprocessors
 from anyattn.backends.hopper.backward_config import (
+    SHARED_TILE_N,
+    TILE_N,
     BackwardConfig,
     BackwardTiles,
     backward_tiles_for,
     fits_halved,
     padded_for_backward,
+    short_tiles_for,
     tall_tiles_for,
 )
 from anyattn.backends.hopper.backward_parts import PROCESSORS, parts_for
@@ -103,6 +106,8 @@ def backward_spec(problem: Problem) -> BackwardSpec:
     if has_dropout:
         tiles = replace(tiles, delta="behind")  # the gradient of a dropped weight is minus delta
     fields["has_entries"], list_tile = is_packed, None
+    if listed is not None and (short := _short_tiles(problem, fields["partial"])) is not None:
+        tiles, stores_dq = short, False
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles)
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
@@ -254,6 +259,19 @@ def _padded(problem: Problem) -> tuple[int, int]:
     return padded_for_backward(problem.q.shape[3], problem.v.shape[3])
 
 
+def _short_tiles(problem: Problem, partial: Ask | None) -> BackwardTiles | None:
+    """The tiles for block lists whose key tiles are 64 keys, or odd multiples; None if larger tiles, or other lists, are read.
+
+    partial: the predicate inside listed partial tiles. As in the forward pass, lists of a mask of row ranges are joined to larger tiles.
+    """
+    blocks, is_joined = problem.blocks, problem.blocks_follow and partial is not None and partial.by_row
+    if blocks is None or is_joined or tile_of(blocks)[1] % TILE_N != SHARED_TILE_N or tile_of(blocks)[0] % _ROWS:
+        return None
+    if problem.sequences is not None or problem.wanted_slots or problem.dropout is not None:
+        return None
+    return short_tiles_for(*_padded(problem))
+
+
 def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:
     """The tile to which lists in tiles of ``tile`` are joined."""
     return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tiles.tile_n) * tiles.tile_n
@@ -282,8 +300,9 @@ def reason_against_backward(problem: Problem) -> str | None:
         return "its backward kernel adds in no fixed order where lists of packed sequences say which tiles are visited"
     blocks = problem.blocks
     if plan.uses_blocks and blocks is not None:
-        tile = tile_of(blocks)
-        tiles = backward_tiles_for(*_padded(problem))
+        tile, partial = tile_of(blocks), plan.of_blocks
+        ask = None if partial is None else Ask(partial.mask.expr, partial.ranges is not None)
+        tiles = _short_tiles(problem, ask) or backward_tiles_for(*_padded(problem))
         wanted = _joined(tile, tiles)
         if wanted != tile and not (sequences is None and problem.blocks_follow):
             own, of_lists = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, bound, caps, factored
-from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, LEAST_ROWS, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.pack_gqa import heads_per_tile
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
@@ -24,7 +24,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
 __all__ = [
-    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "fitting", "forward_spec", "is_bounded", "list_tile_misfit",
+    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "forward_spec", "is_bounded", "list_tile_misfit",
     "mods_of", "tile_of",
 ]  # fmt: skip
 
@@ -78,7 +78,7 @@ def forward_spec(problem: Problem, packs: bool | None = None) -> ForwardSpec:
     sources, listed, fields = mods_of(problem, expr)
     list_tile = None
     if listed is not None:
-        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else _list_tile(problem, fields["partial"])
     config = _config(problem, expr, list_tile, fields | _storage(problem, listed is not None), packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
@@ -174,10 +174,11 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     asks = tuple(ask for ask in (flags.get("partial"), *flags["always"]) if ask is not None)
     wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
     wanted["has_dropout"] = flags["has_dropout"] = problem.dropout is not None
+    wanted["rows"] = list_tile[0] if list_tile else TILE_M
     (d, dv), tiles, pages = _tiles(problem, wanted)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     if packed > 1:
-        (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
+        (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True, "rows": wanted["rows"] * packed})
     is_bare = score is None and list_tile is None and not (asks or flags.get("bands") or flags["has_dropout"])
     if d == dv == 128 and packed == 1 and is_bare and not pages["piece"]:
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
@@ -221,14 +222,19 @@ def tile_of(blocks: Any) -> tuple[int, int]:
     return rows, keys
 
 
-def fitting(tile: tuple[int, int]) -> tuple[int, int]:
-    """The tile to which lists in tiles of ``tile`` are converted."""
-    return (ceil_div(tile[0], TILE_M) * TILE_M, ceil_div(tile[1], TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
+def _list_tile(problem: Problem, partial: Ask | None) -> tuple[int, int]:
+    """The tile of the lists that the kernel reads: that of the call's lists, or one to which they are converted."""
+    tile = tile_of(problem.blocks)
+    # rows of a mask with few ranges see runs of keys: larger tiles visit few more pairs, and take less time for each
+    is_better_whole = problem.blocks_follow and problem.sequences is None and partial is not None and partial.by_row
+    if list_tile_misfit(tile) or (is_better_whole and tile[0] % TILE_M):
+        return ceil_div(tile[0], TILE_M) * TILE_M, ceil_div(tile[1], TILE_M) * TILE_M
+    return tile
 
 
 def list_tile_misfit(tile: tuple[int, int]) -> bool:
     """Whether lists in such tiles cannot be read because the kernel's tiles do not divide them."""
-    return bool(tile[0] % TILE_M or tile[1] % 16)
+    return bool(tile[0] % LEAST_ROWS or tile[1] % 16)
 
 
 def _ask(part: MaskPart) -> Ask:

@@ -9,7 +9,7 @@ import torch
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
-from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
+from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.backends.hopper.slower import FEW_QUERIES
@@ -88,7 +88,7 @@ def _against_lists(problem: Problem) -> str | None:
     rows, keys = tile_of(blocks)
     if problem.sequences is None and problem.blocks_follow:
         return None  # the lists are converted to other tiles, since the mask is evaluated in them
-    return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
+    return f"it reads lists of tiles of {LEAST_ROWS} rows and 16 keys, or multiples, and these block lists are in tiles of {rows} x {keys}"
 
 
 def _against_layout(problem: Problem) -> str | None:

@@ -26,7 +26,9 @@ from anyattn.sparsity.block_sparse import LISTS, tensors_of
 from anyattn.sparsity.derived import derived
 from anyattn.sparsity.grid import TileGrid
 
-__all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
+__all__ = ["CACHE_FOR_KEYS", "TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
+
+CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache for K and V of heads computed side by side
 
 
 class TablesOnHost(NamedTuple):
@@ -64,7 +66,7 @@ def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = Non
         return _dense(problem, spec, made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head))
     known = derived(blocks)
     assert spec.list_tile is not None
-    key = ("hopper", spec.list_tile, spec.config.spread, spec.config.tile_q, problem.q.shape[:3])
+    key = ("hopper", spec.list_tile, spec.config.spread, spec.config.tile_q, problem.q.shape[:3], problem.k.shape, problem.v.shape[3])
     if key not in known:
         fits = spec.list_tile == tile_of(blocks)
         known[key] = _dense(problem, spec, (blocks if fits else blocks.retile(*spec.list_tile)).of_heads(problem.heads_q))
@@ -95,7 +97,10 @@ def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if spec.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
-    order = most_visits_first(visited, spec.config.list_cut[0], ceil_div(problem.q.shape[2], spec.config.tile_q))
+    k, v = problem.k, problem.v
+    exceeds_cache = (k.numel() + v.numel()) * k.element_size() > CACHE_FOR_KEYS
+    by_head = exceeds_cache and spec.config.spread == "none"  # else heads take turns in the kernel
+    order = most_visits_first(visited, spec.config.list_cut[0], ceil_div(problem.q.shape[2], spec.config.tile_q), by_head)
     return TablesOnHost(*tensors, order)
 
 

@@ -104,7 +104,8 @@ class Inputs:
         import anyattn
 
         mask = self.mods.mask
-        return None if mask is None else anyattn.create_block_mask(mask, *self.grid, device=self.device)
+        size = self.variant.block_size
+        return None if mask is None else anyattn.create_block_mask(mask, *self.grid, device=self.device, BLOCK_SIZE=size)
 
     def pairs(self) -> int:
         """Visible pairs of all batch entries and heads, counted by evaluating the mask."""

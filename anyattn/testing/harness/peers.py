@@ -38,6 +38,7 @@ __all__ = [
 
 SPLITS = tuple(f"splits-{n}" for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 DENSE_BYTES = 2**33
+_BLOCK_SIZE = 128  # of block masks where a variant names no other
 PAGED_SPLITS = tuple(f"anyattn-paged-16-splits-{n}" for n in (1, 2, 4, 8, 16, 32))
 Entry = tuple[Callable[[], Any], str]
 
@@ -341,7 +342,7 @@ def _sdpa_grouped(inputs: Inputs) -> Entry:
 
 def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
     def prepare(inputs: Inputs) -> Entry:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import flex_attention
 
         if inputs.case.is_backward and inputs.case.device == "cpu":
             raise Unavailable("torch's flex_attention has no backward on the CPU")
@@ -351,12 +352,23 @@ def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
         importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
         compiled = torch.compile(flex_attention, dynamic=False)
         qkv, mods = inputs.bhsd, inputs.mods
-        mask = None if mods.mask is None else create_block_mask(mods.mask, *inputs.grid, device=inputs.device)
+        mask = _torch_mask(inputs)
         options: dict[str, Any] = {} if backend is None else {"kernel_options": {"BACKEND": backend}}
         options["enable_gqa"] = inputs.enable_gqa
         return lambda: compiled(*qkv, score_mod=mods.score, block_mask=mask, **options), "bhsd"
 
     return prepare
+
+
+def _torch_mask(inputs: Inputs) -> Any:
+    """torch's block mask; with the lists of ours where torch, which evaluates every pair, has no memory for that."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    mask, ours = inputs.mods.mask, inputs.block_mask
+    if mask is None or inputs.variant.block_size == _BLOCK_SIZE:
+        return None if mask is None else create_block_mask(mask, *inputs.grid, device=inputs.device)
+    lists = (ours.kv_num_blocks, ours.kv_indices, ours.full_kv_num_blocks, ours.full_kv_indices)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=ours.BLOCK_SIZE, mask_mod=mask, seq_lengths=ours.seq_lengths)
 
 
 def _flex_mask(inputs: Inputs) -> Entry:

@@ -33,6 +33,7 @@ _FRAME = (32, 32)  # rows and columns of a frame of a video
 _NEAR = (2, 6, 6)  # frames, rows and columns on each side
 _STRIDE, _STRIDE_WINDOW = 64, 128
 _RANDOM_BLOCK, _RANDOM_SHARE = 128, 0.1
+_CHOSEN, _CHOSEN_BLOCK = 64, 64  # key blocks of each block of rows; their size
 _MANY_DOCUMENTS = 256
 _CPU_WINDOW = 512
 _CPU_DOCUMENTS = 9
@@ -62,12 +63,14 @@ class Variant:
 
     documents: the lengths of the documents that fill a sequence, if FlashAttention computes it by its function for packed sequences.
     dense: the bias (1 or batch, heads, seqlen, seqlen) from the tensors that the score mod reads, as users of SDPA write it.
+    block_size: of block masks.
     """
 
     make: Callable[[Setting], Mods]
     native: dict[str, Any] | None = None
     documents: Callable[[int], list[int]] | None = None
     dense: Callable[..., Tensor] | None = None
+    block_size: int = 128
 
     def mods(self, setting: Setting) -> Mods:
         """Plain functions as users write them, the same for anyattn and its peers, without the wrapper for composition."""
@@ -140,6 +143,15 @@ def _random_blocks(setting: Setting) -> Mods:
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(5), device="cpu") < _RANDOM_SHARE
     table = (drawn | torch.eye(blocks, dtype=torch.bool, device="cpu")).to(setting.device)
     return Mods(lambda b, h, q_idx, kv_idx: table[q_idx // _RANDOM_BLOCK, kv_idx // _RANDOM_BLOCK])
+
+
+def _chosen_blocks(setting: Setting) -> Mods:
+    """Blocks of keys for each head and block of rows, in no order, as layers that learn which blocks to read choose them."""
+    blocks = -(-setting.seqlen // _CHOSEN_BLOCK)
+    drawn = torch.rand(setting.heads, blocks, blocks, generator=torch.Generator().manual_seed(6), device="cpu")
+    table = torch.zeros_like(drawn, dtype=torch.bool).scatter_(-1, drawn.topk(min(_CHOSEN, blocks), sorted=False).indices, True)
+    table = table.to(setting.device)
+    return Mods(lambda b, h, q_idx, kv_idx: table[h, q_idx // _CHOSEN_BLOCK, kv_idx // _CHOSEN_BLOCK])
 
 
 def _many_documents(seqlen: int) -> list[int]:
@@ -247,6 +259,7 @@ _CUDA = {
     "neighbourhood": Variant(_neighbourhood),
     "strided": Variant(_strided),
     "random_blocks": Variant(_random_blocks),
+    "chosen_blocks": Variant(_chosen_blocks, block_size=_CHOSEN_BLOCK),
     "prefix": Variant(lambda s: Mods(masks.prefix_lm(_PREFIX))),
     "sink_window": Variant(lambda s: Mods(masks.sink_window(sink=_SINK, window=WINDOW))),
     "alibi": _GALLERY["alibi"],

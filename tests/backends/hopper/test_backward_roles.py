@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ IDS = torch.arange(400) * 3 // 70
 EXACT = 1e-4  # of the greatest gradient of a captured tensor, whose terms have 24 bits
 SLOPES = torch.tensor([0.02, -0.05])
 HALVED = backward_tiles_for(192, 128, is_plain=True, is_bare=True)
+ALONE = BackwardTiles(64, 64, 2, 1, 1, 2, delta="before", blocks=2)
 CASES = {
     "full": Case(),
     "several blocks": Case((150, 300), (4, 2), batch=2, workers=3),
@@ -131,6 +133,31 @@ CASES = {
     "alibi": Case(score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=masks.causal()),
     "96 columns": Case((150, 200), mask=masks.causal(), dims=(80, 96)),
     "96 columns of K": Case((150, 200), dims=(96, 128)),
+    "alone": Case((150, 300), (4, 2), mask=masks.prefix_lm(70), kind="lists", dims=(128, 128), tiles=ALONE, list_tile=(64, 64), workers=3),
+    "alone, no stage to spare": Case(
+        (150, 200), kind="lists", mask=WORDS["strided"], dims=(64, 96), list_tile=(128, 64), tiles=replace(ALONE, q_stages=1, do_stages=1)
+    ),
+    "alone, deterministic": Case(
+        (150, 200),
+        mask=masks.dilated(3, 90),
+        kind="lists",
+        dims=(64, 64),
+        tiles=ALONE,
+        list_tile=(64, 128),
+        is_deterministic=True,
+        workers=3,
+    ),
+    "alone, softcap": Case(
+        (100, 150),
+        (2, 1),
+        mask=masks.prefix_lm(20),
+        kind="lists",
+        score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3),
+        dims=(128, 128),
+        tiles=ALONE,
+        list_tile=(64, 64),
+        parts=2,
+    ),
     "wide": Case((150, 150), dims=(192, 192), workers=2),
     "dP by halves": Case((150, 300), (4, 2), dims=(192, 128), tiles=HALVED, workers=2),
     "dP by halves, causal": Case((300, 200), (2, 1), mask=masks.causal(), dims=(160, 96), tiles=HALVED),
@@ -306,7 +333,7 @@ def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
 
 
 # mistakes in who waits for whom show in some orders of events alone: these cases have barriers and stages of every kind
-RACES = ("full", "one stage of dS", "window", "wide", "wide through shared memory", "wide keys alone", "dP by halves")
+RACES = ("full", "alone", "one stage of dS", "window", "wide", "wide through shared memory", "wide keys alone", "dP by halves")
 SEEDS = [
     pytest.param(name, seed, marks=[pytest.mark.slow] * (seed > 0 and name not in RACES))
     for name in CASES

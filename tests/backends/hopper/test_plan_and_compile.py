@@ -411,12 +411,12 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
 }
-KERNELS = 41
+KERNELS = 47
 # one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
 # the widest with lists and what is asked beside them, and with a score mod, a band and the row maximum
 FAMILIES = {
     (64, 64): ("pages of 1", "floats"),
-    (128, 128): ("pages and lists",),
+    (128, 128): ("pages and lists", "short alibi"),
     (256, 256): ("highest of capped",),
 }
 

@@ -39,7 +39,7 @@ def test_a_seed_repeats_a_schedule() -> None:
 def test_the_cases_are_of_every_kind() -> None:
     cases = [random_case(seed) for seed in range(SCHEDULES)]
     kinds = {(c.config.tiles.stages, c.config.q_stages, c.config.tiles.warp_groups) for c in cases}
-    assert len(kinds) == 12
+    assert len(kinds) == 18
     assert {len(t.visits) for c in cases for t in c.tiles} >= {0, 1, 2, 3, 5}
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
     assert {t.facts["more"] for c in cases for t in c.tiles} == {1, 2, 3, 4} and {c.config.heads_per_tile for c in cases} == {1, 4}

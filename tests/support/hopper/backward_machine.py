@@ -179,14 +179,14 @@ class View:
 
 
 class Run:
-    """A run of rows of a tile in shared memory, in all its stages."""
+    """A run of rows and columns of a tile in shared memory, in all its stages."""
 
-    def __init__(self, of: Shared, rows: slice, is_transposed: bool = False):
-        self.of, self.rows, self.is_transposed = of, rows, is_transposed
+    def __init__(self, of: Shared, rows: slice, columns: slice, is_transposed: bool = False):
+        self.of, self.rows, self.columns, self.is_transposed = of, rows, columns, is_transposed
         self.iterator, self.layout = self, "as stored"
 
     def read(self, stage: Any) -> np.ndarray:
-        found = View(self.of, (None, None, stage)).read("a product")[self.rows]
+        found = View(self.of, (None, None, stage)).read("a product")[self.rows, self.columns]
         return found.T if self.is_transposed else found
 
 

@@ -31,6 +31,7 @@ __all__ = ["MODULES", "Call", "Table", "captured_of", "fold", "run_grid", "vecto
 MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "dropout", "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
+    "backward/alone_mma",
     "backward/rows",
 )  # fmt: skip
 
@@ -337,7 +338,7 @@ def _registers(shape: Any, dtype: Any) -> Any:
 
 def _tensor(iterator: Any, layout: Any) -> Any:
     if isinstance(iterator, Run):
-        return Run(iterator.of, iterator.rows, layout == ("select", (1, 0, 2)))
+        return Run(iterator.of, iterator.rows, iterator.columns, layout == ("select", (1, 0, 2)))
     if isinstance(iterator, Shared):
         return View(iterator, (None, None, None), is_transposed=layout == ("select", (1, 0, 2)))
     return iterator
@@ -397,7 +398,7 @@ def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
     if len(shape) == 1:  # of a row
         return _OfRow(x, place[0])
     if isinstance(x, Shared):
-        return Run(x, slice(place[0] * shape[0], (place[0] + 1) * shape[0]))
+        return Run(x, *(slice(at * size, (at + 1) * size) for at, size in zip(place[:2], shape[:2], strict=True)))
     return _Part(x, place, shape) if isinstance(x, View) else Box(x, shape, place)
 
 
@@ -524,6 +525,7 @@ def run_grid(
     names["fold"] = fold
     tiles = config.tiles
     multiplies = "MultipliesWide" if tiles.shares_keys else "MultipliesHalves" if tiles.halves_dp else "MultipliesBack"
+    multiplies = "MultipliesAlone" if tiles.blocks > 1 else multiplies
     parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Drops", "Adds", "StoresKeys", "Packed")
     kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
     kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
@@ -564,7 +566,7 @@ def _add_roles(
     statistics = Table(call.lse), Table(call.delta)
     in_smem = memory["lse"], memory["delta"]
     keys_apart = tiles.tile_n // 64
-    shape_of_dq = (config.head_dim, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, config.head_dim)
+    shape_of_dq = (config.head_dim, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, config.head_dim // tiles.dq_parts)
     mmas = (
         Mma(block, tiles.tile_n, tiles.tile_m, keys_apart), Mma(block, tiles.tile_n, config.head_dim_v, keys_apart),
         Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, *shape_of_dq, shape_of_dq[0] // 64),

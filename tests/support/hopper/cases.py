@@ -83,10 +83,9 @@ class Case:
 
 
 def _config(draw: random.Random) -> Any:
-    groups, q_stages = draw.choice((2, 3)), draw.choice((1, 2, 2))
-    tiles = SimpleNamespace(
-        tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=draw.random() < 0.8, warp_groups=groups
-    )
+    groups, q_stages = draw.choice((1, 2, 3)), draw.choice((1, 2, 2))
+    takes_turns = groups > 1 and draw.random() < 0.8
+    tiles = SimpleNamespace(tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=takes_turns, warp_groups=groups)
     lists = draw.choice((None, None, "dense"))
     piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
     return SimpleNamespace(
@@ -98,6 +97,7 @@ def _config(draw: random.Random) -> Any:
         is_bounded=draw.random() < 0.3,
         always=draw.choice(((), ("always",))),
         lists=lists,
+        partial=draw.choice((None, "partial", "partial")) if lists else None,
         piece=piece,
         is_paged=piece > 0,
         gathers=piece == 1,
@@ -258,7 +258,7 @@ def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, A
         # the tile that the last key cuts goes first
         ahead = full[:1] if full and (full[0] + 1) * TILE_N > seqlen_k else []
         order = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
-        visits = [(n, asked, bool(asked)) for n, asked in order]
+        visits = [(n, asked, bool(asked and config.partial)) for n, asked in order]
         keys = [(0, 0, 0, 0, n) for n, _, _ in visits]
         facts = {"more": 1, "m_block": row, "head": 0, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tiles.tile_m,
                  "seqlen_k": seqlen_k, "q_row": 0, "q_start": 0, "q_first": 0, "left": 0, "right": 0}  # fmt: skip

@@ -110,6 +110,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     until = ranges_unread(trace(lambda b, h, q, k: k - q <= ids[b], "mask"))  # int64, and so perhaps far away
     assert causal is not None and window is not None and sinks is not None and until is not None
     ends = {"bands": (causal.expr,)}
+    short = {"lists": "dense", "has_order": True, "rows": 64}
     each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
     return {
         "full": ([], {"has_sink": True}),
@@ -152,6 +153,12 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
         "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
         "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
+        "short": ([], {**short, "per_head": True, "spread": "none"}),
+        "short tree": ([tree], {**short, "partial": Ask(tree.expr, False)}),
+        "short document and causal": ([document, causal], {**short, "partial": each, "always": (Ask(causal.expr, True),)}),
+        "short alibi": ([alibi, causal], {**short, "score": alibi.expr, "always": (Ask(causal.expr, True),), "has_max": True}),
+        "short straight": ([straight, document], {**short, "score": straight.expr, "partial": each}),
+        "short ragged": ([document], {**short, "lists": "ragged", "partial": each, **entries, "page": 48}),
         "highest of capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,), "is_bounded": True, "has_max": True}),
     }
 
@@ -187,11 +194,12 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
             continue
-        listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
+        rows, page = fields.pop("rows", 128), fields.pop("page", 0)
+        listed = rows if "lists" in fields else None  # tiles of as many keys as rows
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False))
-        cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows)
+        cut = (1, rows // tiles.tile_n) if "lists" in fields else (1, 1)
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         if 0 < piece < LEAST_PIECE:
             fields |= {"gathers": True}

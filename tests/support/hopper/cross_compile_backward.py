@@ -20,7 +20,14 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
 from anyattn import masks, scores
-from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for, fits_halved, tall_tiles_for
+from anyattn.backends.hopper.backward_config import (
+    BackwardConfig,
+    RowsConfig,
+    backward_tiles_for,
+    fits_halved,
+    short_tiles_for,
+    tall_tiles_for,
+)
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
@@ -117,6 +124,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     strided, image, video = (trace(MASKS[name], "mask") for name in ("strided", "captured image", "video"))
     assert causal is not None and window is not None and sinks is not None
     ends, lists, packed = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}, {"has_entries": True}
+    short = {"lists": "dense", "list_cut": (1, 1)}  # of tiles of 64 rows and keys
     return {
         "full": ([], {}),
         "causal": ([causal], ends),
@@ -149,6 +157,11 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "packed parts": ([causal], {**packed, **ends, "stores_float32": True}),
         "alibi parts": ([alibi], {"score": with_derivatives(alibi.expr)[0], "stores_float32": True}),
         "document parts": ([document], {**lists, "partial": Ask(document.expr, False), "stores_float32": True}),
+        "short": ([], {**short, "per_head": True}),
+        "short document": ([document], {**short, "partial": Ask(document.expr, False)}),
+        "short alibi": ([alibi, causal], {**short, "score": with_derivatives(alibi.expr)[0], "always": (Ask(causal.expr, True),)}),
+        "short capped": ([capped], {**short, "score": with_derivatives(capped.expr)[0], "is_deterministic": True}),
+        "short parts": ([], {**short, "stores_float32": True}),
         "one tile, sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True), "stores_dq": True}),
     } | summed(head_dim)
 
@@ -195,7 +208,11 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
             "sums" in fields or "has_dropout" in fields or (is_packed and not packs)
         ):  # which are another backend's
             continue
+        short = short_tiles_for(head_dim, head_dim_v) if name.startswith("short") else None
+        if name.startswith("short") and short is None:
+            continue
         forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
+        forms = forms if short is None else {name: short}
         if is_bare and "stores_dq" not in fields and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall
         for form, tiles in forms.items():

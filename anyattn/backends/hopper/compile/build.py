@@ -133,6 +133,7 @@ def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
 
 def kernel_of(config: AnyConfig) -> Any:
     """The object to compile, whose kernel is specialised for ``config``."""
+    from anyattn.backends.hopper.kernel.backward.alone import HopperAloneBackward
     from anyattn.backends.hopper.kernel.backward.backward import HopperBackward
     from anyattn.backends.hopper.kernel.backward.halved import HopperHalvedBackward
     from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
@@ -145,6 +146,8 @@ def kernel_of(config: AnyConfig) -> Any:
     if isinstance(config, RowsConfig):
         return RowsAfter(config) if config.is_after else RowsBefore(config)
     if isinstance(config, BackwardConfig):
+        if config.tiles.blocks > 1:
+            return HopperAloneBackward(config)
         if config.tiles.halves_dp:
             return HopperHalvedBackward(config)
         return HopperWideBackward(config) if config.tiles.shares_keys else HopperBackward(config)

@@ -133,7 +133,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             grid=(workers, 1, 1),
             block=[128 * (tiles.warp_groups + 1), 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=tiles.blocks,
+            preferred_smem_carveout=100 if const_expr(tiles.blocks > 1) else None,  # percent; the compiler would ask the GPU otherwise
         )  # fmt: skip
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:

@@ -178,6 +178,8 @@ class Visits:
         # a full tile that the last key cuts must be the first visit, the only one that checks for the last key
         full_first = Int32(1) if full_is_cut else Int32(0)
         masked = partials if full_is_cut else cutlass.max(partials - 1, 0)
+        if const_expr(self.config.partial is None):  # then partial tiles are full ones
+            masked = Int32(0)
         bare = cutlass.max(total - 1 - masked, 0)
         lists, sizes, skips = (partial_list, full_list), (partial_size, full_size), (partial_skip, full_skip)
         return (total, masked, bare, Int32(0)), (partials, full_first, lists, sizes, skips)

@@ -113,7 +113,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             grid=(workers, 1, 1),
             block=[128 * (tiles.warp_groups + 1), 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=tiles.blocks,
+            preferred_smem_carveout=100 if const_expr(tiles.blocks > 1) else None,  # percent; the compiler would ask the GPU otherwise
         )  # fmt: skip
 
     def _layouts(self) -> tuple[Any, ...]:
@@ -156,7 +157,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         if tiles.transposes_dq:
             return scores, to_v, to_k, make(dtype, dtype, across, across, Float32, (groups, 1, 1), (64, tiles.tile_m))
         by_rows = tiles.tile_m // 64
-        to_q = make(dtype, dtype, across, across, Float32, (by_rows, groups // by_rows, 1), (64, d * by_rows // groups))
+        to_q = make(dtype, dtype, across, across, Float32, (by_rows, groups // by_rows, 1), (64, d // tiles.dq_parts * by_rows // groups))
         return scores, to_v, to_k, to_q
 
     def scores_from_registers(self) -> Any:
@@ -227,7 +228,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            cute.arch.setmaxregister_decrease(REGISTERS[tiles.blocks][1])
             if warp == 0:
                 copies = tuple(zip(atoms, gmem))
                 self.load(
@@ -237,7 +238,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             if (warp > 0) & (warp <= self.config.adding_warps):
                 self.add(warp - 1, dq, board[2], sums[2], sums[3], key_copies, leaving)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[0])
+            cute.arch.setmaxregister_increase(REGISTERS[tiles.blocks][0])
             keys = (*key_copies, *plain)
             self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, (dq, sums[2]), pipes, board, keys, scales, captured)
 

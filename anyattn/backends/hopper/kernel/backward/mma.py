@@ -78,7 +78,7 @@ class MultipliesBack:
         of_scores, of_v, of_k, of_q = (mma.get_slice(groups(group)) for mma in mmas)
         _, _, _, _, ds = in_smem
         operands = self.operands((of_scores, of_v, of_k, of_q), in_smem)
-        mine, dq_shape = to_scores.get_slice(thread), (d, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, d)
+        mine, dq_shape = to_scores.get_slice(thread), (d, tiles.tile_m) if tiles.transposes_dq else (tiles.tile_m, d // tiles.dq_parts)
         positions = rows_and_columns(mine.partition_C(cute.make_identity_tensor((tiles.tile_n, tiles.tile_m))))
         shapes = (
             mine.partition_shape_C((tiles.tile_n, tiles.tile_m)),
