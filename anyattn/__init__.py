@@ -13,8 +13,6 @@ from anyattn.errors import BackendError, ModError, OutOfPagesError
 from anyattn.mods.tracing.dynamo_import import call_when_imported
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
-
     from anyattn.block_masks import create_block_mask
     from anyattn.explanation import explain
     from anyattn.flash import (
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from anyattn.kvcache.rotary import apply_rotary_emb
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
+    from anyattn.reductions.request import AuxOutput, AuxRequest
     from anyattn.sequences.padding import pad_input, unpad_input
     from anyattn.sparsity.block_mask import BlockMask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOME = {
-    "AuxOutput": "torch.nn.attention.flex_attention",
-    "AuxRequest": "torch.nn.attention.flex_attention",
+    "AuxOutput": "anyattn.reductions.request",
+    "AuxRequest": "anyattn.reductions.request",
     "BlockMask": "anyattn.sparsity.block_mask",
     "BlockSparseTensors": "anyattn.sparsity.block_sparse",
     "Mask": "anyattn.mods.algebra",

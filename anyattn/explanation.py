@@ -18,6 +18,7 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.reductions.request import skip_of
 from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
@@ -112,6 +113,7 @@ def explain(
     aux_tensors: list[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    skip_below: float | Tensor | None = None,
     dropout_p: float = 0.0,
     kernel_options: dict[str, Any] | None = None,
     backend: str | None = None,
@@ -132,7 +134,7 @@ def explain(
     query, key, value = (innermost(t) if n in copied else t for n, t in (("query", query), ("key", key), ("value", value)))
     problem = flex.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic,
-        seeded(dropout_p, query, is_run=False),
+        seeded(dropout_p, query, is_run=False), skip=skip_of(skip_below, None, query),
     )  # fmt: skip
     machine = hardware.of(query.device.type)
     chosen = planner.choose(problem, machine, backend, flex.kernel_options(kernel_options))

@@ -14,14 +14,19 @@ from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
 from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
+from anyattn.reductions.request import AuxOutput, Reductions, Sums, named, requested, share_of, skip_of
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
 from anyattn.validate.flex import is_no_mask, wanted
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from anyattn.reductions.request import AuxRequest
 
 __all__ = ["flex_attention"]
+
+_NO_SUMS = (None, None, None, None)
 
 
 @entry_point
@@ -41,6 +46,7 @@ def flex_attention(
     aux_tensors: Sequence[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    skip_below: float | Tensor | None = None,
     dropout_p: float = 0,  # an int: torch.compile(dynamic=True) makes 0.0 a symbolic float and compiles twice
     backend: str | None = None,
 ) -> Any:
@@ -54,6 +60,7 @@ def flex_attention(
         On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
     scale: default 1 / sqrt(D). aux_tensors: the value of a mod's trailing argument. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the greatest score per row, (B, Hq, Sq), float32 (float64).
+    ``anyattn.AuxRequest`` also asks for sums of the probabilities and maxima of the scores by keys and blocks: docs/reductions.md.
     kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` times a few tile sizes
     of the Triton kernel and remembers the fastest; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles on a
     GPU, where possible (by default the plan decides). torch's option names are accepted, and ignored where they have no meaning here.
@@ -61,6 +68,8 @@ def flex_attention(
     ``1 - dropout_p``; lse and scores stay as they are. Which weights is a function of b, h, q_idx, kv_idx and of a seed that the call draws
     from torch's generator of query's device: ``torch.manual_seed`` repeats it, and every backend drops the same. Probabilities are rounded
     to multiples of 2^-14. As in ``scaled_dot_product_attention`` the caller passes 0 outside of training.
+    skip_below: a threshold t, or one for each query head, float32 (Hq,): a tile of keys is left out where in every row of the tile all
+    probabilities are below t times that of the row's greatest score so far; docs/reductions.md. None and 0 skip nothing. No gradients.
     deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
     the call.
 
@@ -84,27 +93,39 @@ def flex_attention(
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
     wants_lse, wants_max = wanted(return_lse, return_aux)
+    reductions = None if return_aux is None else requested(return_aux, query, key)
+    wants_lse = wants_lse or reductions is not None
+    skip = None if skip_below is None and return_aux is None else skip_of(skip_below, return_aux, query)
     if getattr(block_mask, "seq_lengths", None) == (1, 1) and is_no_mask(block_mask):
         block_mask = None
     arguments = (
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
         None if dropout_p == 0.0 else seeded(dropout_p, query),
     )  # fmt: skip
-    if is_compiling():
+    if is_compiling() and skip is None:
         from anyattn.custom_ops.entry_points import flex as compiled
+        from anyattn.custom_ops.entry_points import reductions as reduced
 
         out, lse, max_scores = compiled(arguments, backend, kernel_options)
-        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
-    return _called(FlexCall(*arguments), backend, kernel_options, return_lse, return_aux)
+        more = None
+        if reductions is not None:
+            _refuse_plan(block_mask)
+            more = named(reductions, reduced((*arguments[:13], None), backend, kernel_options, lse, reductions))
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux, more)
+    return _called(FlexCall(*arguments, skip=skip), backend, kernel_options, return_lse, return_aux, reductions)
 
 
 @opaque
 @without_default_device
-def _called(call: FlexCall, backend: str | None, kernel_options: Any, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+def _called(
+    call: FlexCall, backend: str | None, kernel_options: Any, return_lse: bool, return_aux: AuxRequest | None, reductions: Reductions | None
+) -> Any:
     """Eager calls of ``flex_attention``."""
     if autocast.is_on():
         query, key, value = autocast.arguments(call.query, call.key, call.value)
         call = call._replace(query=query, key=key, value=value)
+    if reductions is not None or call.skip is not None:
+        _refuse_plan(call.block_mask)
     if getattr(call.block_mask, "plan", None) is not None:
         from anyattn.distributed import attention as sharded
 
@@ -117,14 +138,46 @@ def _called(call: FlexCall, backend: str | None, kernel_options: Any, return_lse
     if found is None:
         from anyattn.custom_ops import eager_calls
 
+        if call.skip is not None:
+            raise TypeError(
+                "skip_below is not there for fake tensors, torch.func, dispatch modes and graphs; wanted an eager call without it"
+            )
         out, lse, max_scores = eager_calls.flex(call, backend, kernel_options)
-        return _returned(out, lse, max_scores if call.wants_max else None, return_lse, return_aux)
-    return _returned(*autograd.compute(*found), return_lse, return_aux)
+        more = None
+        if reductions is not None:
+            more = named(reductions, eager_calls.reductions(call, backend, kernel_options, lse, reductions))
+        return _returned(out, lse, max_scores if call.wants_max else None, return_lse, return_aux, more)
+    if call.skip is not None and found[0].needs_grad:
+        raise ValueError(
+            "skip_below is given and an input requires grad, but a call that skips tiles has no gradients; use torch.no_grad()"
+        )
+    out, row_lse, highest = autograd.compute(*found)
+    more = None
+    if reductions is not None:
+        from anyattn.reductions import compute
+
+        assert row_lse is not None
+        more = named(reductions, compute.results(*found, row_lse, reductions))
+    return _returned(out, row_lse, highest, return_lse, return_aux, more, None if call.skip is None else share_of(call.skip))
 
 
-def _returned(out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+def _refuse_plan(block_mask: Any) -> None:
+    if getattr(block_mask, "plan", None) is not None or getattr(block_mask, "handle", None) is not None:
+        raise TypeError(
+            "return_aux asks for sums of the probabilities or maxima by blocks, or skip_below is given, and block_mask is sharded over "
+            "ranks, where no rank has all queries and keys; wanted a block mask without a plan, or only AuxRequest(lse=..., max_scores=...)"
+        )
+
+
+def _returned(
+    out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None,
+    more: Sums | None = None, skipped: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """What ``flex_attention`` returns. more, skipped: the further fields of anyattn's ``AuxOutput``; torch's is returned without them."""
+    if return_aux is not None and (more is not None or skipped is not None):
+        return out, AuxOutput(lse if return_aux.lse else None, max_scores, *(more or _NO_SUMS), skipped)
     if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
+        from torch.nn.attention import flex_attention as torchs
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
+        return out, torchs.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out

@@ -21,7 +21,17 @@ from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["Gradients", "Oracle", "attention", "gradients", "same_dtype", "same_dtype_gradients"]
+__all__ = [
+    "Gradients",
+    "Oracle",
+    "Weights",
+    "attention",
+    "gradients",
+    "same_dtype",
+    "same_dtype_gradients",
+    "same_dtype_weights",
+    "weights",
+]
 
 Mod = TracedMod | Callable[..., Tensor]
 _CHUNK = 1 << 22  # scores computed at once: 32 MiB of float64 per intermediate
@@ -47,6 +57,14 @@ class Gradients(NamedTuple):
     dv: Tensor
     dsink: Tensor | None
     captured: tuple[Tensor | None, ...]
+
+
+class Weights(NamedTuple):
+    """The softmax before dropout, dense (B, H, Sq, Sk). ``scores``: after the mods, -inf where hidden. ``probabilities``: 0 there, and in
+    rows without visible keys; a row's sum is below 1 where there is a sink."""
+
+    scores: Tensor
+    probabilities: Tensor
 
 
 class _Call(NamedTuple):
@@ -155,14 +173,46 @@ def same_dtype_gradients(
     return _backward(call, dout, dlse, captured, _by_hand)
 
 
+def weights(
+    q: Tensor, k: Tensor, *, score: Mod | None = None, mask: Mod | None = None, scale: float | None = None, sink: Tensor | None = None
+) -> Weights:
+    """``Weights`` in float64; arguments as in ``attention``.
+
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> weights(q, q, mask=lambda b, h, i, j: j < i).probabilities.sum(2).tolist()
+    [[[1.0, 0.0]]]
+    """
+    with torch.no_grad():
+        return _weights(_Call(*_upcast(q, k, k, sink), *_upcast_mods(score, mask), _scale(q, scale)), _exact_weights)
+
+
+def same_dtype_weights(
+    q: Tensor, k: Tensor, *, score: Mod | None = None, mask: Mod | None = None, scale: float | None = None, sink: Tensor | None = None
+) -> Weights:
+    """exp(score - lse) of ``same_dtype``'s scores and log-sum-exp, with their rounding."""
+    with torch.no_grad():
+        return _weights(_Call(q, k, k, sink, score, mask, _scale(q, scale)), _rounded_weights)
+
+
 # ---- the two formulas, on some heads of one batch entry
+
+
+def _exact_weights(call: _Call, b: int, h: Tensor) -> Weights:
+    scores = _scores(call, b, h, _visible(call, b, h))
+    lse = _definition(call, b, h).lse[..., None]
+    return Weights(scores, torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)))
+
+
+def _rounded_weights(call: _Call, b: int, h: Tensor) -> Weights:
+    scores, lse = _rounded_scores(call, b, h, _visible(call, b, h)), _by_hand(call, b, h).lse[..., None]
+    return Weights(scores, torch.exp(scores.to(lse.dtype) - torch.where(lse == -math.inf, 0.0, lse)))
 
 
 def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
     """The definition, unaffected by the values at masked positions."""
-    q, k, v = call.q[b, h], *(t[b, h // (call.q.shape[1] // max(1, t.shape[1]))] for t in (call.k, call.v))
+    v = _of_heads(call, call.v, b, h)
     visible = _visible(call, b, h)  # (heads, Sq, Sk)
-    scores = _modified(call, _masked_product(q, k.transpose(-1, -2), visible, contract="d") * call.scale, visible, b, h)
+    scores = _scores(call, b, h, visible)
     row_max = _row_max(scores)
     sink = None if call.sink is None else call.sink[h][:, None]  # (heads, 1)
     top = row_max if sink is None else torch.maximum(row_max, sink.detach())
@@ -177,19 +227,32 @@ def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
 
 def _by_hand(call: _Call, b: int, h: Tensor) -> Oracle:
     """The same formula in a few torch calls, as a user would write it, with their rounding."""
-    dtype = call.q.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = call.q[b, h], *(t[b, h // (call.q.shape[1] // max(1, t.shape[1]))] for t in (call.k, call.v))
+    wide = torch.promote_types(call.q.dtype, torch.float32)
     visible = _visible(call, b, h)
-    scores = _modified(call, (torch.matmul(q, k.transpose(-1, -2)) * call.scale).to(wide), visible, b, h).to(dtype)
+    scores = _rounded_scores(call, b, h, visible)
     logits = scores
     if call.sink is not None:
-        logits = torch.cat([scores, call.sink[h].to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+        logits = torch.cat([scores, call.sink[h].to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
     empty = _row_max(logits) == -math.inf
     weights = torch.softmax(torch.where(empty[..., None], 0.0, logits), dim=-1)[..., : scores.shape[-1]]
-    out = torch.matmul(_dropped(call, torch.where(visible & ~empty[..., None], weights, 0.0), b, h), v)
+    out = torch.matmul(_dropped(call, torch.where(visible & ~empty[..., None], weights, 0.0), b, h), _of_heads(call, call.v, b, h))
     lse = torch.logsumexp(torch.where(empty[..., None], 0.0, logits).to(wide), dim=-1)
     return Oracle(out, torch.where(empty, -math.inf, lse), _row_max(scores).to(wide))
+
+
+def _of_heads(call: _Call, x: Tensor, b: int, h: Tensor) -> Tensor:
+    """The keys or values of query heads ``h``."""
+    return x[b, h // (call.q.shape[1] // max(1, x.shape[1]))]
+
+
+def _scores(call: _Call, b: int, h: Tensor, visible: Tensor) -> Tensor:
+    product = _masked_product(call.q[b, h], _of_heads(call, call.k, b, h).transpose(-1, -2), visible, contract="d")
+    return _modified(call, product * call.scale, visible, b, h)
+
+
+def _rounded_scores(call: _Call, b: int, h: Tensor, visible: Tensor) -> Tensor:
+    product = torch.matmul(call.q[b, h], _of_heads(call, call.k, b, h).transpose(-1, -2)) * call.scale
+    return _modified(call, product.to(torch.promote_types(call.q.dtype, torch.float32)), visible, b, h).to(call.q.dtype)
 
 
 def _dropped(call: _Call, weights: Tensor, b: int, h: Tensor) -> Tensor:
@@ -261,6 +324,15 @@ def _chunks(call: _Call) -> Iterator[tuple[int, Tensor]]:
     for b in range(call.q.shape[0]):
         for start in range(0, heads, group):
             yield b, torch.arange(start, min(heads, start + group), device=call.q.device)
+
+
+def _weights(call: _Call, formula: Callable[[_Call, int, Tensor], Weights]) -> Weights:
+    shape = (*call.q.shape[:3], call.k.shape[2])
+    result = Weights(*(call.q.new_zeros(shape, dtype=torch.promote_types(call.q.dtype, torch.float32)) for _ in Weights._fields))
+    for b, h in _chunks(call):
+        for whole, part in zip(result, formula(call, b, h), strict=True):
+            whole[b, h] = part.to(whole.dtype)
+    return result
 
 
 def _run(call: _Call, formula: Callable[[_Call, int, Tensor], Oracle]) -> Oracle:

@@ -42,6 +42,17 @@ class Repeater:
         ``problem.kv_grad_dtype``, which may differ from call to call. dout has any strides. lse is None if the plan did not need it."""
         raise NotImplementedError
 
+    def key_sums(self, problem: Any, lse: Tensor, first: int) -> Tensor:
+        """(B, Hq, Sk) in ``stat_dtype``: the sums of the probabilities over the queries from ``first`` on, from a call's log-sum-exp."""
+        raise NotImplementedError
+
+    def block_reductions(
+        self, problem: Any, lse: Tensor, block: tuple[int, int], wants_sums: bool, wants_max: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(B, Hq, M, N) in ``stat_dtype``, None if not wanted: the sums of the probabilities, and the greatest scores (-inf where nothing
+        is visible), of each block of (queries, keys)."""
+        raise NotImplementedError
+
     def reads_lists(self, problem: Any) -> bool:
         """Whether ``forward`` reads the problem's block lists; the same for all calls of the plan."""
         raise NotImplementedError
@@ -64,7 +75,7 @@ class Plan:
     is_tuned: kernel_options ask for measured tiles (Triton).
 
     repeater: of the calls that share this plan, once there is one (``backends.repeater_of``). backward_plan: the plan of their backward
-    pass where another backend computes it, once there is one.
+    pass where another backend computes it, once there is one. reduction_plan: the same for reductions of the probabilities.
     """
 
     backend: str
@@ -79,6 +90,7 @@ class Plan:
     is_tuned: bool = False
     repeater: Repeater | None = field(default=None, init=False, compare=False, repr=False)
     backward_plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
+    reduction_plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -93,6 +105,6 @@ class Plan:
         return f"{self.tile_m} query rows x {self.tile_n} keys to a tile"
 
     def keep(self, **parts: Any) -> None:
-        """Sets ``repeater`` or ``backward_plan``, which the calls of a plan share and its value does not have."""
-        assert parts.keys() <= {"repeater", "backward_plan"}
+        """Sets ``repeater``, ``backward_plan`` or ``reduction_plan``, which the calls of a plan share and its value does not have."""
+        assert parts.keys() <= {"repeater", "backward_plan", "reduction_plan"}
         vars(self).update(parts)

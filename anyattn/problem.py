@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from anyattn.sequences.batch import Sequences
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "Skip"]
 
 _MOST_BYTES = 2**16  # of the tables of a mask whose row ranges are kept
+
+
+class Skip(NamedTuple):
+    """Tiles to leave out of a forward pass: those in which no row has a probability of at least ``below`` times that of its greatest score
+    so far. below: float32 (Hq,), contiguous. counts: int32 (B, Hq, 2), to which the numbers of skipped and of visited tiles are added."""
+
+    below: Tensor
+    counts: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +52,7 @@ class Problem(OfFields):
     dropout: after the softmax each weight is 0 or multiplied by ``dropout.scale``; the log-sum-exp is the same with and without.
     wide_kv_grads: the gradients of k and v are returned in ``stat_dtype``, not rounded to theirs, for a sum with others'. No entry point
     sets it.
+    skip: None if every visible tile is computed. There are no gradients then.
     kv_scales: factors of 8-bit keys and values; None if there are none, or all are 1.
     """
 
@@ -65,6 +74,7 @@ class Problem(OfFields):
     dropout: Dropout | None = None
     wide_kv_grads: bool = False
     kv_scales: KVScales | None = None
+    skip: Skip | None = None
 
     @property
     def batch(self) -> int:

@@ -21,7 +21,7 @@ from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
-from anyattn.problem import Problem
+from anyattn.problem import Problem, Skip
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
 from anyattn.sparsity.read_lists import read_lists
 from anyattn.tensors import kinds
@@ -51,13 +51,14 @@ class FlexCall(NamedTuple):
     deterministic: Any
     dropout: Seeded | None = None
     listed: TracedMod | None = None  # the mask of a block mask that is passed as lists only
+    skip: Skip | None = None
 
 
 _FLEX = fields(
     FlexCall, query=Kind.OPERANDS.format(x="query, key, value"), key=Kind.ELSEWHERE, value=Kind.ELSEWHERE, score_mod=Kind.SCORE_MOD,
     block_mask=Kind.BLOCK_MASK, mask_mod=Kind.MASK_MOD, aux_tensors=Kind.TENSORS, scale=Kind.SCALE, enable_gqa=Kind.FLAG,
     sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.FLAG, dropout=Kind.DROPOUT,
-    listed=Kind.ELSEWHERE,
+    listed=Kind.ELSEWHERE, skip=Kind.SKIP,
 )  # fmt: skip
 _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE, kernel_options=Kind.NAMED_VALUES)
 _signature_of_flash = signature(
@@ -90,7 +91,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
             score, shares_keys = None if call.score_mod is None else problem.score, call.key.shape[0] != call.query.shape[0]
             remember(signature, recompute, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
         return problem, plan
-    return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, signature, call.block_mask)
+    return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, signature, call.block_mask, call.skip)
 
 
 def flex_again(
@@ -102,6 +103,7 @@ def flex_again(
     scale: float,
     signature: Signature,
     block_mask: Any,
+    skip: Skip | None = None,
 ) -> tuple[Problem, Plan]:
     """The problem and the plan of a warm ``flex_attention`` call."""
     if warm.shares_keys:
@@ -109,6 +111,8 @@ def flex_again(
     filled = warm.filled(query, key, value, sink, scale, signature)
     if warm.has_lists:
         filled["blocks"] = read_lists(block_mask) if signature.blocks is None else signature.blocks
+    if skip is not None:
+        filled["skip"] = skip
     return Problem.of_fields(filled), warm.plan
 
 

@@ -199,5 +199,5 @@ def _without_tensors(problem: Problem) -> dict[str, Any]:
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
         "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
         "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow, "packs": problem.packs, "dropout": None,
-        "wide_kv_grads": problem.wide_kv_grads, "kv_scales": None,
+        "wide_kv_grads": problem.wide_kv_grads, "kv_scales": None, "skip": None,
     }  # fmt: skip

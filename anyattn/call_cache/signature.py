@@ -112,6 +112,7 @@ class Kind:
     MASK_MOD = "(None if {x} is None else _mod({x}, True, signature))"
     BLOCK_MASK = "(None if {x} is None else _block_mask({x}, listed, signature))"  # listed: another argument, see ``FlexCall``
     DROPOUT = "(None if {x} is None else _dropout({x}, signature))"
+    SKIP = "(None if {x} is None else {x}.counts is not None)"  # ``problem.Skip``, whose tensors are of one kind
     ABSENT = "(None if {x} is None else _refuse())"
     ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 

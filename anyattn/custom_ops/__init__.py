@@ -27,6 +27,7 @@ _HOMES = {
     "flash": "anyattn.custom_ops.flash",
     "decode": "anyattn.custom_ops.flash",
     "document": "anyattn.custom_ops.document_ids",
+    "reductions": "anyattn.custom_ops.reductions",
 }
 _Function = TypeVar("_Function", bound=Callable)
 

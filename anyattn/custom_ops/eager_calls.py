@@ -13,6 +13,7 @@ from torch import Tensor
 from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import entry_points
 from anyattn.kvcache.scales import EIGHT_BITS
+from anyattn.reductions.request import Reductions
 from anyattn.tensors import kinds
 from anyattn.tensors.dynamo import opaque
 from anyattn.validate import block_sparse, kvcache, scales, sequences
@@ -21,7 +22,7 @@ from anyattn.validate import flex as check
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments
 
-__all__ = ["decode", "flash", "flex"]
+__all__ = ["decode", "flash", "flex", "reductions"]
 
 
 @opaque
@@ -31,6 +32,13 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
     check.aux_list(call.aux_tensors, call.query.device)
     with _among((call.query, call.key, call.value)):
         return entry_points.flex(call, backend, options)
+
+
+@opaque
+def reductions(call: FlexCall, backend: str | None, options: Any, lse: Tensor, wanted: Reductions) -> list[Tensor]:
+    """The reductions of a call of ``flex``. lse: its result."""
+    with _among((call.query, call.key, call.value)):
+        return entry_points.reductions(call._replace(dropout=None), backend, options, lse, wanted)
 
 
 @opaque

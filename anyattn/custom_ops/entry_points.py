@@ -29,7 +29,7 @@ except (ImportError, AttributeError) as _error:  # private names of Dynamo, whic
     run_uncompiled()
     warnings.warn(f"torch.compile of torch {torch.__version__} cannot capture attention, which runs uncompiled: {_error}", stacklevel=2)
 
-__all__ = ["block_lists", "decode", "flash", "flex", "tile_lists", "topk_lists", "varlen_tile_lists"]
+__all__ = ["block_lists", "decode", "flash", "flex", "reductions", "tile_lists", "topk_lists", "varlen_tile_lists"]
 
 
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,6 +39,19 @@ def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None
         operands: tuple = ((query, key, value, None, None, None, None, *others), block_mask.handle, backend, kernel_options)
         both = (bound(score_mod, "score", aux_tensors), bound(mask_mod, "mask", aux_tensors))
         return call_with_mods("sharded", query, operands, (("score", "score_mod"), ("mask", "mask_mod")), both)
+    operands, kinds, mods = _parts_of_flex(call, backend, kernel_options)
+    return call_with_mods("flex", query, operands, kinds, mods)
+
+
+def reductions(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None, lse: Tensor, wanted: tuple) -> list[Tensor]:
+    """The reductions of a ``flex`` call without dropout. lse: its result. wanted: ``reductions.request.Reductions``."""
+    operands, kinds, mods = _parts_of_flex(call, backend, kernel_options)
+    return call_with_mods("reductions", call[0], (*operands, lse, (*wanted,)), kinds, mods)
+
+
+def _parts_of_flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[tuple, tuple, tuple]:
+    """The last three arguments of ``call_with_mods`` for a ``FlexCall`` without a plan."""
+    query, key, value, score_mod, block_mask, mask_mod, aux_tensors, *others = call
     lists: tuple = ()
     listing, listed = None, None
     if block_mask is not None:
@@ -49,7 +62,7 @@ def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None
     operands = ((query, key, value, None, None, None, None, *others), lists, listing, backend, kernel_options)
     mods = (bound(score_mod, "score", aux_tensors), bound(listed, "mask", aux_tensors), bound(mask_mod, "mask", aux_tensors))
     kinds = (("score", "score_mod"), ("mask", "block_mask.mask_mod"), ("mask", "mask_mod"))
-    return call_with_mods("flex", query, operands, kinds, mods)
+    return operands, kinds, mods
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backend: str | None) -> tuple[Tensor, Tensor]:

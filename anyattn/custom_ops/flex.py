@@ -42,7 +42,9 @@ from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
 __all__ = [
+    "Attend",
     "attend",
+    "call_of",
     "fake_gradients",
     "fake_results",
     "flex_with_mods",
@@ -50,6 +52,7 @@ __all__ = [
     "mods_of_operands",
     "never_empty",
     "operands_of",
+    "operands_of_call",
     "options_of",
     "options_text",
     "requiring",
@@ -177,7 +180,7 @@ class Attend(NamedTuple):
     backend: str
 
 
-def _call(operands: Attend) -> tuple[Problem, Plan]:
+def call_of(operands: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = operands
     has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
@@ -219,7 +222,7 @@ def fake_results(operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 def attend(operands: Attend) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
     tensor_kinds.refuse_forward_mode()
-    problem, chosen = _call(operands)
+    problem, chosen = call_of(operands)
     result = autograd.forward(problem, chosen)
     return result.out, result.lse, result.max_scores if operands.wants_max else result.lse.new_empty(0)
 
@@ -250,7 +253,7 @@ def fake_gradients(operands: Any, results: Results) -> list[Tensor]:
 def attend_backward(operands: Attend, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False."""
     wants = results.wants
-    problem, chosen = _call(requiring(operands, wants))
+    problem, chosen = call_of(requiring(operands, wants))
     grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # for the placeholders in empty lists
     return returned(grads, wants, sources_of(operands), operands.q)
@@ -270,8 +273,22 @@ def flex_with_mods(
     listed: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator call with traced mods. call: a ``FlexCall`` without them. listing: a block mask's lengths, block
-    size, and whether it is exact; None for lists that the graph computes itself.
+    """``flex_attention`` as one operator call with traced mods; arguments as ``operands_of_call``."""
+    return called(attend, operands_of_call(call, lists, listing, backend, options, score, listed, mask))  # type: ignore[no-any-return]
+
+
+def operands_of_call(
+    call: tuple,
+    lists: tuple[Tensor | None, ...],
+    listing: tuple | None,
+    backend: str | None,
+    options: dict[str, Any] | None,
+    score: TracedMod | None,
+    listed: TracedMod | None,
+    mask: TracedMod | None,
+) -> Attend:
+    """The operator's arguments for a ``flex_attention`` call with traced mods. call: a ``FlexCall`` without them. listing: a block mask's
+    lengths, block size, and whether it is exact; None for lists that the graph computes itself.
 
     Raises as the eager call for wrong shapes, dtypes and devices; contents of tensors are checked when the operator runs.
     """
@@ -293,12 +310,11 @@ def flex_with_mods(
         flex.check_heads_of_lists(listed, counts, query.shape[1], lists[3] is not None or is_exact is not False)
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
-    operands = Attend(
+    return Attend(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=flex_call.dropout)),
         never_empty(block_lists, nothing), block_size, exactness, flex.scale_of("scale", flex_call.scale, query.shape[3], query.dtype),
         flex_call.wants_max, bool(flex_call.deterministic), options_text(options), backend or "",
     )  # fmt: skip
-    return called(attend, operands)  # type: ignore[no-any-return]
 
 
 def _exactness(is_exact: bool | None, counts: Any, listed: TracedMod) -> int:

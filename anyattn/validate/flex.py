@@ -19,7 +19,7 @@ from anyattn.mods.float32_scores import check_held
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
-from anyattn.problem import Problem
+from anyattn.problem import Problem, Skip
 from anyattn.sparsity.read_lists import lists_of
 from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
 
@@ -117,6 +117,7 @@ def flex_problem(
     deterministic: bool,
     dropout: Seeded | None = None,
     listed: TracedMod | None = None,
+    skip: Skip | None = None,
     reads_captured: bool = True,
 ) -> Problem:
     """The problem of a ``flex_attention`` call; raises before any work is done.
@@ -167,6 +168,7 @@ def flex_problem(
         num_splits=_splits_of(query, key),
         blocks_follow=follows,
         dropout=dropout_of(dropout),
+        skip=skip,
     )
 
 

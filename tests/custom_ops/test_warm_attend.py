@@ -84,8 +84,8 @@ def test_a_call_that_comes_again_is_not_decoded(name: str, monkeypatch: pytest.M
     for _ in range(3):
         check(operands(made(), **CALLS[name]))
     decoded: list[Any] = []
-    original = flex._call
-    monkeypatch.setattr(flex, "_call", lambda given: (decoded.append(given), original(given))[1])
+    original = flex.call_of
+    monkeypatch.setattr(flex, "call_of", lambda given: (decoded.append(given), original(given))[1])
     x = made()
     args = operands(x, **CALLS[name])
     found = attend.direct(*args)
@@ -255,7 +255,7 @@ def test_many_lengths_in_turn_stay_warm(monkeypatch: pytest.MonkeyPatch) -> None
     calls = [operands((torch.randn(1, H, n, 8), *made()[1:])) for n in range(3, 43)]
     for args in calls * 2:
         attend.direct(*args)
-    monkeypatch.setattr(flex, "_call", None)
+    monkeypatch.setattr(flex, "call_of", None)
     for args in calls:
         attend.direct(*args)
 

@@ -16,6 +16,8 @@ from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points import test_8_bit_caches as eight_bits
 from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
+from tests.entry_points import test_reductions as reductions
+from tests.entry_points import test_skipping as skipping
 from tests.support import cases, flash_reference
 from tests.support import sequences as seq
 from tests.support.chosen_blocks import choice, mask_of, table_of
@@ -323,6 +325,12 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "lists_of_kv_heads": lists_of_kv_heads,
     "beside_lists": beside_lists,
     "dropout": lambda: dropout.test_flex_against_the_oracle("pairs", torch.float32),
+    "reductions": lambda: reductions.test_reductions_equal_the_oracles("causal"),
+    "skipping": lambda: (
+        skipping.test_a_tile_is_skipped_only_if_all_of_its_rows_skip_it(),
+        skipping.test_what_is_skipped_and_the_bound_of_its_error(None, torch.float32),
+    ),
+    "last_queries": lambda: reductions.test_last_queries("causal", 7),
     "packed": packed(),
     "documents": documents,
     "ragged_lists": ragged_lists,

@@ -39,6 +39,7 @@ _QUANTISE = "backends.triton.kernels.quantise"
 _KEY_TILES = "backends.triton.kernels.key_tiles"
 _BACKWARD = "backends.triton.kernels.backward"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
+_REDUCTIONS = "backends.triton.kernels.reductions"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
 _ITERATOR = "backends.triton.kernels.tile_iterator"
 _ADDRESSING = "backends.triton.kernels.addressing"
@@ -57,6 +58,18 @@ _PRIVATIZED_SUM = "tensors.privatized_sum"
 _DEVICE_MATH = "triton_tools.device_math"
 
 MUTANTS = by_name(
+    # reductions of the probabilities and scores
+    Mutant("scores_of_hidden_keys", f"{_REDUCTIONS}:_visit_keys", "tl.where(seen, s, float('-inf'))", "s", "reductions"),
+    Mutant("maxima_in_base_2", f"{_REDUCTIONS}:_visit_keys", "highest * _LN2", "highest * 1.0", "reductions"),
+    Mutant("blocks_of_the_first_rows", f"{_REDUCTIONS}:_visit_keys", "first_row // c.BLOCK_ROWS", "first_row * 0", "reductions"),
+    Mutant("hidden_probability_in_key_sums", f"{_REDUCTIONS}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "reductions"),
+    Mutant("key_sums_without_full_tiles", f"{_REDUCTIONS}:key_sums_tile", "range(skipped, fulls)", "range(skipped, skipped)", "reductions"),
+    Mutant("sums_over_all_queries", f"{_REDUCTIONS}:_visit_rows", "first + m_lane >= first_query", "first + m_lane >= 0", "last_queries"),
+    # skipped tiles
+    Mutant(
+        "skipped_if_a_row_skips", f"{_FORWARD}:visit_or_skip", "__ > 0", "tl.min((distance < below).to(tl.int32) ^ 1, 0) > 0", "skipping"
+    ),
+    Mutant("nothing_skipped", f"{_FORWARD}:visit_or_skip", "__ > 0", "row_max.shape[0] > 0", "skipping"),
     # what a row sees
     Mutant("unmasked_tail", f"{_ITERATOR}:inside_of", "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], limits[1])", "full"),
     Mutant(
@@ -169,7 +182,7 @@ MUTANTS = by_name(
         "b.to(tl.int64) * spans.v_factors.rows", "b.to(tl.int64) * 0", "factors_of_heads",
     ),
     Mutant(
-        "odd_columns_before_even_ones", f"{_FORWARD}:whole_output",
+        "odd_columns_before_even_ones", f"{_RESULTS}:whole_output",
         "tl.join(acc[0], acc[1])", "tl.join(acc[1], acc[0])", "factors_of_keys",
     ),
     # appending to 8 bits
@@ -212,14 +225,16 @@ MUTANTS = by_name(
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if c.HAS_DLSE: ...", "if False: ...", "full"),
     Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
-    Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:_slot", "__ + b", "__", "packed"),
+    Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:slot_of", "__ + b", "__", "packed"),
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
     Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
-    Mutant("heads_in_turn_lost", f"{_BACKWARD}:_place", "at % width", "at % width // 2 * 2", "causal"),
+    Mutant("heads_in_turn_lost", f"{_BACKWARD}:place_of_program", "at % width", "at % width // 2 * 2", "causal"),
     Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
     Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
     Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "causal"),
-    Mutant("last_row_tile_lost", f"{_BACKWARD}:_visitors", "(sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls", "fulls * 0", "full"),
+    Mutant(
+        "last_row_tile_lost", f"{_BACKWARD}:rows_that_see", "(sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls", "fulls * 0", "full"
+    ),
     Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
     Mutant(
         "dv_overwritten", f"{_BACKWARD}:_visit_either",

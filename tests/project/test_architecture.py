@@ -61,7 +61,7 @@ def test_names_with_dots_that_the_page_quotes_are_there() -> None:
 
 def test_backends_offer_what_the_recipe_says() -> None:
     table = dict(re.findall(r"^\| `(\w+)\(([\w, ]+)\)`", PAGE, flags=re.M))
-    assert list(table) == ["forward", "backward", "reads_lists", "again"]
+    assert list(table) == ["forward", "backward", "key_sums", "block_reductions", "reads_lists", "again"]
     for backend in BACKENDS:
         repeater = backend_module(backend).Repeater
         for name, parameters in table.items():

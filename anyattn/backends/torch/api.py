@@ -10,7 +10,7 @@ from torch import Tensor
 from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
-from anyattn.backends.torch import decode, unstreamed
+from anyattn.backends.torch import decode, reductions, unstreamed
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.compiled import forward as compiled
@@ -45,14 +45,14 @@ class Repeater(plan.Repeater):
         if not plan.is_reusable and plan.has_loops:
             self.coverage = _cover(problem, plan)
             self._work = work_of(problem, self.coverage)
-        if plan.has_loops:
+        if plan.has_loops and problem.skip is None:
             result = _results(problem)
             if compiled.forward(problem, self._work or work_of(problem, _cover(problem, plan)), result):
                 return result
-        if (decoded := decode.forward(problem, plan)) is not None:
+        if problem.skip is None and (decoded := decode.forward(problem, plan)) is not None:
             return decoded
         call = _call(problem, plan, self.coverage)
-        by_spans = not (plan.needs_lse or problem.wants_lse or problem.wants_max)
+        by_spans = problem.skip is None and not (plan.needs_lse or problem.wants_lse or problem.wants_max)
         return Result(unstreamed.forward(call), None, None) if by_spans else forward_pass.forward(call)
 
     def backward(self, problem: Problem, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -61,6 +61,24 @@ class Repeater(plan.Repeater):
             return *unstreamed.backward(call, dout), None
         work = (self._work or work_of(problem, call.coverage)) if self.plan.has_loops else None
         return backward_pass.backward(call, out, lse, dout, dlse, work)
+
+    def key_sums(self, problem: Problem, lse: Tensor, first: int) -> Tensor:
+        return reductions.key_sums(*self._exact(problem, lse), first)
+
+    def block_reductions(
+        self, problem: Problem, lse: Tensor, block: tuple[int, int], wants_sums: bool, wants_max: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return reductions.block_reductions(*self._exact(problem, lse), block, wants_sums, wants_max)
+
+    def _exact(self, problem: Problem, lse: Tensor) -> tuple[Call, Tensor]:
+        """A call whose products are not rounded to 16 bits, and its log-sum-exp: that of rounded scores would leave the rounding of each
+        row's greatest score in its probabilities."""
+        exact = replace(self.plan, product_dtype=problem.stat_dtype)
+        if problem.q.element_size() == 2:
+            found = forward_pass.forward(_call(problem.like(wants_lse=True, wants_max=False), exact, self.coverage)).lse
+            assert found is not None
+            lse = found
+        return _call(problem, exact, self.coverage), lse
 
 
 def _cover(problem: Problem, plan: TorchPlan) -> Coverage:

@@ -108,7 +108,7 @@ def blocks(call: Call, group: Group, bias: Bound | None = None) -> Iterator[RowB
 def _is_served(call: Call, bias: Bound | None) -> bool:
     problem = call.problem
     same_width = problem.q.shape[3] == problem.v.shape[3]
-    plain = (problem.score is None or bias is not None) and not problem.wants_max and problem.dropout is None
+    plain = (problem.score is None or bias is not None) and not problem.wants_max and problem.dropout is None and problem.skip is None
     exact = call.dtype == problem.q.dtype and call.dtype in (torch.float32, torch.float64)
     has_kernels = problem.q.device.type == "cpu" and all(hasattr(torch.ops.aten, n) for n in (_FORWARD, _BACKWARD))
     return plain and exact and same_width and has_kernels

@@ -22,7 +22,7 @@ from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind, stage_of
 from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, row_heads, rows_of_queries, statistic_of_queries, store
 from anyattn.mods.analysis.additive_bias import additive_bias
-from anyattn.problem import Problem
+from anyattn.problem import Problem, Skip
 
 __all__ = ["Scores", "forward", "sink_logits"]
 
@@ -115,7 +115,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
     out = rows_of_queries(problem, problem.v.shape[3], out_dtype or problem.q.dtype)
     lse = statistic_of_queries(problem) if problem.wants_lse else None
     highest = statistic_of_queries(problem) if problem.wants_max else None
-    scores, decoder = Scores(call), Decoder.of(problem, call.plan)
+    scores, decoder, skips = Scores(call), Decoder.of(problem, call.plan) if problem.skip is None else None, Skips.of(problem)
     for group in call.coverage.groups:
         if decoder is not None and decoder.serves(group):
             decoder.attend_group(group, out, lse)
@@ -123,7 +123,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
         heads = Heads(call, group)
         keys, values = heads.keys(problem.k, "k"), heads.keys(problem.v, "v")
         for row_tile, start in _with_starts(call, group, heads, keys, values, scores.in_memory):
-            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start)
+            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start, skips)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             if scores.shift is not None:
                 row_max += scores.shift_of(tile, row_max)
@@ -156,11 +156,13 @@ def _with_starts(
 
 
 def _stream(
-    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: KeyRows, values: KeyRows, start: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: KeyRows, values: KeyRows, start: tuple[Tensor, Tensor] | None,
+    skips: Skips | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile.
 
-    start: the normalised output and the base-2 log-sum-exp over keys that are not in the tile's segments.
+    start: the normalised output and the base-2 log-sum-exp over keys that are not in the tile's segments. A tile is skipped where all of
+    its query heads skip it, and hidden from the others of them.
     """
     stat = call.problem.stat_dtype
     lowest = torch.finfo(call.dtype).min / 2  # not -inf: -inf - (-inf) would be NaN
@@ -176,6 +178,8 @@ def _stream(
         tile = heads.tile(row_tile, chunk)
         s = scores.of(q, keys.run(chunk.lo, chunk.hi), tile, chunk)
         highest = s.amax(-1, keepdim=True)
+        if skips is not None and skips.hide(s, highest, row_max, tile):
+            continue
         new_max = highest.clamp_min_(lowest) if row_max is None else torch.maximum(row_max, highest)
         p = _exp2(s.sub_(new_max), heads.group.is_small)
         part_sum = p.sum(-1, keepdim=True, dtype=stat)
@@ -193,6 +197,35 @@ def _stream(
         acc = torch.zeros((*shape[:2], values.shape[-1]), dtype=stat, device=q.device)
         return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
     return acc, row_max.to(stat), row_sum
+
+
+class Skips:
+    """The tiles, one of each query head, that a call leaves out. below: base-2 logarithms of ``Skip.below``."""
+
+    def __init__(self, skip: Skip):
+        self.below, self.counts = skip.below.log2(), skip.counts
+
+    @staticmethod
+    def of(problem: Problem) -> Skips | None:
+        return None if problem.skip is None else Skips(problem.skip)
+
+    def hide(self, scores: Tensor, highest: Tensor, row_max: Tensor | None, tile: Tile) -> bool:
+        """Whether all heads of a tile of scores skip it; else sets the scores and ``highest`` (rows' maxima) of those that do to -inf."""
+        batch, heads, rows, _ = tile.shape
+        is_skipped = torch.zeros((batch, heads), dtype=torch.bool, device=scores.device)
+        if row_max is not None:
+            distance = (highest - row_max).view(batch, heads, rows)
+            is_skipped = (distance < self.below[tile.h_lo : tile.h_hi, None].to(distance.dtype)).all(-1)
+        if self.counts is not None:
+            counts = self.counts[tile.b_lo : tile.b_hi, tile.h_lo : tile.h_hi]
+            counts[..., 0] += is_skipped
+            counts[..., 1] += 1
+        if bool(is_skipped.all()):
+            return True
+        if bool(is_skipped.any()):
+            for x in (scores, highest):
+                row_heads(x, tile).masked_fill_(is_skipped[..., None, None], -math.inf)
+        return False
 
 
 def _exp2(x: Tensor, is_small: bool) -> Tensor:

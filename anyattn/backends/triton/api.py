@@ -121,6 +121,8 @@ def _with(plan: TritonPlan, tiles: Tiles) -> TritonPlan:
 def _tuned(problem: Problem, plan: TritonPlan, call_program: CallProgram) -> TritonPlan:
     """The plan with the fastest measured tiles."""
     plan = replace(plan, is_tuned=False)
+    if problem.skip is not None:  # trials count nothing
+        problem = problem.like(skip=problem.skip._replace(counts=None))
     question = autotune.forward_question(problem, call_program.program, plan.heads_per_tile, plan.num_splits)
 
     def measure(tiles: Tiles) -> float:
@@ -177,9 +179,15 @@ def _launch(form_plan: FormPlan, target: _Target) -> None:
     factors = problem.kv_scales or (None, None)
     tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), tables.entries, tables.order, tables.pages, *cache_tables,
-        tables.guard, *factors, *target.shared,
+        tables.guard, *factors, *target.shared, *(problem.skip or (None, None)),
     )  # fmt: skip
-    key = (*launch_key(problem, tables, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
+    key = (
+        *launch_key(problem, tables, target.out),
+        target.lse is None,
+        target.highest is None,
+        is_raw := _is_raw(problem),
+        _skips(problem),
+    )
     if problem.k.dtype is not problem.q.dtype:
         key += (
             problem.k.dtype,
@@ -260,8 +268,9 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
-        "IS_LATE": pipeline.is_late and tables.pages is None,
-        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0,
+        "HAS_SKIP": problem.skip is not None, "COUNTS_SKIPS": _skips(problem) is True,
+        "IS_LATE": pipeline.is_late and tables.pages is None and problem.skip is None,
+        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and problem.skip is None,
         "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
         "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip
@@ -295,6 +304,11 @@ def _is_raw(problem: Problem) -> bool:
     if scales is not None and scales.v is not None and scales.v.ndim == 3 and problem.q.dtype is torch.float16:
         return False  # ``forward.scaled_weights_of``
     return problem.score is not None or is_ordinary_scale(problem.scale)
+
+
+def _skips(problem: Problem) -> bool | None:
+    """Whether skipped tiles are counted; None if none are skipped."""
+    return None if problem.skip is None else problem.skip.counts is not None
 
 
 def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:

@@ -56,7 +56,7 @@ from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["Passes", "backward", "over_pages", "passes_of"]
+__all__ = ["Passes", "backward", "log_sums_by_tiles", "over_pages", "passes_of", "slots_per_head"]
 
 _REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
@@ -254,26 +254,32 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
     return tiles
 
 
-def _row_statistics(form: Form, passes: Passes, results: _Results, delta: Tensor | None) -> _RowStatistics:
-    """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits."""
+def log_sums_by_tiles(problem: Problem, passes: Passes, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse and spans of ``prepare_tile`` from a contiguous log-sum-exp (B, Hq, Sq) alone, by the row tiles of ``passes.tiles["dkdv"]``."""
+    statistics = _row_statistics(Form(problem), passes, _Results(problem.q, lse, problem.q, None), None, has_delta=False)
+    return statistics.lse, statistics.spans
+
+
+def _row_statistics(form: Form, passes: Passes, results: _Results, delta: Tensor | None, has_delta: bool = True) -> _RowStatistics:
+    """Launches ``prepare_tile``; its results are stored by the row tiles that the dk and dv kernel visits. has_delta: see there."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     launches, tile_m, count = passes.launches["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
-    slots_per_head, device = _slots_per_head(problem, tile_m), out.device
-    slots = problem.heads_q * slots_per_head
+    of_head, device = slots_per_head(problem, tile_m), out.device
+    slots = problem.heads_q * of_head
     # one more tile: a row tile that begins inside a slot, because of the lists' tiles, is read past the slot's end
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     tables = tables_of(problem, None, tile_m, form.documents)
     tensors = (out, dout, lse, dlse, of_lse, spans, tables.entries, tables.order, guard, of_delta, delta)  # ``PrepareTensors``
     key = (*launch_key(problem, tables, out, dout), None if dlse is None else dlse.stride(), delta is None, guard is None, tile_m)
-    launch_cached(launches, key, problem, tensors, _NO_LISTS, _prepare_spec, (form, tables, tensors, slots_per_head, tile_m))
+    launch_cached(launches, key, problem, tensors, _NO_LISTS, _prepare_spec, (form, tables, tensors, of_head, tile_m, has_delta))
     return _RowStatistics(of_lse, of_delta, spans, tile_m)
 
 
 _NO_LISTS = Lists(None, None, None, None)
 
 
-def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...], slots_per_head: int, tile_m: int) -> LaunchSpec:
+def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...], of_head: int, tile_m: int, has_delta: bool) -> LaunchSpec:
     named = PrepareTensors(*tensors)
     problem, (out, dout, dlse) = form.problem, (named.out, named.dout, named.dlse)
     assert out is not None and dout is not None
@@ -287,9 +293,9 @@ def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...]
         "RANGES": 0 if call_program.program.sees_all else count, "TILE_M": tile_m,
         "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
-        "HAS_SINK": named.natural_delta is not None,
+        "HAS_SINK": named.natural_delta is not None, "HAS_DELTA": has_delta,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, *tables.strides, *sizes_of(problem, tables), slots_per_head, 1)
+    numbers = (*strides, *of_dlse, *tables.strides, *sizes_of(problem, tables), of_head, 1)
     grid = grid_of(tables.row_tiles, problem.heads_q, programs_along_batch(problem, tables))
     options = {**constants, "num_warps": 4, "num_stages": 1}
     return LaunchSpec(_PREPARE, call_program, program, captured, aligned, grid, numbers, options)
@@ -305,8 +311,8 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
     return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
 
 
-def _slots_per_head(problem: Problem, tile_m: int) -> int:
-    """The number of slots for row tiles of one head; see ``kernels.backward._slot``."""
+def slots_per_head(problem: Problem, tile_m: int) -> int:
+    """The number of slots for row tiles of one head; see ``kernels.backward.slot_of``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
@@ -361,6 +367,6 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     options = constants | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = grid_of(tables.row_tiles, heads, programs_along_batch(problem, tables))
-    sizes = (*sizes_of(problem, tables), _slots_per_head(problem, slot_m), _together(problem, program, by_key))
+    sizes = (*sizes_of(problem, tables), slots_per_head(problem, slot_m), _together(problem, program, by_key))
     numbers = (*strides, *tables.strides, *sizes)
     return LaunchSpec(_DKDV if by_key else _DQ, call_program, program, captured, aligned, grid, numbers, options)

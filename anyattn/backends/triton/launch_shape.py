@@ -206,7 +206,7 @@ def _shares_lists(problem: Problem) -> bool:
 
 def _wants_shares(problem: Problem, hardware: Hardware) -> bool:
     """Whether programs should take even shares of the call's key tiles."""
-    if problem.wants_max or not has_few_rows(problem, hardware.capability):
+    if problem.wants_max or problem.skip is not None or not has_few_rows(problem, hardware.capability):
         return False
     keys = problem.batch * problem.heads_kv * _most_seen(problem)
     return keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.k.element_size() > _LEAST_SHARED

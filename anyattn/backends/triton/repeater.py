@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anyattn import plan
 from anyattn.backends.result import Result
-from anyattn.backends.triton import backward_pass
+from anyattn.backends.triton import backward_pass, reductions
 from anyattn.backends.triton.api import FormPlan, forward, plan_of_documents
 from anyattn.backends.triton.backward_pass import Passes
 from anyattn.backends.triton.codegen.programs import masks_of
@@ -28,6 +28,7 @@ class Repeater(plan.Repeater):
         self._document_form = None if problem.blocks is None else form_of_documents(problem, plan.divides_keys)
         self._launches = LaunchCache()
         self._over_documents: dict[int, tuple[TritonPlan, LaunchCache]] = {}  # by number of batch entries
+        self._reductions: Passes | None = None
         self._passes: dict[tuple[bool, bool], Passes] = {}  # of the backward pass; over documents, with wide gradients of keys
 
     def reads_lists(self, problem: Problem) -> bool:
@@ -51,6 +52,19 @@ class Repeater(plan.Repeater):
         results = out, lse, dout, dlse
         forms = forms_of(problem, self._document_form)
         return backward_pass.backward(problem, [(form, self._passes_of(form, *results)) for form in forms], *results)
+
+    def key_sums(self, problem: Problem, lse: Tensor, first: int) -> Tensor:
+        return reductions.key_sums(problem, self._reductions_of(problem), lse, first)
+
+    def block_reductions(
+        self, problem: Problem, lse: Tensor, block: tuple[int, int], wants_sums: bool, wants_max: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return reductions.block_reductions(problem, self._reductions_of(problem), lse, block, wants_sums, wants_max)
+
+    def _reductions_of(self, problem: Problem) -> Passes:
+        if self._reductions is None:
+            self._reductions = reductions.passes_of(problem, self.plan)
+        return self._reductions
 
     def _passes_of(self, form: Form, *results: Tensor | None) -> Passes:
         if self.plan.is_tuned:

@@ -512,3 +512,22 @@ def test_the_backward_of_a_band() -> None:
     loop, *_ = (x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x))  # the other repairs what is not finite
     assert sum("BRA" in o for o in loop) == 2 and sum("HGMMA" in o for o in loop) == 24
     assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)])
+def test_reductions_spill_nothing_and_take_one_product(dim: int) -> None:
+    """Two programs of a full mask's sums fit a multiprocessor's registers and shared memory up to 128 dimensions."""
+    from anyattn.backends.triton import Repeater
+
+    problem = ahead.problem_of(dim=dim)
+    repeater, lse = Repeater(problem, ahead.planned(problem, (9, 0))), torch.zeros(problem.q.shape[:3])
+    with ahead.caught((9, 0)) as made:
+        repeater.key_sums(problem, lse, 0)
+        repeater.block_reductions(problem, lse, (64, 64), True, False)
+    for launch in (made[1], made[2]):
+        kernel = ahead.compiled(launch, (9, 0))
+        found = ahead.resources(kernel)
+        assert found.stack == 0 and (dim > 128 or (found.registers <= 128 and found.shared <= 113 << 10)), found
+        loop = "\n".join(min(ahead.loops(kernel), key=len))
+        steps = launch.options["TILE_M"] // 64 * dim // 16 if "BLOCK_ROWS" in launch.options else dim // 16
+        assert loop.count("wgmma.mma_async") * launch.options["num_warps"] // 4 <= 2 * steps, loop

@@ -98,6 +98,11 @@ PARTS = {
         "test_float32 or (test_rows_of_64 and float32)",
         few=" or ".join(("rows_of_64", *OPERATIONS)),
     ),
+    "reductions": Part(
+        ("entry_points/test_reductions.py", "entry_points/test_skipping.py"),
+        "equal_the_oracles or other_sizes or divide_no_tile or (last and causal) or (skipping and not compiled)",
+        has_slow=False,
+    ),
     "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits or odd)) or packed", has_slow=False),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
@@ -115,6 +120,7 @@ PROCESSES = {
         "8-bit caches",
         "appending to 8-bit caches",
         "wide gradients of keys",
+        "reductions",
         "mutants",
     ),
 }

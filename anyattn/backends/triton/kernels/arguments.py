@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
-    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CacheSizes", "DkdvConstants", "DqConstants", "ForwardConstants", "ForwardSpans",
-    "ForwardStrides", "ForwardTensors", "HeadGroups", "HeadPointers", "KeyFactors", "KeyStorage", "ListSpans", "ListStrides", "ListedTiles",
-    "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants", "PrepareSpans", "PrepareStrides",
-    "PrepareTensors", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Shares", "Sizes", "TileOfScores",
-    "TileRange",
+    "BackwardSizes", "BackwardStrides", "BackwardTensors", "BlockConstants", "CacheSizes", "DkdvConstants", "DqConstants",
+    "ForwardConstants", "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "KeyFactors", "KeyStorage", "ListSpans",
+    "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
+    "PrepareSpans", "PrepareStrides", "PrepareTensors", "Reduced", "ReductionConstants", "ReductionStrides", "ReductionTensors",
+    "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Shares", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """``Sizes`` and two more: int32. slots: number of row tile slots per head, see ``backward._slot``. together: heads that programs
+    """``Sizes`` and two more: int32. slots: number of row tile slots per head, see ``backward.slot_of``. together: heads that programs
     process at a time."""
 
     seqlen_q: Any
@@ -158,12 +158,13 @@ class Mods(NamedTuple):
 # keys. IS_CACHE: entries come from the cache's tables. PAGES_FIT: tiles begin where pages begin, or lie inside them. IS_RAW: the greatest
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
-# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward._slot``. SEES_ALL: no mask
-# hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
+# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward.slot_of``. SEES_ALL: no
+# mask hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
 # over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles. K_SCALE, V_SCALE:
 # factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD``
 # (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES: what the addresses of rows of q, and of k and v, are multiples
-# of, where their strides do not say so; 0 elsewhere. HAS_PAIRS: 8-bit values are loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA:
+# of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of a block whose sum is stored.
+# HAS_PAIRS: 8-bit values are loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA:
 # 8 bits are converted by NVIDIA's instructions. IS_HALVED: see ``eight_bits.halved``.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
@@ -178,13 +179,15 @@ def _constants(name: str, *more: str) -> Any:
 ForwardConstants = _constants(
     "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED", "K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES",
-    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA",
+    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "HAS_SKIP", "COUNTS_SKIPS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
 DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
+ReductionConstants = _constants("ReductionConstants", "IS_NEAR", "IS_NVIDIA", "SEES_ALL", "IS_GROUPED", "HAS_FIRST")
+BlockConstants = _constants("BlockConstants", "IS_NEAR", "HAS_SUMS", "HAS_MAX", "BLOCK_ROWS", "BLOCK_KEYS")
 PrepareConstants = namedtuple(
-    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK")
+    "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK", "HAS_DELTA")
 )
 
 
@@ -196,7 +199,7 @@ class ForwardTensors(NamedTuple):
     int32 (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages per sequence). cached, leftpad, cache_rows: integers (B,),
     a cache's tables. guard: int32 (1,), see ``addressing.is_off``. k_factors, v_factors: float32, see ``KeyFactors``. Of
     ``even_shares.store_part``, parts and part_sums: float32 (programs, 2, TILE_M, BLOCK_DV) and (programs, 2, TILE_M, 2); part_rows: int64
-    (programs, TILE_M + 1).
+    (programs, TILE_M + 1). skip_below, skip_counts: of ``problem.Skip``.
     """
 
     q: Any
@@ -218,6 +221,8 @@ class ForwardTensors(NamedTuple):
     parts: Any
     part_sums: Any
     part_rows: Any
+    skip_below: Any
+    skip_counts: Any
 
 
 class ForwardStrides(NamedTuple):
@@ -351,6 +356,33 @@ class PrepareSpans(NamedTuple):
     lists: ListStrides
 
 
+class ReductionTensors(NamedTuple):
+    """Pointers of the kernels of reductions. q, k: as in the forward pass. lse: float32, by row tiles as ``prepare_tile`` stores it for
+    sums per key, in nats (B, Hq, Sq) for blocks. spans: of ``prepare_tile``. sums, maxima: float32 outputs, (B, Hq, Sk) or of blocks."""
+
+    q: Any
+    k: Any
+    lse: Any
+    spans: Any
+    sums: Any
+    maxima: Any
+
+
+class ReductionStrides(NamedTuple):
+    """Strides of the tensors with rows."""
+
+    q: RowStrides
+    k: RowStrides
+
+
+class Reduced(NamedTuple):
+    """int32. first: the first query that counts. rows, columns: numbers of blocks of a head."""
+
+    first: Any
+    rows: Any
+    columns: Any
+
+
 # ---- inside a kernel
 
 
@@ -453,22 +485,6 @@ class ListedTiles(NamedTuple):
     listed: Any
     full_index: Any
     partial_index: Any
-
-
-class RowRun(NamedTuple):
-    """The row tiles that see a tile of keys: int32. first: the first that sees any key. full: the first that sees all keys."""
-
-    first: Any
-    full: Any
-
-
-class HeadPointers(NamedTuple):
-    """One query head of a sequence. q, dout: pointers to its storage. lse, delta: pointers to float32, at the sequence's first row."""
-
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
 
 
 class TileOfScores(NamedTuple):

@@ -4,19 +4,21 @@ The probabilities are recomputed from the log-sum-exp. Arguments are the groups 
 
 lse is a row's log-sum-exp in base 2 (infinite in a row without visible keys, so that its probabilities are 0); delta is the sum of out *
 dout minus the gradient of the log-sum-exp, which is subtracted from the derivative by every weight of the row. Both are stored by the row
-tiles of dk and dv (``_slot``), so that each sequence's values begin at an aligned place and a tile's are one load, issued while the tile
+tiles of dk and dv (``slot_of``), so that each sequence's values begin at an aligned place and a tile's are one load, issued while the tile
 before is computed.
 
 Where a tile reaches beyond its sequence, the last row or key is read again for each missing one and its results are hidden: no load in a
 loop needs a mask, and the addresses of a full tile are a moving pointer plus constant offsets.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
-from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
+from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
 from anyattn.backends.triton.kernels.forward import kv_for, rows_of
 from anyattn.backends.triton.kernels.key_tiles import load_rows
@@ -25,13 +27,29 @@ from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by
 from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 from anyattn.triton_tools import device_math
 
-__all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
+__all__ = ["dkdv_tile", "dq_tile", "load_tile", "place_of_program", "prepare_tile", "rows_that_see", "slot_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
+class RowRun(NamedTuple):
+    """The row tiles that see a tile of keys: int32. first: the first that sees any key. full: the first that sees all keys."""
+
+    first: Any
+    full: Any
+
+
+class HeadPointers(NamedTuple):
+    """One query head of a sequence. q, dout: pointers to its storage. lse, delta: pointers to float32, at the sequence's first row."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
 @triton.jit
-def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+def slot_of(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
     """Begin of the slot of row tile m of a sequence, WIDTH numbers per tile; tiles of different sequences do not share slots."""
     per_row = (sizes.positions + TILE_M - 1) // TILE_M
     return ((h * sizes.slots) + sequence.q_row * per_row + sequence.q_start // TILE_M + b + m).to(tl.int64) * WIDTH
@@ -40,12 +58,13 @@ def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """Statistics of one row tile, and for each of its mask's row ranges the least lo, greatest hi, greatest lo and least hi of its rows.
+    Without HAS_DELTA the only statistic is lse, and out and dout are not read.
 
     tensors, strides, spans, c: ``PrepareTensors`` and so on.
     """
     if c.HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors.order, False, c.HAS_ENTRIES)
+    m, b, h = place_of_program(sizes, tensors.order, False, c.HAS_ENTRIES)
     if m < 0:
         return
     sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
@@ -57,29 +76,30 @@ def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     position = tl.minimum(position, end_row - 1)
     at = sequence.q_start + position
     row = sequence.q_row.to(tl.int64)
-    o_at, d_at = row_offsets(row, h, at, strides.out), row_offsets(row, h, at, strides.dout)
-    out = load_rows(tensors.out, o_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
-    dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
-    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # 0 x NaN: dout of a row without visible keys
-    if c.HAS_DLSE:
-        delta -= tl.load(tensors.dlse + row_offsets(row, h, at, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
     place = (row * sizes.heads + h) * sizes.positions + at
     lse = tl.load(tensors.natural_lse + place, mask=is_row, other=float("-inf"))
-    slot = _slot(sequence, m, b, h, sizes, c.TILE_M, c.TILE_M) + tl.arange(0, c.TILE_M)
+    slot = slot_of(sequence, m, b, h, sizes, c.TILE_M, c.TILE_M) + tl.arange(0, c.TILE_M)
     tl.store(tensors.lse + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
-    tl.store(tensors.delta + slot, delta)
-    if c.HAS_SINK:
-        tl.store(tensors.natural_delta + place, delta, mask=is_row)
+    if c.HAS_DELTA:
+        o_at, d_at = row_offsets(row, h, at, strides.out), row_offsets(row, h, at, strides.dout)
+        out = load_rows(tensors.out, o_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
+        dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False).to(tl.float32)
+        delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # 0 x NaN: dout of a row without visible keys
+        if c.HAS_DLSE:
+            delta -= tl.load(tensors.dlse + row_offsets(row, h, at, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
+        tl.store(tensors.delta + slot, delta)
+        if c.HAS_SINK:
+            tl.store(tensors.natural_delta + place, delta, mask=is_row)
     if c.RANGES > 0:
         rows = mods.mask.rows(b, h, (position + sequence.q_first)[:, None], mods.mask.scalars, mods.mask.tensors)
-        place = tensors.spans + _slot(sequence, m, b, h, sizes, c.TILE_M, 4 * c.RANGES)
+        place = tensors.spans + slot_of(sequence, m, b, h, sizes, c.TILE_M, 4 * c.RANGES)
         store_span(place, clipped(rows[0], sequence.seqlen_k, c.TILE_M), clipped(rows[1], sequence.seqlen_k, c.TILE_M))
         if c.RANGES == 2:
             store_span(place + 4, clipped(rows[2], sequence.seqlen_k, c.TILE_M), clipped(rows[3], sequence.seqlen_k, c.TILE_M))
 
 
 @triton.jit
-def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+def place_of_program(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
     """(tile, batch entry, head) of this program. Programs process a few heads at a time (``sizes``): first these heads' first tiles, then
     their second tiles, and so on. So no long program starts last, and the data that they read stays in the cache.
 
@@ -102,7 +122,7 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """A tile whose rows all exist; zeros beyond HEAD_DIM."""
     if HEAD_DIM == BLOCK_D:
         return tl.load(base + offsets)
@@ -135,8 +155,8 @@ def _visit_keys(
         local = tl.minimum(tl.arange(0, c.TILE_N), end - 1 - start)
         k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
     at, row = key.start + start, key.row.to(tl.int64)
-    k = _load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c.HEAD_DIM, c.BLOCK_D)
-    v = _load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
+    k = load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c.HEAD_DIM, c.BLOCK_D)
+    v = load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
     lanes = lane[None, :]
     if mods.score.exists:
@@ -184,7 +204,7 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores."""
     if c.HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors.order, True, c.HAS_ENTRIES)
+    m, b, h = place_of_program(sizes, tensors.order, True, c.HAS_ENTRIES)
     if m < 0:
         return
     sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
@@ -200,7 +220,7 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     q_at, do_at = row_offsets(row, head, at, strides.q)[:, None], row_offsets(row, head, at, strides.dout)[:, None]
     q = load_rows(tensors.q, q_at, is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
     dout = load_rows(tensors.dout, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False)
-    slot = _slot(sequence, 0, b, h, sizes, c.SLOT_M, c.SLOT_M) + position
+    slot = slot_of(sequence, 0, b, h, sizes, c.SLOT_M, c.SLOT_M) + position
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
@@ -255,10 +275,10 @@ def _visit_rows(
     is_row = first + m_lane < end
     position = start + row
     at = sequence.q_start + start
-    q = _load_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c.HEAD_DIM, c.BLOCK_D)
+    q = load_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c.HEAD_DIM, c.BLOCK_D)
     lse = tl.load(heads.lse + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-    dout = _load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
+    dout = load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     q_idx = (position + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
@@ -343,26 +363,33 @@ def _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line
     The row tiles are a ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``.
     """
     q_row = sequence.q_row.to(tl.int64)
-    slot = _slot(sequence, 0, b, h, sizes, c.TILE_M, c.TILE_M)
+    slot = slot_of(sequence, 0, b, h, sizes, c.TILE_M, c.TILE_M)
     heads = HeadPointers(
         q=tensors.q + (q_row * strides.q.rows + h.to(tl.int64) * strides.q.head),
         dout=tensors.dout + (q_row * strides.dout.rows + h.to(tl.int64) * strides.dout.head),
         lse=tl.multiple_of(tensors.lse + slot, 16), delta=tl.multiple_of(tensors.delta + slot, 16),
     )  # fmt: skip
+    runs, fulls, partials = rows_that_see(early, tensors.spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
+    return heads, runs, fulls, partials
+
+
+@triton.jit
+def rows_that_see(early, row_spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c):
+    """The last three results of ``_visitors``. row_spans: of ``prepare_tile``."""
     if c.SEES_ALL:
         fulls = sequence.seqlen_q // c.TILE_M
-        return heads, RowRun(first=0, full=0), fulls, (sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls
+        return RowRun(first=0, full=0), fulls, (sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls
     elif c.RANGES > 0:
-        place = tensors.spans + _slot(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
+        place = row_spans + slot_of(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
         tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
         if c.IS_GROUPED:
             early = first_spans(place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
         first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
-        return heads, RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
+        return RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
     else:
         counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, c.LIST_M, c.HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.HAS_FULL)
-        return heads, runs, runs.full, runs.partial
+        return runs, runs.full, runs.partial
 
 
 @triton.jit
@@ -375,7 +402,7 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """
     if c.HAS_GUARD and is_off(tensors.guard):
         return
-    n, b, kv_head = _place(sizes, tensors.order, False, c.HAS_ENTRIES)
+    n, b, kv_head = place_of_program(sizes, tensors.order, False, c.HAS_ENTRIES)
     if n < 0:
         return
     sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
@@ -390,7 +417,7 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
     early = 0
     if c.RANGES > 0 and not c.SEES_ALL:  # loaded before the keys, and as slow to arrive
-        spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, c.TILE_M, 4 * c.RANGES)
+        spans_at = tensors.spans + slot_of(sequence, 0, b, kv_head * sizes.ratio, sizes, c.TILE_M, 4 * c.RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
     k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, c.HEAD_DIM, c.BLOCK_D, False)
     v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, c.HEAD_DIM_V, c.BLOCK_DV, False)

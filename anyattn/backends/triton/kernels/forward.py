@@ -8,22 +8,19 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.triton.kernels.addressing import is_off, parted, row_offsets, sequence_of, tile_of, work_of
+from anyattn.backends.triton.kernels.addressing import Portion, is_off, parted, row_offsets, sequence_of, tile_of, work_of
 from anyattn.backends.triton.kernels.arguments import OF_HEAD, OF_KEY, KeyFactors, KeyStorage, RowsOfParts, Scales
 from anyattn.backends.triton.kernels.dropout import factor_of, places, plus_kept
 from anyattn.backends.triton.kernels.eight_bits import halved, widened
 from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, start_of_share, store_no_rows, store_part
 from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
-from anyattn.backends.triton.kernels.results import places_of_rows, store_results
-from anyattn.backends.triton.kernels.row_tile import Portion
-from anyattn.backends.triton.kernels.tile_iterator import clipped, first_at, full_at, inside_of, partial_at, visits_of
+from anyattn.backends.triton.kernels.results import no_output, no_results, places_of_rows, store_results, whole_output
+from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, sure_of, visits_of
 
 __all__ = ["forward_tile", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-# Lower bound of a row maximum: -inf minus it is -inf, not NaN.
-_LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _OF_HEAD: tl.constexpr = tl.constexpr(OF_HEAD)
 _OF_KEY: tl.constexpr = tl.constexpr(OF_KEY)
 _MOST_SHIFT: tl.constexpr = tl.constexpr(60)  # beyond it all of a value's products are 0 or infinite in float16
@@ -98,16 +95,6 @@ def seen_always(s, lanes, end, rows, b, h, mod, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def sure_of(b, h, q_idx, seqlen_k, mod, c):
-    """The least and the end of existing keys that a mask shows to all rows of a tile; 0 and 0 if none are known."""
-    if mod.sure is None:
-        return 0, 0
-    else:
-        lo, hi = mod.sure(b, h, q_idx, mod.scalars, mod.tensors)
-        return tl.max(clipped(lo, seqlen_k, c.TILE_M)), tl.min(clipped(hi, seqlen_k, c.TILE_M))
-
-
-@triton.jit
 def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
     """Whether the keys at positions ``lanes`` of a partial tile are visible by ranges or lists; see ``scores_of``."""
     if c.RANGES > 0:  # the rows' limits are inside the sequence
@@ -118,24 +105,6 @@ def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
             kv = kv_for(lanes, end, mods.mask, IS_WHOLE)
             seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
         return seen
-
-
-@triton.jit
-def no_output(c):
-    """The accumulator before the first key: [TILE_M, BLOCK_DV], or even and odd columns apart."""
-    if c.HAS_PAIRS:
-        return tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32), tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32)
-    else:
-        return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
-
-
-@triton.jit
-def whole_output(acc, c):
-    """[TILE_M, BLOCK_DV]: the accumulator with its columns in order."""
-    if c.HAS_PAIRS:
-        return tl.reshape(tl.join(acc[0], acc[1]), (c.TILE_M, c.BLOCK_DV))
-    else:
-        return acc
 
 
 @triton.jit
@@ -220,6 +189,22 @@ def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbe
     s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
     DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
     return weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE, c, IS_PARTIAL)
+
+
+@triton.jit
+def visit_or_skip(
+    acc, row_sum, row_max, skipped, q, first, end, is_shown, key, rows, b, h, below, scales, mods, c, IS_PARTIAL: tl.constexpr
+):  # fmt: skip
+    """``visit`` of a tile that is left out if in every row the greatest probability is less than 2 ** ``below`` of that of row_max. NaN is
+    not. skipped: the number of such tiles. Keys are not in pages."""
+    s = scores_of(q, first, end, is_shown, key, rows, b, h, 0, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
+    distance = tl.max(s, 1) - row_max
+    if c.IS_RAW:
+        distance = distance * scales.base_2
+    is_needed = tl.max((distance < below).to(tl.int32) ^ 1, 0) > 0
+    if is_needed:
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, 0, scales, mods, q.dtype, c, IS_PARTIAL)
+    return acc, row_sum, row_max, tl.where(is_needed, skipped, skipped + 1)
 
 
 @triton.jit
@@ -363,7 +348,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     else:
         limits = kept.mask
     runs, full, partial = visits_of(limits, lists, spans.lists, sequence, b, tile.h, tile.line, seqlen_k, c, c.IS_RISING)
-    begin, stop = 0, full + partial
+    begin, stop = full * 0, full + partial
     if c.IS_SHARED:
         begin = (portion.first.to(tl.int64) * stop // portion.of).to(tl.int32)
         stop = ((portion.first + portion.count).to(tl.int64) * stop // portion.of).to(tl.int32)
@@ -388,6 +373,25 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         acc, row_sum, row_max = visit_all(
             acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, q_head, scales, mods, c
         )
+        begin, stop = full, full
+    elif c.HAS_SKIP:
+        tl.static_assert(c.PAGE_SIZE == 0 and not c.IS_HALVED, "of flex_attention alone")
+        below, skipped = tl.log2(tl.load(tensors.skip_below + heads)), begin * 0
+        for i in range(start, end_full):
+            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
+            acc, row_sum, row_max, skipped = visit_or_skip(
+                acc, row_sum, row_max, skipped, q, first, first + c.TILE_N, True, key, kept, b, q_head, below, scales, mods, c, False
+            )
+        for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
+            first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N)
+            acc, row_sum, row_max, skipped = visit_or_skip(
+                acc, row_sum, row_max, skipped, q, first, end, is_shown, key, kept, b, q_head, below, scales, mods, c, True
+            )
+        if c.COUNTS_SKIPS:
+            is_head = tile.is_row & (tl.arange(0, c.TILE_M) < tile.group)
+            counts = tensors.skip_counts + (b.to(tl.int64) * sizes.heads + heads) * 2
+            tl.atomic_add(counts, tl.zeros_like(heads) + skipped, mask=is_head, sem="relaxed")
+            tl.atomic_add(counts + 1, tl.zeros_like(heads) + (stop - begin), mask=is_head, sem="relaxed")
         begin, stop = full, full
     elif c.IS_LATE:
         tl.static_assert(c.PAGE_SIZE == 0, "page numbers are loaded ahead of one tile's keys and values, not of two tiles'")
@@ -437,13 +441,6 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     if c.PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
     return total, row_sum, row_max
-
-
-@triton.jit
-def no_results(c):
-    """(output, row_sum, row_max) of rows that have seen no key."""
-    row_sum = tl.zeros((c.TILE_M, c.SUMS), tl.float32)
-    return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32), row_sum, tl.full((c.TILE_M,), _LOWEST, tl.float32)
 
 
 @triton.jit

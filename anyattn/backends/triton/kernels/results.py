@@ -6,10 +6,12 @@ import triton.language as tl
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.triton.kernels.addressing import row_offsets
 
-__all__ = ["places_of_rows", "store_results"]
+__all__ = ["no_output", "no_results", "places_of_rows", "store_results", "whole_output"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 _LN2: tl.constexpr = tl.constexpr(LN2)
+# Lower bound of a row maximum: -inf minus it is -inf, not NaN.
+_LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 
 
 @triton.jit
@@ -50,3 +52,28 @@ def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, s
         d = tl.arange(0, c.BLOCK_DV)[None, :]
         out = tensors.out + tl.cast(split, tl.int64) * strides.part_out
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM_V))
+
+
+@triton.jit
+def no_output(c):
+    """The accumulator before the first key: [TILE_M, BLOCK_DV], or even and odd columns apart."""
+    if c.HAS_PAIRS:
+        return tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32), tl.zeros((c.TILE_M, c.BLOCK_DV // 2), tl.float32)
+    else:
+        return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32)
+
+
+@triton.jit
+def whole_output(acc, c):
+    """[TILE_M, BLOCK_DV]: the accumulator with its columns in order."""
+    if c.HAS_PAIRS:
+        return tl.reshape(tl.join(acc[0], acc[1]), (c.TILE_M, c.BLOCK_DV))
+    else:
+        return acc
+
+
+@triton.jit
+def no_results(c):
+    """(output, row_sum, row_max) of rows that have seen no key."""
+    row_sum = tl.zeros((c.TILE_M, c.SUMS), tl.float32)
+    return tl.zeros((c.TILE_M, c.BLOCK_DV), tl.float32), row_sum, tl.full((c.TILE_M,), _LOWEST, tl.float32)

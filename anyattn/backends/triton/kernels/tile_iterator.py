@@ -9,7 +9,7 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
 
-__all__ = ["by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "partial_at", "place_of_lists", "sure_of", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -187,6 +187,16 @@ def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
         return limits[0], tl.minimum(limits[1], seqlen_k)
     else:
         return limits[0], tl.minimum(limits[1], seqlen_k), limits[2], tl.minimum(limits[3], seqlen_k)
+
+
+@triton.jit
+def sure_of(b, h, q_idx, seqlen_k, mod, c):
+    """The least and the end of existing keys that a mask shows to all rows of a tile; 0 and 0 if none are known."""
+    if mod.sure is None:
+        return 0, 0
+    else:
+        lo, hi = mod.sure(b, h, q_idx, mod.scalars, mod.tensors)
+        return tl.max(clipped(lo, seqlen_k, c.TILE_M)), tl.min(clipped(hi, seqlen_k, c.TILE_M))
 
 
 @triton.jit
