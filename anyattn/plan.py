@@ -73,6 +73,7 @@ class Plan:
     heads_per_tile: query heads that share a row tile. needs_lse: the backward pass reads the forward pass's log-sum-exp.
     is_reusable: valid for every call of the same signature (shapes, strides, programs, masks' numbers), for any contents of its tensors.
     is_tuned: kernel_options ask for measured tiles (Triton).
+    gathers: the forward pass is over gathered keys (``backends.triton.gathered_keys``), of a cache often; the tiles are those of that call.
 
     repeater: of the calls that share this plan, once there is one (``backends.repeater_of``). backward_plan: the plan of their backward
     pass where another backend computes it, once there is one. reduction_plan: the same for reductions of the probabilities.
@@ -88,6 +89,7 @@ class Plan:
     why: tuple[str, ...] = ()
     is_reusable: bool = True
     is_tuned: bool = False
+    gathers: bool = False
     repeater: Repeater | None = field(default=None, init=False, compare=False, repr=False)
     backward_plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
     reduction_plan: Plan | None = field(default=None, init=False, compare=False, repr=False)

@@ -79,6 +79,11 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         if reason is not None:
             raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
         against = _reason_against_problem(backend, problem)
+        if against and backend == "hopper":
+            over = _over_gathered_keys(problem, hardware, "asked for", options or {}, True)
+            if isinstance(over, Plan):
+                return over
+            against = _beside(against, problem, over)
         if against:
             raise BackendError(f"backend={backend!r} cannot run this call: {against}; pass backend=None to let anyattn choose")
         return _plan_of(backend, problem, hardware, "asked for", options or {})
@@ -87,6 +92,11 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         against = possible[name] or _reason_against_problem(name, problem)
         if not against and hardware.device == "cpu":
             against = "its interpreter is for tests"
+        if against and name == "hopper" and not possible[name]:
+            over = _over_gathered_keys(problem, hardware, f"{hardware.name} has it", options or {})
+            if isinstance(over, Plan):
+                return over
+            against = _beside(against, problem, over)
         may_hopper |= name == "hopper" and not against
         if not against and name == "hopper" and not possible["triton"]:
             against = _slower(problem, hardware)
@@ -95,6 +105,31 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
             return _plan_of(name, problem, hardware, "; ".join(reasons), options or {}, may_hopper)
         reasons.append(f"for {name}, {against}")
     return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def _over_gathered_keys(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], is_asked: bool = False) -> Plan | str:
+    """Hopper's plan for a call whose keys its kernel cannot read, once Triton has gathered them; if that is impossible or does not pay, the
+    reason. The hardware has Hopper's kernel. is_asked: it need not pay."""
+    if against := _reason_against_triton(hardware):
+        return against
+    from anyattn.backends.triton.gathered_keys import described, reason_against
+
+    if against := reason_against(problem, is_asked):
+        return against
+    over, copied = described(problem)
+    if against := _reason_against_problem("hopper", over) or (None if is_asked else _slower(over, hardware)):
+        return against
+    made, lines = _plan_of("hopper", over, hardware, reason, options), []
+    if copied:
+        what = "gathered" if problem.k.dtype is problem.q.dtype else f"converted to {str(over.k.dtype).removeprefix('torch.')}"
+        lines = [f"keys and values are {what} first, by triton: at most {max(1, copied >> 20)} MiB"]
+    others = (why for why in made.why[1:] if not why.startswith("backward:"))  # there are no gradients
+    return replace(made, gathers=True, why=(made.why[0], *lines, *others))
+
+
+def _beside(against: str, problem: Problem, reason: str) -> str:
+    """A reason against Hopper, with that against gathering keys of 8 bits first."""
+    return against if problem.k.dtype is problem.q.dtype else f"{against}; they are not converted first: {reason}"
 
 
 def _slower(problem: Problem, hardware: Hardware) -> str | None:

@@ -24,6 +24,24 @@ def repeater_of(problem: Problem, plan: Plan) -> Repeater:
     keep the other until the next collection of cycles, at every call that is not remembered."""
     repeater = plan.repeater
     if repeater is None:
-        repeater = backend_module(plan.backend).Repeater(problem, copy(plan))
+        repeater = _Gathering(copy(plan)) if plan.gathers else backend_module(plan.backend).Repeater(problem, copy(plan))
         plan.keep(repeater=repeater)
     return repeater
+
+
+class _Gathering(Repeater):
+    """Computes calls without gradients over gathered keys, which Triton gathers and another backend may multiply."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._over: Repeater | None = None
+
+    def forward(self, problem: Problem) -> Any:
+        together = backend_module("triton").gathered(problem)
+        over = self._over
+        if over is None:
+            over = self._over = backend_module(self._plan.backend).Repeater(together, self._plan)
+        return over.forward(together)
+
+    def reads_lists(self, problem: Problem) -> bool:
+        return problem.blocks is not None

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from anyattn.testing.harness.case import Case, Shape
-from anyattn.testing.harness.decode import EIGHT_BITS
+from anyattn.testing.harness.decode import EIGHT_BITS, PREFILL_8_BITS
 from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
 from benchmarks.gpu.classes import CLASSES, gpu_case
 
@@ -26,6 +26,7 @@ __all__ = [
     "MASK_SIZES",
     "MASK_VARIANTS",
     "PARTIAL",
+    "PREFILL",
     "SCORE_VARIANTS",
     "TRAINING",
     "chosen",
@@ -99,6 +100,13 @@ def _decode_8_bits(batch: int, heads_q: int, seqlen_k: int, head_dim: int = 128)
     return gpu_case("decode-8-bits", "decode", "causal", shape, peers, backend="triton")
 
 
+def _prefill_8_bits(batch: int, seqlen_q: int, seqlen_k: int, head_dim: int = 128) -> Case:
+    """Beside the same calls from pages of bfloat16, and from a contiguous cache of it."""
+    shape = Shape(batch, 32, 8, seqlen_q, seqlen_k, head_dim)
+    peers = ("anyattn-paged-16", "anyattn-paged-64", "anyattn-paged-16-triton", *PREFILL_8_BITS, "fa3-paged-64")
+    return gpu_case("prefill-8-bits", "decode", "causal", shape, peers, names_shape=True)
+
+
 _SQUARE = Shape.square(_SEQLEN, 16, 128, 2)
 _GROUPED = Shape(2, 64, 8, _SEQLEN, _SEQLEN, 128)
 DENSE = [_dense(v, s, d) for d in (64, 128, 256) for s in (2048, 8192, 16_384) for v in ("full", "causal")]
@@ -112,6 +120,7 @@ BACKWARD = [*(_backward(name, _SQUARE) for name in (*MASK_VARIANTS, *SCORE_VARIA
 FA2 = [_fa2(c, back) for back in (False, True) for c in DENSE if c.shape.head_dim <= 128 and c.shape.seqlen_q in (2048, 8192)]
 DECODE = [_decode(16, 32, 8192), _decode(64, 32, 4096), _decode(1, 32, 131_072), _decode(128, 64, 2048)]
 DECODE_8_BITS = [_decode_8_bits(16, 32, 32_768), _decode_8_bits(16, 32, 8192), _decode_8_bits(32, 64, 16_384, 64)]
+PREFILL = [_prefill_8_bits(4, 8192, 8192), _prefill_8_bits(16, 512, 4096), _prefill_8_bits(4, 4096, 4096, 64)]
 GRADIENTS = [
     *(_gradients(name, _SQUARE) for name in ("head_bias", "t5_bias")),
     *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
@@ -175,6 +184,7 @@ CASES: list[Case] = [
     *BACKWARD,
     *DECODE,
     *DECODE_8_BITS,
+    *PREFILL,
     *FA2,
     *GRADIENTS,
     *TRAINING,

@@ -182,7 +182,7 @@ def test_gradients_read_nothing(name: str, deterministic: bool, launched: list[t
     if name == "causal":
         assert not made and len(launched) == 4
         return
-    assert len(made) == 3 + 2 * (name == "pages") + (name == "score mod" and deterministic)
+    assert len(made) == 3 + 3 * (name == "pages") + (name == "score mod" and deterministic)
 
 
 def test_validate_looks(launched: list[tuple]) -> None:

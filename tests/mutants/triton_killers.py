@@ -7,11 +7,13 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 import anyattn
 from anyattn import masks
+from anyattn.validate import sequences as check_lengths
 from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points import test_8_bit_caches as eight_bits
 from tests.entry_points import test_dropout as dropout
@@ -19,6 +21,7 @@ from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_reductions as reductions
 from tests.entry_points import test_skipping as skipping
 from tests.support import cases, flash_reference
+from tests.support import eight_bits as quantised
 from tests.support import sequences as seq
 from tests.support.chosen_blocks import choice, mask_of, table_of
 from tests.support.flex_calls import judge, results
@@ -296,6 +299,15 @@ def appended_scales() -> None:
         appending.check(appending.Setting(k_form=form, v_form=form, page_size=3, queries=2), Meaning(causal=True), 2, half=6)
 
 
+def gathered() -> None:
+    from anyattn.backends.triton.gathered_keys import gathered as gather
+    from tests.backends.triton.kernels import test_gathered_keys_interpreted as gathering
+
+    with mock.patch.object(check_lengths, "skips_device_reads", lambda device, validate: validate is not True):
+        case = quantised.made(quantised.Setting(page_size=16, leftpad=(5, 0, 33), k_form="key", v_form="key"))
+        gathering.check_copies(gather(gathering.of_cache(case)), (case.batch.k, case.batch.v))
+
+
 KILLERS: dict[str, Callable[[], Any]] = {
     "full": variant("full"),
     "causal": variant("causal", LONG),
@@ -342,5 +354,6 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "factors_of_keys": lambda: eight_bits.check(eight_bits.Setting(k_form="key", v_form="key", page_size=16), Meaning(causal=True)),
     "appended": lambda: appending.check(appending.Setting(k_form="none", v_form="none", queries=3), Meaning(), 3),
     "appended_scales": appended_scales,
+    "gathered": gathered,
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

@@ -52,8 +52,8 @@ _PAGED_KV = "backends.triton.kernels.paged_kv"
 _CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
 _PROGRAMS = "backends.triton.codegen.programs"
 _DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
-_PAGED_GRADIENTS = "backends.triton.kernels.paged_gradients"
-_HOST_PAGED_GRADIENTS = "backends.triton.paged_gradients"
+_GATHERED_KEYS = "backends.triton.kernels.gathered_keys"
+_HOST_GATHERED_KEYS = "backends.triton.gathered_keys"
 _PRIVATIZED_SUM = "tensors.privatized_sum"
 _DEVICE_MATH = "triton_tools.device_math"
 
@@ -320,12 +320,26 @@ MUTANTS = by_name(
     Mutant("exact_planes_alike", f"{_DETERMINISTIC_SUM}:read_sums", "plane * width", "plane * (width - 1)", "exact"),
     Mutant("exact_planes_lost", f"{_DETERMINISTIC_SUM}:read_sums", "range(0, powers)", "range(powers // 2, powers)", "exact"),
     Mutant(
-        "second_holder_of_a_page_lost", f"{_PAGED_GRADIENTS}:sum_pages",
+        "second_holder_of_a_page_lost", f"{_GATHERED_KEYS}:sum_pages",
         "tl.load(starts + page + 1)", "tl.minimum(tl.load(starts + page) + 1, tl.load(starts + page + 1))", "shared_pages",
     ),
     Mutant(
-        "pages_of_the_first_sequence", f"{_HOST_PAGED_GRADIENTS}:_in_rows",
-        "replace(__, page_table=None, page_size=0, k_row=own)", "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
+        "gathered_padding", f"{_GATHERED_KEYS}:gather_keys",
+        "tl.minimum(count + new, line) - start", "tl.minimum(count + new, line)", "gathered",
+    ),
+    Mutant("gathered_rows_of_padding", f"{_GATHERED_KEYS}:gather_keys", "start + lane", "lane", "gathered"),
+    Mutant(
+        "gathered_factors_of_the_first_position", f"{_GATHERED_KEYS}:gather_keys",
+        "position * v_factor_position", "position * 0", "gathered",
+    ),
+    Mutant(
+        "gathered_factors_of_the_first_head", f"{_GATHERED_KEYS}:gather_keys",
+        "b * heads + head", "b * heads", "gathered",
+    ),
+    Mutant(
+        "pages_of_the_first_sequence", f"{_HOST_GATHERED_KEYS}:_in_lines",
+        "replace(__, page_table=None, page_size=0, k_row=own, is_cache=False)",
+        "replace(__, page_table=None, page_size=0, k_row=own * 0, is_cache=False)", "shared_pages",
     ),
     Mutant(
         "keys_of_a_shared_entry_lost", f"{_CAPTURED_GRADIENTS}:_additions",

@@ -2,6 +2,7 @@
 
 from anyattn.backends.triton.append_rotary import append
 from anyattn.backends.triton.combine import combine
+from anyattn.backends.triton.gathered_keys import gathered
 from anyattn.backends.triton.repeater import Repeater
 
-__all__ = ["Repeater", "append", "combine"]
+__all__ = ["Repeater", "append", "combine", "gathered"]

@@ -114,7 +114,7 @@ class Case:
     def bytes(self) -> int:
         """Bytes of the keys and values to be read if reading them dominates the time, as in decoding on a GPU; else 0."""
         shape = self.shape
-        if self.kind != "decode" or self.device == "cpu":
+        if self.kind != "decode" or self.device == "cpu" or shape.seqlen_q > 1:
             return 0
         return 2 * self.torch_dtype.itemsize * shape.batch * shape.seqlen_k * shape.heads_kv * shape.head_dim
 

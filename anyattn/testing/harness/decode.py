@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn import scores
 from anyattn.testing.harness.inputs import Inputs
 
-__all__ = ["EIGHT_BITS", "alibi", "append", "contiguous", "copy", "eight_bits", "fa3", "paged", "pages", "splits"]
+__all__ = ["EIGHT_BITS", "PREFILL_8_BITS", "alibi", "append", "contiguous", "copy", "eight_bits", "fa3", "paged", "pages", "splits"]
 
 _ROTARY = 64  # dimensions
 
@@ -61,13 +61,13 @@ def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return pools[0], pools[1], where.view(batch, each).int()
 
 
-def paged(page_size: int, num_splits: int = 0) -> Callable[[Inputs], Callable[[], Any]]:
+def paged(page_size: int, num_splits: int = 0, backend: str | None = None) -> Callable[[Inputs], Callable[[], Any]]:
     def prepare(inputs: Inputs) -> Callable[[], Any]:
         import anyattn
 
-        q, lengths, backend = inputs.bshd[0], _lengths(inputs), inputs.case.backend
+        q, lengths = inputs.bshd[0], _lengths(inputs)
         k, v, table = pages(inputs, page_size)
-        options: dict[str, Any] = {"causal": True, "num_splits": num_splits, "backend": backend}
+        options: dict[str, Any] = {"causal": True, "num_splits": num_splits, "backend": backend or inputs.case.backend}
         return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, **options)
 
     return prepare
@@ -88,17 +88,28 @@ EIGHT_BITS: dict[str, tuple[torch.dtype, str, int, bool]] = {
     "anyattn-e4m3-paged-16-key": (torch.float8_e4m3fn, "key", 16, False),
     "anyattn-e4m3-paged-16-inline": (torch.float8_e4m3fn, "inline", 16, False),
 }
+# Prefill from such caches, as anyattn chooses, and by Triton's kernels, which convert every key once for each tile of queries.
+PREFILL_8_BITS: dict[str, tuple[torch.dtype, str, int, bool]] = {
+    f"anyattn-{dtype}-paged-16{'' if form == 'none' else f'-{form}'}-prefill{by}": (of_dtype, form, 16, False)
+    for dtype, of_dtype, forms in (
+        ("e4m3", torch.float8_e4m3fn, ("none", "head", "key", "inline")),
+        ("int8", torch.int8, ("head",)),
+    )
+    for form in forms
+    for by in ("", "-triton")
+}
 
 
 def eight_bits(name: str) -> Callable[[Inputs], Callable[[], Any]]:
-    """Decoding from a cache of ``EIGHT_BITS``."""
-    dtype, form, page_size, has_score = EIGHT_BITS[name]
+    """Decoding from a cache of ``EIGHT_BITS``, or prefill from one of ``PREFILL_8_BITS``."""
+    dtype, form, page_size, has_score = (EIGHT_BITS | PREFILL_8_BITS)[name]
 
     def prepare(inputs: Inputs) -> Callable[[], Any]:
         import anyattn
 
         q, k, v = inputs.bshd
-        options: dict[str, Any] = {"cache_seqlens": _lengths(inputs), "causal": True, "backend": inputs.case.backend}
+        backend = "triton" if name.endswith("-triton") else inputs.case.backend
+        options: dict[str, Any] = {"cache_seqlens": _lengths(inputs), "causal": True, "backend": backend}
         if page_size:
             k, v, options["page_table"] = pages(inputs, page_size)
         if has_score:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import anyattn
 from anyattn.call_cache import attention
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import CacheArguments, cache_call
 from tests.support.no_reading import no_reading, noted_launches
 from tests.support.triton import ahead
 
@@ -76,6 +79,36 @@ def test_loops_load_ahead_and_convert_in_registers(name: str) -> None:
         copies = [op for op in loop if op.startswith("LDGSTS")]
         assert copies and (name == "scales behind the bytes" or sum(".128" in op for op in copies) >= len(copies) // 2)
         assert not any(op.startswith("LDG.") for op in loop) or "pages" in name, "waits for what it loads"
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "e4m3": {"dtype": torch.float8_e4m3fn, "form": "none", "page_size": 16},
+    "e4m3, scales of keys": {"dtype": torch.float8_e4m3fn, "form": "key", "page_size": 16},
+    "e5m2, float16": {"dtype": torch.float8_e5m2, "form": "none", "q_dtype": torch.float16},
+    "int8, narrow heads": {"dtype": torch.int8, "form": "head", "d": 64},
+    "wide heads": {"dtype": torch.float8_e4m3fn, "form": "page", "d": 256, "page_size": 64},
+    "scales behind the bytes": {"dtype": torch.float8_e4m3fn, "form": "inline", "page_size": 16},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathering_reads_and_writes_16_bytes_at_a_time(name: str) -> None:
+    from anyattn.backends.triton.gathered_keys import gathered
+
+    (q, k, v), options = arguments(**GATHERED[name])
+    places = {name: options.pop(name) for name in ("cache_seqlens", "page_table") if name in options}
+    del options["backend"]
+    call = cache_call(CacheArguments(q, k, v, validate=False, **places), Options(**options))
+    with ahead.caught(HOPPER) as launches:
+        gathered(call.problem)
+    kernel = ahead.compiled(launches[-1], HOPPER)
+    found, text = ahead.resources(kernel), kernel.asm["ptx"]
+    assert found.stack == 0 and found.registers <= 168  # three programs of 128 threads fit on a multiprocessor
+    stores, loads = (re.findall(rf"{op}\.global[.a-z]*\.(v\d\.)?b(\d+)", text) for op in ("st", "ld"))
+    wide = [x for x in stores if x == ("v4.", "32")]
+    assert len(wide) >= len(stores) - 2  # but lengths, and factors of keys
+    assert name == "scales behind the bytes" or ("v4.", "32") in loads
 
 
 # ---- nothing waits
