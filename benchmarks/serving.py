@@ -9,7 +9,6 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import click
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 import anyattn
+from benchmarks.graphs import medians
 
 LENGTHS = ("uniform", "log-normal", "one long", "equal")
 SHORTEST, LONGEST = 512, 16384
@@ -101,33 +101,6 @@ def contestants(step: Step, splits: tuple[int, ...]) -> Iterator[tuple[str, Call
     yield "copy", lambda: target.copy_(source)
 
 
-def graph_of(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            call()
-    return graph
-
-
-def times_of(calls: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, float]:
-    """Microseconds of a call, the median of interleaved rounds."""
-    graphs = {name: graph_of(call, repeats) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found[name].append(begin.elapsed_time(end) * 1e3 / repeats)
-    return {name: median(times) for name, times in found.items()}
-
-
 @click.command()
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--repeats", default=5, show_default=True, help="Calls in a graph.")
@@ -141,7 +114,7 @@ def main(rounds: int, repeats: int, splits: str, only: str, out: Path | None) ->
     for case in (c for c in cases if only in c.name):
         step = step_of(case, "cuda")
         calls = dict(contestants(step, tuple(int(n) for n in splits.split(",") if n)))
-        times = results[case.name] = times_of(calls, rounds, repeats)
+        times = results[case.name] = medians(calls, rounds, repeats)
         mine = times["anyattn"]
         others = "  ".join(f"{name} {us:.1f} ({us / mine:.2f})" for name, us in times.items() if name != "anyattn")
         click.echo(f"{case.name:50} {mine:7.1f} us  {others}")

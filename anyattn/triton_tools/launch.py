@@ -15,7 +15,7 @@ from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 from anyattn.triton_tools.recording import active_recorder, unrecorded
 from anyattn.triton_tools.replay import Launcher
 
-__all__ = ["UNIT", "current_device", "known_handle", "launch", "row_bytes", "run_plain", "strides_of"]
+__all__ = ["UNIT", "current_device", "known_handle", "launch", "row_bytes", "run_plain", "strides_of", "wrap_bytes"]
 
 
 def run_plain(
@@ -134,3 +134,25 @@ def row_bytes(*tensors: Tensor) -> int:
             if n > 1:
                 together |= s * t.element_size()
     return together & -together
+
+
+def wrap_bytes(most: int, *tensors: Tensor) -> int:
+    """``WRAP`` of ``kernels.wrapped_rows`` for keys and values of 8 bits, (rows, heads, positions, D): the greatest power of two from 8 to
+    ``most`` that all rows of a head are equally far beyond a multiple of; 0 if there is none, or all rows are at multiples of 16.
+
+    >>> cache = torch.empty(2, 64, 8, 132, dtype=torch.int8).transpose(1, 2)[..., :128]  # 128 bytes of a head, then its scale
+    >>> wrap_bytes(32, cache, cache), wrap_bytes(32, cache[:, :1])
+    (32, 0)
+    """
+    if not 4 <= row_bytes(*tensors) < 16:
+        return 0
+    together = most
+    for t in tensors:
+        if t.shape[3] % 4 or t.shape[3] < 16 or t.stride(2) >= 1 << 22:  # a tile has at most 2^10 rows, with offsets of 32 bits
+            return 0
+        together |= 1 << t.shape[3].bit_length() - 1  # a front is not wider than a row
+        for dimension in (0, 2):
+            if t.shape[dimension] > 1:
+                together |= t.stride(dimension)
+    together &= -together
+    return together if together >= 8 else 0

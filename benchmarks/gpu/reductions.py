@@ -8,7 +8,6 @@ the tiles are skipped, with Triton's forward pass without a threshold as referen
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 import anyattn
 from anyattn import AuxRequest, masks
+from benchmarks.graphs import medians
 
 BAR = 1.3
 ROUNDS, CALLS = 11, 5
@@ -32,33 +32,9 @@ REQUESTS: dict[str, AuxRequest] = {
 }
 
 
-def _graph(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """The graph of ``CALLS`` calls; ``run`` keeps the tensors that it reads."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    return graph
-
-
 def _medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds of each call, by rounds in which all take turns."""
-    graphs = {name: _graph(run) for name, run in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for n in range(ROUNDS + 2):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if n >= 2:
-                times[name].append(begin.elapsed_time(end) / CALLS)
-    return {name: statistics.median(found) for name, found in times.items()}
+    """Milliseconds of each call."""
+    return {name: us / 1e3 for name, us in medians(calls, ROUNDS, CALLS).items()}
 
 
 def _qkv(head_dim: int, seqlen: int) -> tuple[torch.Tensor, ...]:
@@ -68,7 +44,7 @@ def _qkv(head_dim: int, seqlen: int) -> tuple[torch.Tensor, ...]:
 
 def reductions(head_dim: int, seqlen: int, mask: str) -> None:
     q, k, v = _qkv(head_dim, seqlen)
-    more = {"mask_mod": masks.causal()} if mask == "causal" else {}
+    more: dict[str, Any] = {"mask_mod": masks.causal()} if mask == "causal" else {}
     found = _medians({name: lambda r=r: anyattn.flex_attention(q, k, v, return_aux=r, **more) for name, r in REQUESTS.items()})  # type: ignore[misc]
     forward = found.pop("lse")
     print(f"D{head_dim:<4} S{seqlen:<6} {mask:<7} forward {forward:8.3f} ms", flush=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.backends.triton import tile_config
+from anyattn.backends.triton import launch_shape, tile_config
 from anyattn.call_cache import attention
 from tests.support import eight_bits
 from tests.support import sequences as seq
@@ -44,6 +44,37 @@ MATRIX = [
 
 def call(case: Case, **options) -> tuple[Tensor, Tensor]:
     return anyattn.flash_attn_with_kvcache(*case.args, return_lse=True, backend="triton", **{**case.options, **options})
+
+
+# rows of a head at the same distance from a multiple of 32, 16 or 8 bytes, and behind them their scale
+INLINE = {
+    "32": replace(PLAIN_ON_GPU, d=128, dv=128, heads=16, kv_heads=8),
+    "32, pages": replace(PLAIN_ON_GPU, d=128, dv=128, heads=16, kv_heads=8, page_size=16),
+    "32, pages of 3": replace(PLAIN_ON_GPU, d=128, dv=128, heads=16, kv_heads=8, page_size=3, queries=3),
+    "32, widest": replace(PLAIN_ON_GPU, d=256, dv=256, heads=16, kv_heads=8, leftpad=(5, 0, 133, 1)),
+    "16": replace(PLAIN_ON_GPU, heads=16, kv_heads=4, d=80, dv=96, shuffled_rows=True),
+    "16, narrow": replace(PLAIN_ON_GPU, heads=16, kv_heads=4, d=16, dv=64),
+    "8": replace(PLAIN_ON_GPU, heads=16, kv_heads=2, d=128, dv=256, queries=2),
+    "4": replace(PLAIN_ON_GPU, heads=8, kv_heads=1, d=128, dv=128),
+}
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "i"), [(name, i) for i, name in enumerate(INLINE)])
+def test_rows_behind_which_scales_stand(name: str, i: int, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if i % 2:  # even shares even of so few keys
+        monkeypatch.setattr(launch_shape, "_LEAST_SHARED", 0)
+    s = replace(INLINE[name], k_form="inline", v_form="inline", dtype=dtype, q_dtype=Q_DTYPES[(i + splits) % 3], seed=i)
+    meaning = MEANINGS[(i + splits) % len(MEANINGS)]
+    if meaning.sink is not None:
+        meaning = replace(meaning, sink=torch.linspace(-1, 1, s.heads))
+    attention.clear()
+    case = eight_bits.made(s, meaning, "cuda")
+    for _ in range(2):
+        out, lse = (t.cpu() for t in call(case, num_splits=splits))
+        seq.judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, meaning, case.firsts, label=name)
+    attention.clear()
 
 
 @pytest.mark.parametrize("i", range(len(MATRIX)))

@@ -30,6 +30,7 @@ from tests.support.sequences import Meaning
 SMALL = cases.Shape(1, 4, 2, 35, 43, 16, 16)
 LONG = cases.Shape(1, 2, 1, 70, 70, 16, 16)
 SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
+INLINE = eight_bits.Setting(k_form="inline", v_form="inline", heads=8, kv_heads=4, d=32, dv=32)
 
 
 def qkv(*shape: int, kind: str = "normal") -> tuple[torch.Tensor, ...]:
@@ -290,6 +291,27 @@ def shares() -> None:
     attention.clear()
 
 
+def drafts() -> None:
+    """Decoding under a mask that shows each query a prefix of its own, which begins and ends inside tiles, and some other keys."""
+    from anyattn.backends.triton import tile_config
+    from anyattn.call_cache import attention
+
+    random = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, n, h, 16, generator=random) for n, h in ((5, 4), (90, 2), (90, 2)))
+    first, end, lengths = torch.tensor([3, 18]), torch.tensor([40, 55]), torch.tensor([90, 61])
+    given: dict[str, Any] = {"cache_seqlens": lengths}
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return ((j >= first[b] - i % 5) & (j < end[b] + i % 5 * 3)) | ((i * 3 + j * 5) % 4 == 0)
+
+    wanted = flash_reference.cached(q, k, v, **given)
+    attention.clear()
+    with mock.patch.object(tile_config, "_few_rows", lambda *about: tile_config.Tiles(16, 16, 4, 2)), torch.no_grad():
+        out, lse = anyattn.flash_attn_with_kvcache(q, k, v, **given, mask_mod=seen, return_lse=True, backend="triton")
+    attention.clear()
+    flash_reference.judge(wanted.sequences, {"out": out, "lse": lse}, lambda _: {"mask_mod": seen}, label="drafts")
+
+
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -336,6 +358,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "lists_of_kv_heads": lists_of_kv_heads,
     "beside_lists": beside_lists,
+    "drafts": drafts,
     "dropout": lambda: dropout.test_flex_against_the_oracle("pairs", torch.float32),
     "reductions": lambda: reductions.test_reductions_equal_the_oracles("causal"),
     "skipping": lambda: (
@@ -352,6 +375,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "windows": two_entries_at_a_time(windows),
     "factors_of_heads": lambda: eight_bits.check(eight_bits.Setting(k_form="head", v_form="head"), Meaning(causal=True)),
     "factors_of_keys": lambda: eight_bits.check(eight_bits.Setting(k_form="key", v_form="key", page_size=16), Meaning(causal=True)),
+    "wrapped": lambda: eight_bits.check(INLINE, Meaning(causal=True)),
     "appended": lambda: appending.check(appending.Setting(k_form="none", v_form="none", queries=3), Meaning(), 3),
     "appended_scales": appended_scales,
     "gathered": gathered,

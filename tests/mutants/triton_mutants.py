@@ -44,10 +44,10 @@ _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
 _ITERATOR = "backends.triton.kernels.tile_iterator"
 _ADDRESSING = "backends.triton.kernels.addressing"
 _RESULTS = "backends.triton.kernels.results"
+_WRAPPED = "backends.triton.kernels.wrapped_rows"
 _SHARES = "backends.triton.kernels.even_shares"
 _COMBINE = "backends.triton.kernels.combine"
 _DROPOUT = "backends.triton.kernels.dropout"
-_MATMUL = "backends.triton.kernels.matmul"
 _PAGED_KV = "backends.triton.kernels.paged_kv"
 _CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
 _PROGRAMS = "backends.triton.codegen.programs"
@@ -84,7 +84,10 @@ MUTANTS = by_name(
     ),
     Mutant("left_limit_off_by_one", f"{_DEVICE_MATH}:between", "place - lo", "place - lo - 1", "window"),
     Mutant("mask_forgotten", f"{_FORWARD}:seen_in", "seen & __", "seen | __", "dilated"),
-    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:scores_of", "if mods.always.exists: ...", "if False: ...", "beside_lists"),
+    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:seen_always", "tl.where(__, s, float('-inf'))", "s", "beside_lists"),
+    Mutant("tile_that_begins_sure", f"{_FORWARD}:scores_of", "first + c.TILE_N > rows.sure[1]", "first > rows.sure[1]", "drafts"),
+    Mutant("tile_that_ends_sure", f"{_FORWARD}:scores_of", "first < rows.sure[0]", "first + c.TILE_N < rows.sure[0]", "drafts"),
+    Mutant("sure_keys_of_one_row", f"{_ITERATOR}:sure_of", "tl.min(__)", "tl.max(clipped(hi, seqlen_k, c.TILE_M))", "drafts"),
     Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "lanes = lane[None, :]", "lanes = (lane - first)[None, :]", "alibi"),
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
     Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
@@ -112,7 +115,7 @@ MUTANTS = by_name(
     # sums
     Mutant("scale_1_percent_off", f"{_FORWARD}:visited", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
     Mutant(
-        "output_not_rescaled", f"{_MATMUL}:plus_product",
+        "output_not_rescaled", f"{_DROPOUT}:plus_product",
         "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky",
     ),
     Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
@@ -176,6 +179,10 @@ MUTANTS = by_name(
         "factor_of_the_first_head", f"{_FORWARD}:visited",
         "tensors.k_factors + kv_head * spans.k_factors.head", "tensors.k_factors", "factors_of_keys",
     ),
+    Mutant("front_not_wrapped", f"{_WRAPPED}:load_wrapped", "tl.where(d < wrap, d + HEAD_DIM, d)", "d", "wrapped"),
+    Mutant("front_of_one_piece_less", f"{_WRAPPED}:joined", "tl.where(i == 0, -1, 0)", "0", "wrapped"),
+    Mutant("queries_in_the_order_of_columns", f"{_KEY_TILES}:load_rows", "WRAP > 0", "WRAP < 0", "wrapped"),
+    Mutant("output_in_the_order_of_columns", f"{_WRAPPED}:output_columns", "c.WRAP > 0", "c.WRAP < 0", "wrapped"),
     Mutant("factor_of_the_head_left_out", f"{_FORWARD}:visited", "factor * of_head", "factor", "factors_of_heads"),
     Mutant(
         "factor_of_the_first_entry", f"{_FORWARD}:visited",

@@ -73,7 +73,7 @@ def test_triton_s_backward_kernels_go_so(tiles: int, heads: int, together: int, 
     language = SimpleNamespace(
         num_programs=lambda i: grid[i], program_id=lambda i: at[i], where=lambda c, a, b: a if c else b, minimum=min, constexpr=None
     )
-    place = backward._place.fn
+    place = backward.place_of_program.fn
     monkeypatch.setitem(place.__globals__, "tl", language)
     found = []
     for z, y, x in itertools.product(range(entries), range(heads), range(tiles)):

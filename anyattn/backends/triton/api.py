@@ -276,7 +276,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_OF_8_BITS = ("K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES", "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA")
+_OF_8_BITS = ("K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES", "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "WRAP")
 
 
 def _constants_of_8_bits(problem: Problem, tile_m: int) -> dict[str, int]:
@@ -288,7 +288,8 @@ def _constants_of_8_bits(problem: Problem, tile_m: int) -> dict[str, int]:
     # a warp group's products take values from shared memory in 16 bits, whatever they were loaded as
     has_pairs = kv_bytes > 1 and v.shape[3] % 2 == 0 and tile_m <= tile_config.FEW and q.dtype is not torch.float32
     is_halved, is_nvidia = q.dtype is torch.bfloat16, assumptions.is_nvidia(q.device.type)
-    return dict(zip(_OF_8_BITS, (of_k, of_v, row_bytes(q), kv_bytes, has_pairs, is_halved, is_nvidia), strict=True))
+    wrap = assumptions.shape_of(problem).wrap if tile_m <= tile_config.FEW else 0
+    return dict(zip(_OF_8_BITS, (of_k, of_v, row_bytes(q), kv_bytes, has_pairs, is_halved, is_nvidia, wrap), strict=True))
 
 
 def _strides_of_factors(problem: Problem) -> list[int]:

@@ -18,9 +18,9 @@ from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
-    "FEW", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates", "capability_of",
-    "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_keys_of", "most_short", "needed", "padded", "pipeline_of",
-    "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
+    "FEW", "LEAST_FRONT", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates",
+    "capability_of", "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_keys_of", "most_short", "most_wrap",
+    "needed", "padded", "pipeline_of", "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -34,6 +34,7 @@ _OF_AMD = 64 << 10
 # Partial sums of a row's weights, added at the row's end: a thread has one column of eight, or two adjacent ones, and adds only its own.
 # Tiles of few rows have a partial sum per column.
 _ROW_SUMS = 8
+LEAST_FRONT = 16  # bytes of a row's front (``kernels.wrapped_rows``): as many as the matrix products' loads take at a time
 FEW = 32  # with at most so many rows, a tile leaves registers unused
 _SMALL_PARTS = 2 << 10  # bytes of barriers, statistics and reductions
 _OF_A_BLOCK = 1 << 10  # bytes that the system reserves in every block
@@ -121,6 +122,11 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def most_wrap(d: int, dv: int) -> int:
+    """The most bytes of a row that are loaded in pieces of 4, for these padded head dimensions; see ``launch.wrap_bytes``."""
+    return _MOST_WRAP[_column_of(d, dv)]
+
+
 def shared_memory(capability: tuple[int, int] | None) -> int:
     """Shared memory bytes that one block can have; for an unknown device the greatest value of any device."""
     if torch.version.hip is not None and capability is not None:
@@ -137,8 +143,9 @@ class Shape:
     columns: number of values that mods load per key. asks: lists name the tiles, and the mask is evaluated in partial ones. has_pairs: the
     score mod loads a value for every (row, key) pair. is_band: for a backward pass, whether each row sees a band of keys
     (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``). most_keys: see
-    ``most_keys_of``. has_8_bits: keys and values are stored in 8 bits. is_narrow: their rows do not begin at
-    multiples of 8 bytes. listed: rows and keys of the tiles of the call's own block lists, (0, 0) without.
+    ``most_keys_of``. has_8_bits: keys and values are stored in 8 bits. wrap: of kernels over few rows, see ``launch.wrap_bytes``.
+    is_narrow: their rows do not begin at multiples of 8 bytes, and columns are not wrapped. listed: rows and keys of the tiles of the
+    call's own block lists, (0, 0) without.
     """
 
     d: int
@@ -152,6 +159,7 @@ class Shape:
     pair_bytes: int = 0
     most_keys: int = 0
     has_8_bits: bool = False
+    wrap: int = 0
     is_narrow: bool = False
     listed: tuple[int, int] = (0, 0)
 
@@ -221,23 +229,21 @@ _SHORT_FULL: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 
 # with 256 keys in a tile and 8 warps, 316 with 128 and 4 (in five stages).
 _SHORT_8_BITS: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 256, 4, 2), (16, 256, 8, 3), (16, 64, 4, 3))}
 _SHORT_NARROW: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 64, 8, 6), (16, 128, 8, 3), (16, 32, 8, 6))}
+# The same for rows in wrapped columns (``kernels.wrapped_rows``): by the compiler's output, not measured yet.
+_SHORT_WRAPPED: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 256, 8, 3), (16, 128, 8, 3))}
+# The most bytes of their WRAP. With 32, a memory sector, no sector is loaded twice, and twice as many pieces of 4 bytes are.
+_MOST_WRAP = (16, 32, 32)
 _MOST_SHORT = 16
 # Pipeline options of the 16-bit forward pass, by head dimension as above; all off for other architectures, and for few queries.
-_PIPELINES = {
-    "sm_90": (
-        PipelineOptions(False, TmaUse.ALL, is_grouped=True),
-        PipelineOptions(True, TmaUse.ALL, True, True),
-        PipelineOptions(False, TmaUse.KV, is_grouped=True),
-    )
-}
+_PIPELINES = {"sm_90": (
+    PipelineOptions(False, TmaUse.ALL, is_grouped=True), PipelineOptions(True, TmaUse.ALL, True, True),
+    PipelineOptions(False, TmaUse.KV, is_grouped=True),
+)}  # fmt: skip
 # With a score mod, which also needs registers.
-_PIPELINES_OF_SCORES = {
-    "sm_90": (
-        PipelineOptions(False, TmaUse.KV_OUT, is_grouped=True),
-        PipelineOptions(True, TmaUse.KV, is_grouped=True),
-        PipelineOptions(False, TmaUse.KV, is_grouped=True),
-    )
-}
+_PIPELINES_OF_SCORES = {"sm_90": (
+    PipelineOptions(False, TmaUse.KV_OUT, is_grouped=True), PipelineOptions(True, TmaUse.KV, is_grouped=True),
+    PipelineOptions(False, TmaUse.KV, is_grouped=True),
+)}  # fmt: skip
 # Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 # Score mods that load a value per pair, 16 bits, head dimensions up to 64, by the greatest number of keys: with few, one or two steps need
@@ -300,14 +306,16 @@ def _with_registers_to_spare(name: str, tiles: Tiles, shape: Shape, arch: str) -
 def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
     """Shared memory bytes that suffice for a pass ("forward", "dq", "dkdv"): for resident operands and for every stage."""
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
+    if shape.wrap and name == "forward" and m <= FEW:  # a stage that is computed with has left its buffer
+        stages = max(1, stages - 1)
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
     loaded = shape.kv_size if name == "forward" else size
-    total = (
-        size * stay + loaded * stages * step * both + stages * step * 8 * shape.columns + stages * m * n * shape.pair_bytes + _SMALL_PARTS
-    )
+    total = size * stay + loaded * stages * step * both + stages * (8 * step * shape.columns + m * n * shape.pair_bytes) + _SMALL_PARTS
     if name == "forward" and shape.has_8_bits:
         total += 8 * stages * step  # factors
+        if shape.wrap and m <= FEW:  # fronts of rows, and weights
+            total += 2 * max(shape.wrap, LEAST_FRONT) * stages * step + size * m * n
         if m > FEW:  # a warp group's products take operands from shared memory, converted
             total += size * step * both
     if name == "dkdv":  # lse and delta of a row
@@ -390,7 +398,8 @@ def forward_tiles(
     elif is_short:
         is_full = rows > _FEWEST and queries >= _SEVERAL and not shape.has_8_bits
         of_16_bits = _SHORT_FULL if is_full else _SHORT_SHARED if is_shared else _SHORT
-        table = _SHORT_NARROW if shape.is_narrow else _SHORT_8_BITS if shape.has_8_bits else of_16_bits
+        of_8_bits = _SHORT_NARROW if shape.is_narrow else _SHORT_WRAPPED if shape.wrap else _SHORT_8_BITS
+        table = of_8_bits if shape.has_8_bits else of_16_bits
         tiles = Tiles(*table[architecture(capability)][_column(shape)])
         if is_full and rows > 2 * tiles.tile_m:
             tiles = replace(tiles, tile_m=2 * tiles.tile_m, num_warps=8)
@@ -420,8 +429,11 @@ def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
 
 def _column(shape: Shape) -> int:
     """The column of the tables for a shape's head dimension."""
-    widest = max(shape.d, shape.dv)
-    return 0 if widest <= 64 else 1 if widest <= 128 else 2
+    return _column_of(shape.d, shape.dv)
+
+
+def _column_of(d: int, dv: int) -> int:
+    return 0 if max(d, dv) <= 64 else 1 if max(d, dv) <= 128 else 2
 
 
 @lru_cache(maxsize=1024)

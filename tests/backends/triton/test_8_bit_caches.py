@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import anyattn
+from anyattn.backends.triton import tile_config
 from anyattn.call_cache import attention
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments, cache_call
@@ -45,15 +47,29 @@ def arguments(
     return (torch.zeros(4, 1, 32, d, dtype=q_dtype), k, v), options
 
 
-def loops_of(dtype: torch.dtype, form: str, **more: Any) -> tuple[list[list[str]], ahead.Resources]:
-    """The machine's operations in the loops over keys, and what the kernel takes."""
+def loops_of(dtype: torch.dtype, form: str, **more: Any) -> tuple[list[list[str]], ahead.Resources, int]:
+    """The machine's operations in the loops over keys, what the kernel takes, and the bytes of keys and values in a step of a thread."""
     given, options = arguments(dtype, form, **more)
     with ahead.on(HOPPER) as launches:
         anyattn.flash_attn_with_kvcache(*given, **options, validate=False)
     (launch,) = [one for one in launches if "TILE_N" in one.options]
     kernel = ahead.compiled(launch, HOPPER)
     loops = [loop for loop in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in op for op in loop)]
-    return loops, ahead.resources(kernel)
+    rows = launch.options["TILE_N"] * 2 * given[1].shape[3] // (32 * launch.options["num_warps"])
+    return loops, ahead.resources(kernel), rows
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_shared_memory_of_wrapped_rows(d: int) -> None:
+    given, options = arguments(torch.float8_e4m3fn, "inline", d=d)
+    for tile_n, warps, stages in ((128, 4, 3), (128, 8, 4), (64, 8, 2)):
+        tiles = tile_config.Tiles(16, tile_n, warps, stages)
+        with ahead.on(HOPPER) as launches, mock.patch.dict(tile_config._SHORT_WRAPPED, {"sm_90": (tuple(vars(tiles).values()),) * 3}):
+            anyattn.flash_attn_with_kvcache(*given, **options, validate=False)
+        (launch,) = [one for one in launches if "TILE_N" in one.options]
+        shape = tile_config.Shape(d, d, torch.bfloat16, has_8_bits=True, wrap=launch.options["WRAP"])
+        tiles = tile_config.Tiles(16, launch.options["TILE_N"], launch.options["num_warps"], launch.options["num_stages"])
+        assert ahead.resources(ahead.compiled(launch, HOPPER)).shared <= tile_config.needed("forward", tiles, shape, HOPPER)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -64,20 +80,24 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"dtype": torch.int8, "form": "none"},
     "wide heads": {"dtype": torch.float8_e4m3fn, "form": "head", "d": 256},
     "scales behind the bytes": {"dtype": torch.float8_e4m3fn, "form": "inline"},
+    "scales behind the bytes, pages": {"dtype": torch.float8_e4m3fn, "form": "inline", "page_size": 16},
+    "scales behind the bytes, int8 and float16": {"dtype": torch.int8, "form": "inline", "q_dtype": torch.float16},
+    "scales behind the bytes, narrow heads": {"dtype": torch.float8_e5m2, "form": "inline", "d": 64},
+    "scales behind the bytes, wide heads": {"dtype": torch.float8_e4m3fn, "form": "inline", "d": 256},
 }
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
 def test_loops_load_ahead_and_convert_in_registers(name: str) -> None:
-    loops, found = loops_of(**CASES[name])
+    loops, found, rows = loops_of(**CASES[name])
     assert found.stack == 0 and found.shared <= 227 << 10
     for loop in loops:
         names = {op.partition(".")[0] for op in loop}
         assert "F2F" not in names and "I2F" not in names, "conversions of a sixteenth of the usual rate"
         assert not any(op.startswith("LDS.U8") for op in loop), "values are transposed byte by byte"
         copies = [op for op in loop if op.startswith("LDGSTS")]
-        assert copies and (name == "scales behind the bytes" or sum(".128" in op for op in copies) >= len(copies) // 2)
+        assert sum(".128" in op for op in copies) >= rows // 16, "rows are copied in short pieces"
         assert not any(op.startswith("LDG.") for op in loop) or "pages" in name, "waits for what it loads"
 
 
@@ -134,7 +154,7 @@ def test_a_step_reads_nothing(form: str, page_size: int, launches: Any) -> None:
     assert first == second == third
     scale = {"none": 0, "number": 1, "head": 1}.get(form, 2)
     assert (first[1]["K_SCALE"], first[1]["V_SCALE"]) == (scale, scale)
-    assert first[1]["KV_BYTES"] == (4 if form == "inline" else 16)
+    assert (first[1]["KV_BYTES"], first[1]["WRAP"]) == ((4, 32) if form == "inline" else (16, 0))
 
 
 def test_a_cache_that_grows_is_planned_once(launches: Any) -> None:

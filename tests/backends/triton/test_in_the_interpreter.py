@@ -62,6 +62,7 @@ PARTS = {
             *(f"{KERNELS}/test_forward_interpreted.py", "backends/triton/codegen/test_assumptions_interpreted.py"),
             *("documents/test_kernels_interpreted.py", "sequences/test_tile_order_interpreted.py"),
             *("distributed/test_row_moves_interpreted.py", f"{KERNELS}/test_eight_bits_interpreted.py"),
+            f"{KERNELS}/test_wrapped_rows_interpreted.py",
             f"{KERNELS}/test_gathered_keys_interpreted.py",
             *(f"sparsity/kernels/test_{name}_interpreted.py" for name in ("block_lists", "varlen_lists", "topk")),
         ),

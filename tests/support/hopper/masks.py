@@ -83,5 +83,5 @@ MASKS: dict[str, Callable[..., Any]] = WHOLE | {
 # the least captured divisor of masks that are words if it leaves few pieces of a tile
 WIDTHS = {
     "odd image": 12, "tiny image": 7, "captured image": 128, "image of 100": 100, "image of 50": 50, "video": 32, "video of 24": 24,
-    "video of 9": 9,
+    "video of 9": 9, "windows of a video": 32, "windows of a small video": 9,
 }  # fmt: skip

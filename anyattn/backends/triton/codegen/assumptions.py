@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.backends.triton.tile_config import Shape, most_keys_of, padded
+from anyattn.backends.triton.tile_config import Shape, most_keys_of, most_wrap, padded
 from anyattn.mods.analysis.captured_loads import even_slots
 from anyattn.mods.analysis.row_ranges import RowRanges
 from anyattn.mods.ir.dependence import dependence
@@ -17,7 +17,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import alike
 from anyattn.triton_tools.emit import NEAR, SMALL, Style
 from anyattn.triton_tools.interpreter import is_interpreting
-from anyattn.triton_tools.launch import row_bytes
+from anyattn.triton_tools.launch import row_bytes, wrap_bytes
 
 __all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
 
@@ -56,9 +56,10 @@ def shape_of(problem: Problem) -> Shape:
     most_keys = most_keys_of(problem.bound_k) if asks_pairs and problem.sequences is None else 0
     has_score = problem.score is not None
     has_8_bits = problem.k.dtype is not problem.q.dtype
+    wrap = wrap_bytes(most_wrap(d, dv), problem.k, problem.v) if has_8_bits else 0
     return Shape(
         d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys,
-        has_8_bits=has_8_bits, is_narrow=has_8_bits and row_bytes(problem.k, problem.v) < 8,
+        has_8_bits=has_8_bits, wrap=wrap, is_narrow=has_8_bits and not wrap and row_bytes(problem.k, problem.v) < 8,
     )  # fmt: skip
 
 

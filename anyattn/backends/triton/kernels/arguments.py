@@ -2,8 +2,7 @@
 
 This module needs neither triton nor a tensor: the host takes the order of a launch's arguments from the same classes. In a kernel every
 field is a scalar, a pointer or a block, so their types are ``Any``; a field with a class of its own is a nested group. Kernels construct
-groups by
-keyword: Triton's disk cache is keyed by a kernel's text, which does not contain the order of a class's fields.
+groups by keyword: Triton's disk cache is keyed by a kernel's text, which does not contain the order of a class's fields.
 """
 
 from collections import namedtuple
@@ -163,9 +162,9 @@ class Mods(NamedTuple):
 # over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles. K_SCALE, V_SCALE:
 # factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD``
 # (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES: what the addresses of rows of q, and of k and v, are multiples
-# of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of a block whose sum is stored.
-# HAS_PAIRS: 8-bit values are loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA:
-# 8 bits are converted by NVIDIA's instructions. IS_HALVED: see ``eight_bits.halved``.
+# of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of a block whose sum is stored. HAS_PAIRS: 8-bit values are
+# loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED: see
+# ``eight_bits.halved``. WRAP: see ``wrapped_rows``.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N",
@@ -179,7 +178,7 @@ def _constants(name: str, *more: str) -> Any:
 ForwardConstants = _constants(
     "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED", "K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES",
-    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "HAS_SKIP", "COUNTS_SKIPS",
+    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "WRAP", "HAS_SKIP", "COUNTS_SKIPS",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
@@ -415,7 +414,7 @@ class KeyFactors(NamedTuple):
 class KeyStorage(NamedTuple):
     """The storage of a sequence's keys and values. k, v: pointers to their head's storage, or tensor descriptors. row, start: int32, the
     storage's batch entry and the first key's row in it. k_strides, v_strides: of the storage. head: the K/V head. factors: ``KeyFactors``,
-    0 in the backward pass."""
+    0 in the backward pass. k_wrap, v_wrap: see ``wrapped_rows.wrap_of``; 0 if WRAP is."""
 
     k: Any
     v: Any
@@ -425,6 +424,8 @@ class KeyStorage(NamedTuple):
     v_strides: RowStrides
     head: Any
     factors: Any
+    k_wrap: Any
+    v_wrap: Any
 
 
 class Scales(NamedTuple):

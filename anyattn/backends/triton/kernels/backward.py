@@ -19,10 +19,9 @@ import triton.language as tl
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, TileOfScores
-from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
+from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places, plus_product
 from anyattn.backends.triton.kernels.forward import kv_for, rows_of
 from anyattn.backends.triton.kernels.key_tiles import load_rows
-from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 from anyattn.triton_tools import device_math
@@ -229,7 +228,7 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
         k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
-        k_strides=strides.k, v_strides=strides.v, head=kv_head, factors=0,
+        k_strides=strides.k, v_strides=strides.v, head=kv_head, factors=0, k_wrap=0, v_wrap=0,
     )  # fmt: skip
     n_lane = tl.arange(0, c.TILE_N)
     offsets = tile_offsets(n_lane, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(n_lane, key.v_strides, c.BLOCK_DV, c.IS_NEAR)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.kernels.addressing import sequence_of
+from anyattn.backends.triton.kernels.results import places_of_rows
+from anyattn.backends.triton.kernels.wrapped_rows import output_columns
 
 __all__ = ["item_at", "next_in_share", "start_of_share", "store_no_rows", "store_part"]
 
@@ -117,17 +119,19 @@ def store_no_rows(tensors, c):
 
 
 @triton.jit
-def store_part(acc, row_sum, row_max, rows, first, begin, is_end, tensors, c):
+def store_part(acc, row_sum, row_max, tile, first, begin, is_end, tensors, strides, sizes, c):
     """Stores a part of a row tile's results: its output times ``row_sum``, ``row_sum`` and ``row_max`` (base 2), for ``combine_shares``.
 
     A program has at most two: place 0 is of one that continues another program's, place 1 of one that others continue. The last part's
-    program notes the tile's rows, by their places among the statistics, or -1, and the program ``first`` that has the first part.
+    program notes the tile's rows, by their places among the statistics, or -1, and the program ``first`` that has the first part. acc: its
+    columns are in the order of ``output_columns``.
     """
     program, r, d = tl.program_id(0).to(tl.int64), tl.arange(0, c.TILE_M), tl.arange(0, c.BLOCK_DV)[None, :]
+    rows, columns = tl.where(tile.is_row, places_of_rows(tile, sizes), -1), output_columns(tile.kv_head, tensors, strides, c)[None, :]
     at = (program * 2 + (begin == 0)) * c.TILE_M + r
     tl.store(tensors.part_sums + at * 2, row_sum, mask=rows >= 0)
     tl.store(tensors.part_sums + at * 2 + 1, row_max, mask=rows >= 0)
-    tl.store(tensors.parts + at[:, None] * c.BLOCK_DV + d, acc, mask=(rows >= 0)[:, None])
+    tl.store(tensors.parts + at[:, None] * c.BLOCK_DV + columns, acc, mask=(rows >= 0)[:, None] & (d < c.HEAD_DIM_V))
     if begin > 0:
         table = tensors.part_rows + program * (c.TILE_M + 1)
         tl.store(table + r, tl.where(is_end, rows, -1))

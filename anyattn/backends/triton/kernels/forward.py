@@ -15,8 +15,9 @@ from anyattn.backends.triton.kernels.eight_bits import halved, widened
 from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, start_of_share, store_no_rows, store_part
 from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
-from anyattn.backends.triton.kernels.results import no_output, no_results, places_of_rows, store_results, whole_output
+from anyattn.backends.triton.kernels.results import no_output, no_results, store_results, whole_output
 from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, sure_of, visits_of
+from anyattn.backends.triton.kernels.wrapped_rows import wraps_of
 
 __all__ = ["forward_tile", "rows_of"]
 
@@ -281,7 +282,7 @@ def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, k
 
 @triton.jit
 def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
-    """(output times sums, row_sum, row_max) of a portion of the keys of ``tile``, whose sequence has some. row_max is in base 2."""
+    """(output times sums in ``output_columns``, row_sum, row_max in base 2) of a portion of the keys of ``tile``, which has some."""
     sequence, b, position, heads, first_row = tile.sequence, tile.b, tile.position, tile.heads, tile.first
     _total, row_sum, row_max = no_results(c)
     acc = no_output(c)
@@ -294,11 +295,12 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     if c.IS_RAW:  # finite after scaling too
         row_max = row_max / tl.maximum(factor, 1.0)
     seqlen_k = sequence.seqlen_k
+    k_wrap, v_wrap = wraps_of(tile.kv_head, tensors, strides, c)
     if c.IS_DESCRIBED == 4:
         q = tl.reshape(tensors.q.load([b, tile.h, first_row, 0]), (c.TILE_M, c.BLOCK_D))
     else:
         offsets = row_offsets(sequence.q_row, heads, tile.at, strides.q)
-        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False, c.Q_BYTES)
+        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False, c.Q_BYTES, c.WRAP, k_wrap)
     of_rows = 1.0
     if c.IS_HALVED:
         q, of_rows = halved(q)
@@ -336,7 +338,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     )  # fmt: skip
     key = KeyStorage(
         k=k_from, v=v_from, row=sequence.k_row, start=sequence.k_start, k_strides=strides.k, v_strides=strides.v,
-        head=kv_head.to(tl.int32), factors=factors,
+        head=kv_head.to(tl.int32), factors=factors, k_wrap=k_wrap, v_wrap=v_wrap,
     )  # fmt: skip
     pages = tensors.pages + b.to(tl.int64) * sizes.pages_each
     if c.IS_RISING:
@@ -491,6 +493,6 @@ def share_of_tiles(tensors, strides, spans, cache, dealt, sizes, shares, lists, 
             if count == tiles:
                 store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, 0, c)
             else:
-                rows = tl.where(tile.is_row, places_of_rows(tile, sizes), -1)
-                store_part(acc, row_sum, row_max, rows, (at - begin) // share, begin, begin + count == tiles, tensors, c)
+                is_end = begin + count == tiles
+                store_part(acc, row_sum, row_max, tile, (at - begin) // share, begin, is_end, tensors, strides, sizes, c)
         at, item, head, begin = next_in_share(at, item, head, begin, count, tiles, dealt, sizes)

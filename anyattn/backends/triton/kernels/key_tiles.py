@@ -6,6 +6,7 @@ import triton.language as tl
 from anyattn.backends.triton.kernels.addressing import key_places
 from anyattn.backends.triton.kernels.eight_bits import unpacked
 from anyattn.backends.triton.kernels.paged_kv import paged_places
+from anyattn.backends.triton.kernels.wrapped_rows import load_wrapped, wrapped_columns
 from anyattn.backends.triton.tile_config import FEW
 
 __all__ = ["factors_at", "keys_at", "load_rows", "pairs_at"]
@@ -14,13 +15,21 @@ _FEW: tl.constexpr = tl.constexpr(FEW)
 
 
 @triton.jit
-def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr, ROW_BYTES: tl.constexpr = 0):
+def load_rows(
+    base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr, ROW_BYTES: tl.constexpr = 0,
+    WRAP: tl.constexpr = 0, wrap=0,
+):  # fmt: skip
     """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros for rows not in ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM.
-    ROW_BYTES: what their addresses are multiples of, if the offsets do not say so."""
+    ROW_BYTES: what their addresses are multiples of, if the offsets do not say so. WRAP, wrap: if not 0, the columns are those of
+    ``wrapped_rows``."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    at = base + offsets + d
-    if ROW_BYTES > 0:
-        at = tl.multiple_of(at, (1, ROW_BYTES))
+    if WRAP > 0:
+        at = base + offsets + wrapped_columns(wrap, HEAD_DIM, BLOCK_D)[None, :]
+        at = tl.max_contiguous(tl.multiple_of(at, (1, min(ROW_BYTES, 8))), (1, 4))
+    else:
+        at = base + offsets + d
+        if ROW_BYTES > 0:
+            at = tl.multiple_of(at, (1, ROW_BYTES))
     if ALL_ROWS and HEAD_DIM == BLOCK_D:
         return tl.load(at)
     elif ALL_ROWS:
@@ -47,6 +56,10 @@ def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.cons
     else:
         is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
         at = places_at(key, strides, first, end, numbers, c, IS_CUT)
+        if c.WRAP > 0:
+            wrap = key.v_wrap if IS_VALUE else key.k_wrap
+            IS_WHOLE: tl.constexpr = c.PAGE_SIZE == 0 or not c.IS_SHARED  # what follows the last key is the last key
+            return load_wrapped(source, at[:, None], is_key, wrap, HEAD_DIM, BLOCK_D, IS_WHOLE or IS_PLAIN, c.WRAP, 1, c.IS_NVIDIA)
         return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, IS_PLAIN, c.KV_BYTES)
 
 
@@ -59,7 +72,12 @@ def pairs_at(key, first, end, numbers, DTYPE: tl.constexpr, c, IS_CUT: tl.conste
     is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
     at = places_at(key, key.v_strides, first, end, numbers, c, IS_CUT) >> 1
     source = key.v.to(tl.pointer_type(tl.int16))
-    pairs = load_rows(source, at[:, None], is_key, c.HEAD_DIM_V // 2, c.BLOCK_DV // 2, not IS_CUT, c.KV_BYTES)
+    if c.WRAP > 0:
+        wrap = key.v_wrap >> 1
+        IS_WHOLE: tl.constexpr = not IS_CUT or c.PAGE_SIZE == 0 or not c.IS_SHARED
+        pairs = load_wrapped(source, at[:, None], is_key, wrap, c.HEAD_DIM_V // 2, c.BLOCK_DV // 2, IS_WHOLE, c.WRAP, 2, c.IS_NVIDIA)
+    else:
+        pairs = load_rows(source, at[:, None], is_key, c.HEAD_DIM_V // 2, c.BLOCK_DV // 2, not IS_CUT, c.KV_BYTES)
     return unpacked(pairs, key.v.dtype.element_ty, DTYPE, c.IS_NVIDIA)
 
 
@@ -69,6 +87,12 @@ def places_at(key, strides, first, end, numbers, c, IS_CUT: tl.constexpr):
     shares of some row of its page."""
     if c.PAGE_SIZE > 0:
         return paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_CUT and not c.IS_SHARED)
+    elif c.WRAP > 0:  # a tile's rows are less than 2^32 bytes apart
+        lane, step = tl.arange(0, c.TILE_N), strides.position
+        if IS_CUT:
+            lane = tl.minimum(lane, end - 1 - first)
+        inside = lane.to(tl.uint32) * step.to(tl.uint32)
+        return key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + inside
     elif c.TILE_M <= _FEW and not IS_CUT:
         # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
         step = strides.position

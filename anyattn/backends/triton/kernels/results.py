@@ -5,6 +5,7 @@ import triton.language as tl
 
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.triton.kernels.addressing import row_offsets
+from anyattn.backends.triton.kernels.wrapped_rows import output_columns
 
 __all__ = ["no_output", "no_results", "places_of_rows", "store_results", "whole_output"]
 
@@ -23,7 +24,7 @@ def places_of_rows(tile, sizes):
 @triton.jit
 def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, split, c):
     """Writes the output and statistics of a ``RowTile``. A split writes to [split][q row][head][position]; the sink is added when splits
-    are combined."""
+    are combined. acc: its columns are in the order of ``output_columns``."""
     h, is_row, q_row = tile.heads, tile.is_row, tile.sequence.q_row
     statistic = places_of_rows(tile, sizes)
     part = tl.cast(split, tl.int64) * spans.part_statistics
@@ -49,9 +50,9 @@ def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, s
         tensors.out.store([tile.b, tile.h, tile.first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], c.BLOCK_DV)))
     else:
         offsets = row_offsets(q_row, h, tile.at, strides.out)
-        d = tl.arange(0, c.BLOCK_DV)[None, :]
+        d, columns = tl.arange(0, c.BLOCK_DV)[None, :], output_columns(tile.kv_head, tensors, strides, c)[None, :]
         out = tensors.out + tl.cast(split, tl.int64) * strides.part_out
-        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM_V))
+        tl.store(out + offsets[:, None] + columns, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM_V))
 
 
 @triton.jit

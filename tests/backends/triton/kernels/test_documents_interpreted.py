@@ -147,7 +147,7 @@ def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch
         unknown = results(case, lists, mask)
     ((found, count),) = seen
     first = sorted(made)
-    assert len(set(made)) == len(made) == 2 and count == 5
+    assert len(set(made)) == len(made) == 3 and count == 5  # the tiles of the three kernels differ
     found.count = count
     known = results(case, lists, mask)
     assert sorted(made) == first and all(torch.equal(known[what], unknown[what]) for what in known)
