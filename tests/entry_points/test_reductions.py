@@ -49,6 +49,7 @@ PATHS = {
     "row bias": Path((1, 2, 2, 40, 70, 16), CAUSAL, lambda s, b, h, q, k: s + BIAS[q % 8] * 5, has_sink=True),
     "lists": Path((2, 4, 2, 90, 100, 16), lambda b, h, q, k: (q // 16 + h) % 3 != (k // 16) % 3, block_size=16, has_sink=True),
     "wide lists": Path((1, 2, 1, 150, 200, 16), lambda b, h, q, k: (IDS[q] == IDS[k]) | (k < 3), block_size=(64, 32)),
+    "shorter than lists": Path((1, 2, 1, 27, 45, 16), lambda b, h, q, k: (q * k + h) % 3 > 0, block_size=(32, 64)),
     "odd lists": Path((1, 2, 2, 70, 70, 16), lambda b, h, q, k: (q // 16) % 3 != (k // 16) % 3, block_size=(31, 40)),
     "documents": Path((1, 2, 1, 90, 90, 16), lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k), block_size=(32, 32)),
     "bfloat16": Path((1, 4, 1, 65, 129, 32), CAUSAL, dtype=torch.bfloat16),

@@ -74,7 +74,7 @@ def block_reductions(
     tiles, cache = passes.tiles["dq"], passes.launches["dq"]
     call_program = None if cache.knows_lists else program_of(problem)
     tables = tables_of(problem, cache.lists if call_program is None else call_program.lists, tiles.tile_m)
-    part = _part_of(block, tiles, tables)
+    part = _part_of(block, tiles, tables, (problem.q.shape[2], problem.k.shape[2]))
     counts = ceil_div(problem.q.shape[2], part[0]), ceil_div(problem.k.shape[2], part[1])
     sums, maxima = (
         torch.full((*problem.q.shape[:2], *counts), fill, dtype=torch.float32, device=lse.device) if is_wanted else None
@@ -98,11 +98,10 @@ def _joined(parts: Tensor, times: tuple[int, int], fill: float) -> Tensor:
     return parts
 
 
-def _part_of(block: tuple[int, int], tiles: Tiles, tables: Tables) -> tuple[int, int]:
-    """The blocks that the kernel stores: they divide ``block``, the kernel's tiles and the lists' tiles."""
-    m, n = (
-        math.gcd(size, tile, of_list) for size, tile, of_list in zip(block, (tiles.tile_m, tiles.tile_n), tables.list_tile, strict=True)
-    )
+def _part_of(block: tuple[int, int], tiles: Tiles, tables: Tables, lengths: tuple[int, int]) -> tuple[int, int]:
+    """The blocks that the kernel stores: they divide ``block``, the kernel's tiles, and the lists' tiles where there are several."""
+    sides = zip(block, (tiles.tile_m, tiles.tile_n), tables.list_tile, lengths, strict=True)
+    m, n = (math.gcd(size, tile, of_list if of_list < length else 0) for size, tile, of_list, length in sides)
     if block[0] // m * (block[1] // n) > _MOST_PARTS:
         lists = f", of block lists of {tables.list_tile[0]} x {tables.list_tile[1]}" if tables.list_tile[0] else ""
         raise BackendError(
