@@ -57,7 +57,8 @@ def _parts_of_flex(call: tuple, backend: str | None, kernel_options: dict[str, A
     if block_mask is not None:
         is_block_mask(block_mask)
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        listing = (block_mask.seq_lengths, block_mask.BLOCK_SIZE, getattr(block_mask, "_exact", False))
+        leaves_heads = getattr(block_mask, "_leaves_heads", False)
+        listing = (block_mask.seq_lengths, block_mask.BLOCK_SIZE, getattr(block_mask, "_exact", False), leaves_heads)
         listed = block_mask.mask_mod
     operands = ((query, key, value, None, None, None, None, *others), lists, listing, backend, kernel_options)
     mods = (bound(score_mod, "score", aux_tensors), bound(listed, "mask", aux_tensors), bound(mask_mod, "mask", aux_tensors))

@@ -288,7 +288,7 @@ def operands_of_call(
     mask: TracedMod | None,
 ) -> Attend:
     """The operator's arguments for a ``flex_attention`` call with traced mods. call: a ``FlexCall`` without them. listing: a block mask's
-    lengths, block size, and whether it is exact; None for lists that the graph computes itself.
+    lengths, block size, whether it is exact, and ``_leaves_heads``; None for lists that the graph computes itself.
 
     Raises as the eager call for wrong shapes, dtypes and devices; contents of tensors are checked when the operator runs.
     """
@@ -302,12 +302,12 @@ def operands_of_call(
             flex.captured_devices(mod, query.device)
     block_lists, block_size, exactness = [], [0, 0], list_operands.INEXACT
     if listing is not None and listed is not None:
-        lengths, size, is_exact = listing
+        lengths, size, is_exact, leaves_heads = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
         counts: Any = lists[0]
         exactness = _exactness(is_exact, counts, listed) if are_unwritten(*block_lists) else exactness
         flex.check_lists(lengths, counts, query, key)
-        flex.check_heads_of_lists(listed, counts, query.shape[1], lists[3] is not None or is_exact is not False)
+        flex.check_heads_of_lists(listed, counts, query.shape[1], lists[3] is not None or not leaves_heads)
         block_lists = own_lists(block_lists)
     nothing = query.new_empty(0)  # one for all lists: a compiled graph creates it at every call
     return Attend(

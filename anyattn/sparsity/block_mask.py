@@ -61,6 +61,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
     # set by ``marked``; None if a compiled graph made the lists; False again once a field of ``_EXACT_BY`` is assigned
     _exact: bool | None = False
     _is_ordered: bool = False  # set for lists that ``may_share``
+    _leaves_heads: bool = False  # the lists only choose blocks, in which ``mask_mod`` decides by the query head, whatever heads they are of
 
     @classmethod
     def from_kv_blocks(
@@ -193,10 +194,12 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         if torch.compiler.is_compiling():
             topk_lists: Any = captured.entry_points.topk_lists
             made = topk_lists(indices, counts, BLOCK_SIZE, seq_lengths, causal, mask_mod, compute_q_blocks)
-            return block_mask_of_lists(made[0], made[1], made[2], made[3], cls)
+            captured_mask = block_mask_of_lists(made[0], made[1], made[2], made[3], cls)
+            captured_mask._leaves_heads = made[0][2] is None
+            return captured_mask
         lists, inner, lengths, tile = lists_from_topk((indices, counts), BLOCK_SIZE, seq_lengths, causal, mask_mod, bool(compute_q_blocks))
         block_mask = block_mask_of_lists(lists, inner, lengths, tile, cls)
-        block_mask.__dict__["_is_ordered"] = True
+        block_mask.__dict__.update(_is_ordered=True, _leaves_heads=lists[2] is None)
         return block_mask
 
     @classmethod
@@ -268,6 +271,11 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             q_length -= sizes[2] * self.BLOCK_SIZE[0] - self.seq_lengths[0]
         # a dimension of size 1 broadcasts over batch entries or heads, so ``mask_mod`` takes the caller's b or h as it is
         b_map, h_map = (as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
+        if self._leaves_heads and h_map is not None and _sees(trace(self.mask_mod, "mask").expr)[1]:
+            raise ValueError(
+                "this BlockMask is of chosen blocks, its heads may be K/V heads, and its mask_mod depends on the query head: which a head "
+                "of the slice has is not known; wanted the first heads, mask[:, :n], or a slice of the indices given to BlockMask.from_topk"
+            )
         options: dict[str, Any] = {
             "BLOCK_SIZE": self.BLOCK_SIZE,
             "mask_mod": sliced(self.mask_mod, b_map, h_map, as_map(rows), self.BLOCK_SIZE[0]),
@@ -275,6 +283,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             "compute_q_blocks": self.q_indices is not None,
         }
         adjusted = type(self).from_kv_blocks(**taken, **options)
+        adjusted._leaves_heads = self._leaves_heads
         return _with_write_order(marked(adjusted, self.is_exact), self)
 
     def _lists_4d(self) -> dict[str, Any]:
@@ -295,6 +304,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         retiled = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
+        retiled._leaves_heads = self._leaves_heads
         return _with_write_order(marked(retiled, self.is_exact), self)
 
     def sparsity(self) -> float:
@@ -320,7 +330,7 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {**vars(self), "_exact": self.is_exact, "_made_of": None}
+        return {**vars(self), "_exact": self.is_exact, "_made_of": None, "_is_ordered": self.may_share}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -352,7 +362,7 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     """A copy of ``mask`` with some fields changed; fields are taken by name, because torch versions differ in them."""
     changed_mask = object.__new__(cls or type(mask))
     changed_mask.__dict__.update(vars(mask))
-    changed_mask.__dict__.update(changed)
+    changed_mask.__dict__.update(changed, _is_ordered=getattr(mask, "may_share", False))  # copies of lists count no writes
     return marked(changed_mask, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
 
 

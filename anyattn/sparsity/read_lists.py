@@ -71,7 +71,8 @@ def lists_facts(block_mask: Any) -> tuple:
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     is_exact = getattr(block_mask, "was_exact", False)
     sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
-    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
+    leaves_heads = getattr(block_mask, "_leaves_heads", False)
+    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, leaves_heads, *sizes
 
 
 def read_lists(block_mask: Any) -> BlockSparseTensors:

@@ -135,14 +135,16 @@ def flex_problem(
     predicates = []
     blocks, follows = None, False
     if block_mask is not None:
-        if listed is None:
+        is_operator = listed is not None  # which gets lists alone, checked before
+        if not is_operator:
             check_block_mask(block_mask, query, key)
         for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
             refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
         listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
-        has_classes = block_mask.full_kv_indices is not None or getattr(block_mask, "_made_of", None) is not None
-        check_heads_of_lists(listed, block_mask.kv_num_blocks, heads, has_classes)
+        if not is_operator:
+            only_chosen = block_mask.full_kv_indices is None and getattr(block_mask, "_leaves_heads", False)
+            check_heads_of_lists(listed, block_mask.kv_num_blocks, heads, not only_chosen)
         blocks, follows = lists_of(block_mask, listed)
         warn_of_shared_lists(block_mask, query)
     if mask_mod is not None:
@@ -318,16 +320,16 @@ def check_shared(counts: Tensor, query: Tensor, heads_kv: int | None = None) -> 
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared){wanted} or {have}")
 
 
-def check_heads_of_lists(mask: TracedMod, counts: Tensor, heads_q: int, has_classes: bool, name: str = "block_mask") -> None:
+def check_heads_of_lists(mask: TracedMod, counts: Tensor, heads_q: int, follows: bool, name: str = "block_mask") -> None:
     """Raises ``ValueError`` if a block mask has lists of each K/V head that follow from a mask which depends on the query head.
 
-    has_classes: the mask, or the caller, has decided which blocks are empty or full; if not, lists only choose blocks."""
+    follows: the mask may have decided which blocks are empty or full; if not, lists only choose blocks."""
     listed = counts.shape[-2] if counts.ndim > 1 else 1
-    if not has_classes or listed in (1, heads_q) or not any(d.h for d in dependence(mask.expr)):
+    if not follows or listed in (1, heads_q) or not any(d.h for d in dependence(mask.expr)):
         return
     raise ValueError(
         f"{name} has lists of {listed} heads, the query has {heads_q}, and its mask_mod depends on the query head h, for which these lists "
-        f"do not say what is empty and full; wanted lists of {heads_q} heads, or BlockMask.from_topk, whose lists leave h to mask_mod"
+        f"do not say what is empty and full; wanted lists of {heads_q} heads, or flex_attention with BlockMask.from_topk"
     )
 
 

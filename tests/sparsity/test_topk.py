@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as torch_flex
 
 import anyattn
 from anyattn import BlockMask, masks
 from anyattn.arithmetic import ceil_div
-from anyattn.sparsity.block_mask import LISTS
+from anyattn.sparsity.block_mask import LISTS, _like
 from tests.support.chosen_blocks import choice, mask_of, table_of
 from tests.support.compiling import fresh, same
 from tests.support.flex_calls import judge
@@ -207,6 +209,46 @@ def test_lists_of_other_heads_are_refused() -> None:
     listed = anyattn.create_block_mask(by_head, 1, 3, 32, 32, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ValueError, match="block_mask has lists of 3 heads, the query has 6, and its mask_mod depends on the query head h"):
         anyattn.flex_attention(q, k, k, block_mask=listed, enable_gqa=True)
+
+
+def test_lists_that_torch_made_are_never_of_key_value_heads_of_masks_by_head() -> None:
+    """Without lists of full blocks too: h of 0 and 1 has decided which blocks are empty. A warm call of chosen blocks changes nothing."""
+    limit = torch.tensor([3, 30, 9, 20])
+    by_head = lambda b, h, i, j: (i - j).abs() <= limit[h]
+    sizes: dict[str, Any] = {"device": "cpu", "BLOCK_SIZE": 16, "separate_full_blocks": False}
+    q, k = torch.randn(1, 4, 32, 8), torch.randn(1, 2, 32, 8)
+    call = lambda mask: anyattn.flex_attention(q, k, k, block_mask=mask, enable_gqa=True)
+    call(BlockMask.from_topk(choice((1, 2), (32, 32), (16, 16), 1), BLOCK_SIZE=16, seq_lengths=(32, 32), mask_mod=by_head))
+    ours, torchs = (make(by_head, 1, 2, 32, 32, **sizes) for make in (anyattn.create_block_mask, torch_flex.create_block_mask))
+    limit.add_(1)  # a list no longer follows
+    for mask in (ours, ours.to("cpu"), ours[:, :], torchs, BlockMask.from_torch(torchs)):
+        for attend in (call, fresh(call)[0]):
+            with pytest.raises(Exception, match="block_mask has lists of 2 heads, the query has 4, and its mask_mod depends on"):
+                attend(mask)
+
+
+def test_slices_of_heads() -> None:
+    """Lists of K/V heads with a mask by query head: the first heads keep their numbers, others are refused."""
+    case = Case((64, 64), group=2, mask="by head")
+    _, _, block_mask, mask = case.made()
+    q, k, v = case.rows()
+    judge(q[:, :2], k[:, :1], v[:, :1], mask=mask, block_mask=block_mask[:, :1])
+    judge(q[:, :, 16:], k, v, mask=lambda b, h, i, j: mask(b, h, i + 16, j), block_mask=block_mask[:, :, 1:])
+    for index in (slice(1, None), [1, 0], 1):
+        with pytest.raises(
+            ValueError, match=r"its heads may be K/V heads, .* wanted the first heads, mask\[:, :n\], or a slice of the indices"
+        ):
+            block_mask[:, index]
+    _, _, block_mask, same_of_heads = Case((64, 64), group=2, mask="window").made()
+    judge(q[:, 2:], k[:, 1:], v[:, 1:], mask=lambda b, h, i, j: same_of_heads(b, h + 2, i, j), block_mask=block_mask[:, 1:])
+
+
+def test_copies_of_lists_that_were_written_to_are_not_shared() -> None:
+    """A copy counts no writes, but its lists are no longer known to be ascending."""
+    _, _, mask, _ = Case((64, 64)).made()
+    mask.kv_indices.add_(0)
+    copied = {name: t.clone() for name, t in vars(mask).items() if isinstance(t, Tensor)}
+    assert not _like(mask, copied).may_share and not copy.deepcopy(mask).may_share
 
 
 def test_lists_of_key_value_heads_in_flash_attention() -> None:
