@@ -151,7 +151,8 @@ def _parts_of_topk(operands: TopkLists) -> tuple[Chosen, TracedMod | None, TileG
 
 
 def _fake_topk_lists(operands: TopkLists) -> list[Tensor]:
-    (indices, _), mask, grid = _parts_of_topk(operands)
+    # shapes depend on the mask's program alone: its numbers may be symbols of a graph of dynamic shapes
+    (indices, _), mask, grid = _parts_of_topk(operands._replace(numbers=[0] * len(operands.numbers)))
     shapes = form_of_chosen(mask, grid.batch, operands.wants_columns).stack_shapes(grid.batch, grid.shape)
     return [indices.new_empty(one, dtype=torch.int32) for one in shapes]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
 from anyattn.arithmetic import ceil_div
+from anyattn.mods.algebra import Mask
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.compose import anded, conjuncts
@@ -159,8 +160,13 @@ def mask_inside(is_causal: Any, mask_mod: Callable | None, lengths: tuple[int, i
         )
     if not is_causal:
         return mask_mod
-    causal = causal_bottom_right(*lengths)
+    causal = _causal_of_graph(lengths[1] - lengths[0]) if torch.compiler.is_compiling() else causal_bottom_right(*lengths)
     return causal if mask_mod is None else causal & mask_mod
+
+
+def _causal_of_graph(offset: int) -> Mask:
+    """``masks.causal`` without its name and checks, which a graph of dynamic shapes would be compiled anew for."""
+    return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= offset, "causal")
 
 
 def lists_of_chosen(chosen: Chosen, mask: TracedMod | None, grid: TileGrid, wants_columns: bool, stacks: bool = False) -> list[Any]:

@@ -330,6 +330,23 @@ def test_choices_of_open_lengths() -> None:
     assert graphs.frame_count == 1
 
 
+def test_choices_of_two_open_lengths_and_a_captured_one() -> None:
+    """The offset of causal, and a number that the mask captures, are symbols of the graph."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        reach, lengths = k.shape[2] - 9, (q.shape[2], k.shape[2])
+        inner = lambda b, h, i, j: i - j < reach
+        mask = BlockMask.from_topk(indices, BLOCK_SIZE=(16, 32), seq_lengths=lengths, causal=True, mask_mod=inner)
+        return anyattn.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    compiled, graphs = fresh(attend, dynamic=True)
+    for seed, lengths in enumerate([(70, 99), (99, 130), (130, 70), (33, 140)]):
+        q = arguments(lengths[0], seed)[0]
+        _, k, v, _ = arguments(lengths[1], seed)
+        assert same(compiled, attend, (q, k, v, choice((2, 2), lengths, (16, 32), 6, seed)), (q, k, v))
+    assert graphs.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
