@@ -154,7 +154,7 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
         return Tables(lists, kinds=kinds_of(lists)[0])
     assert spec.list_tile is not None
     known = derived(blocks)
-    key: tuple = ("hopper backward", spec.list_tile, config.tiles.tile_n, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
+    key: tuple = ("hopper backward", spec.list_tile, config.tiles.tile_n, problem.q.shape[1:3], problem.k.shape[2], config.has_ranks)
     tables: Tables | None = known.get(key)
     if tables is None:
         fits = spec.list_tile == tile_of(blocks)

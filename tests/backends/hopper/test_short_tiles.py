@@ -8,6 +8,7 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper import tables
+from anyattn.backends.hopper.backward import _tables_of_lists
 from anyattn.backends.hopper.config import SHARED_MEMORY, Config, Tiles, bytes_of, tiles_for
 from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
 from anyattn.backends.hopper.make_config import forward_spec
@@ -151,3 +152,12 @@ def test_heads_whose_keys_exceed_the_cache_take_turns(monkeypatch: pytest.Monkey
     assert [cost.bit_length() for cost, _ in by_head] == sorted((cost.bit_length() for cost, _ in by_head), reverse=True)
     middle = [head for cost, head in by_head if 4 <= cost < 8]
     assert middle == sorted(middle)
+
+
+def test_lists_of_key_value_heads_are_copied_for_the_query_heads_of_each_call() -> None:
+    """One mask for layers of other numbers of query heads: the tables that are cached with its lists are of the call's."""
+    block_mask = chosen(heads=2)
+    for heads in (2, 4, 8, 2):
+        p = problem(block_mask, heads=heads)
+        tables = visits_of(p, forward_spec(p)), _tables_of_lists(p, backward_spec(p)).lists
+        assert [found[0].shape[:2] for found in tables] == [(1, heads)] * 2  # type: ignore[index]
