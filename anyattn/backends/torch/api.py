@@ -45,7 +45,7 @@ class Repeater(plan.Repeater):
         if not plan.is_reusable and plan.has_loops:
             self.coverage = _cover(problem, plan)
             self._work = work_of(problem, self.coverage)
-        if plan.has_loops and problem.skip is None:
+        if plan.has_loops:
             result = _results(problem)
             if compiled.forward(problem, self._work or work_of(problem, _cover(problem, plan)), result):
                 return result

@@ -32,6 +32,8 @@ def why_not(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> st
         return "they read no KV cache"
     if problem.k.dtype is not q.dtype:
         return "they read no 8-bit keys"
+    if problem.skip is not None:
+        return "they leave out no tiles at run time, as skip_below asks"
     if problem.dropout is not None or num_splits > 1:
         return "they have no dropout and no split keys"
     if not problem.has_pairs or problem.seqlen_q < _LEAST_ROWS or _scores(problem) < _LEAST_SCORES:
