@@ -20,7 +20,7 @@ from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.backward_machine import COLUMN, LANES, ROW
 from tests.support.hopper.backward_roles import vectorised
 from tests.support.hopper.emitted import Array
-from tests.support.hopper.masks import MASKS, WIDTHS
+from tests.support.hopper.masks import DIVISORS, MASKS, WIDTHS
 
 SIZES = 300, 330
 BATCH, HEAD = 1, 1
@@ -68,7 +68,7 @@ def found_by(name: str, mod: TracedMod, index: str, start: int, other: int, exte
     parts = [(part, 0) for part in known]
     if rest is not None and (wide := parts_if_wide(rest, index, extent, level))[0]:
         is_wide = made["are_wide"](wide[0], *given(mod, rest), places, line, level)
-        assert is_wide == (WIDTHS[name] >= least_divisor(extent, level))
+        assert is_wide == (DIVISORS[name] >= least_divisor(extent, level))
         if is_wide:
             parts, rest = [*parts, *((part, level) for part in wide[0])], wide[1]
     found = np.ones((len(LANES), 2, positions), dtype=bool)

@@ -9,7 +9,7 @@ import torch
 
 from anyattn import masks
 
-__all__ = ["MASKS", "WHOLE", "WIDTHS"]
+__all__ = ["DIVISORS", "MASKS", "WHOLE", "WIDTHS"]
 
 LENGTHS, TABLE, VALID = (
     torch.tensor([70, 130]),
@@ -83,5 +83,7 @@ MASKS: dict[str, Callable[..., Any]] = WHOLE | {
 # the least captured divisor of masks that are words if it leaves few pieces of a tile
 WIDTHS = {
     "odd image": 12, "tiny image": 7, "captured image": 128, "image of 100": 100, "image of 50": 50, "video": 32, "video of 24": 24,
-    "video of 9": 9, "windows of a video": 32, "windows of a small video": 9,
+    "video of 9": 9,
 }  # fmt: skip
+# the same of masks of which some parts are
+DIVISORS = WIDTHS | {"windows of a video": 32, "windows of a small video": 9}
