@@ -76,6 +76,14 @@ class Case:
     batch: seq.Ragged
     firsts: list[int] = field(default_factory=list)
 
+    def copy_(self, other: Case) -> None:
+        """Writes the tensors of another case of the same setting to those of this one; ``batch`` stays."""
+        for mine, theirs in zip(self.args, other.args, strict=True):
+            mine.view(torch.uint8).copy_(theirs.view(torch.uint8)) if mine.element_size() == 1 else mine.copy_(theirs)
+        for name, t in self.options.items():
+            if isinstance(t, Tensor):
+                t.copy_(other.options[name])
+
 
 def made(s: Setting, meaning: Meaning | None = None, device: str = "cpu") -> Case:
     """device: of the call's tensors but those of ``meaning``; the sequences are on the CPU."""

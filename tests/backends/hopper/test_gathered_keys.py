@@ -12,25 +12,22 @@ from torch import Tensor
 
 import anyattn
 from anyattn import masks, planner
-from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import launch as hopper_launch
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.call_cache import attention, kvcache_step, replays
 from anyattn.plan import Plan
 from anyattn.triton_tools import launch as triton_launch
 from anyattn.triton_tools.fast_launch import Handle
-from anyattn.triton_tools.recording import active_recorder
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments
 from tests.support.compiling import fresh
-from tests.support.hopper.pretended import H200, Launch, noting
+from tests.support.hopper.pretended import H200, Launch, count_in_one_tensor, described, noting
 from tests.support.no_reading import no_reading, pretend_unread
 
 if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("triton") is None:
     pytest.skip("needs nvidia-cutlass-dsl and triton", allow_module_level=True)
 
-COUNTER = torch.zeros(2, dtype=torch.int32)
 E4M3, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 
 
@@ -38,11 +35,6 @@ E4M3, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 def made(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple]]:
     """(a Hopper kernel's config or a Triton kernel's name, arguments) of every launch."""
     found: list[tuple[Any, tuple]] = []
-
-    def counter_of(device: torch.device) -> Tensor:
-        if (recorder := active_recorder()) is not None:
-            recorder.outlives(COUNTER, lambda: COUNTER)
-        return COUNTER
 
     def noted(kernel: Any, grid: Any, given: Any, *others: Any) -> Handle:
         def send(grid: Any, given: Any) -> None:
@@ -52,7 +44,7 @@ def made(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> list[tuple[
         return Handle(send)
 
     pretend_unread(monkeypatch, H200)
-    monkeypatch.setattr(api, "counter_of", counter_of)
+    count_in_one_tensor(monkeypatch)
     monkeypatch.setattr(triton_launch, "_launched", noted)
     monkeypatch.setattr(hopper_launch, "_found_or_made", lambda config, kinds: noting(found, config, kinds))
     return found
@@ -221,21 +213,6 @@ def test_the_sizes_of_a_varlen_call_decide(made: list[Any]) -> None:
             made.clear()
             Call(is_varlen=True, queries=256, batch=8, keys=keys, options=WINDOW).run()
             assert ("gather_keys" in kinds_of(made)) is (keys == 1024)
-
-
-def described(launches: list[Any], arguments: dict[str, Any], results: Any) -> list[Any]:
-    """Launches' arguments, with tensors by what they are: an argument of the call, a result, or another allocation, by its first use."""
-    names = {t.data_ptr(): name for name, t in arguments.items() if isinstance(t, Tensor)}
-    names |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)} | {COUNTER.data_ptr(): "counter"}
-
-    def of(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(of, x))
-        if isinstance(x, Tensor):
-            return names.setdefault(x.data_ptr(), f"allocation {len(names)}"), x.dtype, x.shape, x.stride()
-        return type(x), x
-
-    return [of(given) for _, given in launches]
 
 
 LSE = (("causal", True), ("return_lse", True))

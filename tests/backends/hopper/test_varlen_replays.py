@@ -10,24 +10,15 @@ from torch import Tensor
 
 import anyattn
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.hopper import api
 from anyattn.call_cache import attention, replays
-from anyattn.triton_tools.recording import active_recorder
 from anyattn.validate import sequences
-from tests.support.hopper.pretended import Launch
-
-COUNTER = torch.zeros(2, dtype=torch.int32)
+from tests.support.hopper.pretended import Launch, count_in_one_tensor, described
 
 
 @pytest.fixture(autouse=True)
 def unread(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    def counter_of(device: torch.device) -> Tensor:
-        if (recorder := active_recorder()) is not None:
-            recorder.outlives(COUNTER, lambda: COUNTER)
-        return COUNTER
-
     monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
-    monkeypatch.setattr(api, "counter_of", counter_of)
+    count_in_one_tensor(monkeypatch)
 
 
 def batch(seed: int, **more: Any) -> dict[str, Any]:
@@ -35,21 +26,6 @@ def batch(seed: int, **more: Any) -> dict[str, Any]:
     q, k, v = (torch.randn(600, h, 64, generator=g).bfloat16() for h in (4, 2, 2))
     ends = torch.tensor([0, 200 + seed, 600], dtype=torch.int32)
     return {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 500, "max_seqlen_k": 500, **more}
-
-
-def described(launches: list[Launch], arguments: dict[str, Any], results: Any) -> list[Any]:
-    """Launches' arguments, with tensors by what they are: an argument of the call, a result, or another allocation, by its first use."""
-    names = {t.data_ptr(): name for name, t in arguments.items() if isinstance(t, Tensor)}
-    names |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)} | {COUNTER.data_ptr(): "counter"}
-
-    def of(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(of, x))
-        if isinstance(x, Tensor):
-            return names.setdefault(x.data_ptr(), f"allocation {len(names)}"), x.dtype, x.shape, x.stride()
-        return type(x), x
-
-    return [of(given) for _, given in launches]
 
 
 RECIPES: dict[str, Any] = {
