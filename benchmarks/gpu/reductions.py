@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import click
 import torch
 
 import anyattn
@@ -80,13 +81,16 @@ def skipping(head_dim: int, seqlen: int, mask: str) -> None:
         print(f"    {name:<26} {time:8.3f} ms  {found['triton'] / time:.2f} times triton's speed", flush=True)
 
 
-def main() -> None:
-    print(torch.cuda.get_device_name(), torch.__version__)
+@click.command()
+@click.option("--only", default="", help="Cases whose names, such as D128-S8192-causal, contain this.")
+def main(only: str) -> None:
+    """Times reductions of the probabilities, and calls that skip tiles."""
+    click.echo(f"{torch.cuda.get_device_name()} {torch.__version__}")
+    cases = [case for case in CASES if only in "D{}-S{}-{}".format(*case)]
     with torch.no_grad():
-        for case in CASES:
-            reductions(*case)
-        for case in CASES:
-            skipping(*case)
+        for measure in (reductions, skipping):
+            for case in cases:
+                measure(*case)
 
 
 if __name__ == "__main__":
