@@ -66,7 +66,7 @@ def _video() -> list[Case]:
 def _chosen_blocks() -> list[Case]:
     """64 key blocks of 64 for each head and block of 64 rows: long videos, a tenth of the blocks and one in 27."""
     shapes = [Shape.square(40_768, 16, 128), Shape.square(109_632, 7, 128)]
-    of_forward = [_case("chosen-blocks", "flex", "chosen_blocks", shape, (_OTHER, "flex-triton")) for shape in shapes]
+    of_forward = [_case("chosen-blocks", "flex", "chosen_blocks", shape, (_OTHER, "cudnn-blocks")) for shape in shapes]
     return of_forward + [replace(c, group="chosen-blocks-backward", is_backward=True) for c in of_forward]
 
 

@@ -95,7 +95,7 @@ def test_skipping(mask: Any, d: int) -> None:
     plain, of_plain = call(None)
     out, aux = call(1e-3)
     nothing, of_nothing = call(torch.zeros(4, device=DEVICE))
-    assert (aux.skipped > 0.2).all() and not of_nothing.skipped.any()
+    assert (aux.skipped > 0.15).all() and not of_nothing.skipped.any()
     assert (out - plain).abs().max() < 0.05 and (aux.lse - of_plain.lse).abs().max() < 0.05
     assert (nothing - plain).abs().max() < 0.02 and (of_nothing.lse - of_plain.lse).abs().max() < 1e-3
     assert torch.equal(out, call(1e-3)[0])

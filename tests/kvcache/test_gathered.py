@@ -20,6 +20,14 @@ def test_the_rule() -> None:
     assert gathering(2 * n, many, 2, 10**6, 0) is Gathering.ALWAYS
 
 
+def test_the_rule_for_keys_that_are_read_in_place() -> None:
+    assert gathering(8 * 32, 32, 8, 8192, 0, 4) is Gathering.SEEN and gathering(8 * 32, 32, 8, 8192, 1, 4) is Gathering.NEVER
+    assert gathering(8 * 31, 64, 8, 8192, 0, 8) is Gathering.NEVER  # so few take fewer loads by Triton
+    assert gathering(8 * 32, 32, 8, 8192, 0, 3) is Gathering.NEVER  # 96 rows of a tile
+    assert gathering(7 * 32, 32, 7, 8192, 0, 4) is Gathering.NEVER  # 56 tiles
+    assert gathering(4 * 128, 16, 4, 16384, 0, 8) is Gathering.SEEN
+
+
 def test_lines() -> None:
     assert line_of(160, 33, 16) == 48 and line_of(160, 1000, 16) == 160 and line_of(160, 0, 16) == 16 and line_of(160, 33, 0) == 160
 

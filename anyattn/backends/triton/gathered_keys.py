@@ -77,7 +77,8 @@ def reason_against(problem: Problem, is_asked: bool = False) -> str | None:
     copied = _bytes(problem, places)
     if copied > MOST_BYTES:
         return f"a copy may have {copied >> 20} MiB; {MOST_BYTES >> 20} are allowed"
-    pays = Gathering.ALWAYS if is_asked else gathering(queries, problem.heads_q, problem.batch, places.bound, copied)
+    group = problem.qhead_per_kvhead
+    pays = Gathering.ALWAYS if is_asked else gathering(queries, problem.heads_q, problem.batch, places.bound, copied, group)
     if pays is Gathering.NEVER or (pays is Gathering.SEEN and not _sees_first_keys(problem)):
         return f"it pays from {MANY} queries of an entry on, if they fill all multiprocessors and few keys are hidden from them"
     return None

@@ -38,7 +38,7 @@ from anyattn.triton_tools.launch import strides_of
 
 __all__ = ["block_reductions", "key_sums", "passes_of"]
 
-_MOST_PARTS = 16  # of a block, each with a number in memory
+_MOST_PARTS, _MOST_BYTES = 16, 2**28  # of a block, each with a number in memory; of all parts, which may be more where they are few
 _GROUPS = (
     Group("pointer", ReductionTensors), Group("stride", ReductionStrides), Group("long", ListSpans), Group("int", BackwardSizes),
     Group("int", Reduced, "reduced_"), Group("pointer", Lists), Group("float", "scale"),
@@ -74,7 +74,7 @@ def block_reductions(
     tiles, cache = passes.tiles["dq"], passes.launches["dq"]
     call_program = None if cache.knows_lists else program_of(problem)
     tables = tables_of(problem, cache.lists if call_program is None else call_program.lists, tiles.tile_m)
-    part = _part_of(block, tiles, tables, (problem.q.shape[2], problem.k.shape[2]))
+    part = _part_of(problem, block, tiles, tables)
     counts = ceil_div(problem.q.shape[2], part[0]), ceil_div(problem.k.shape[2], part[1])
     sums, maxima = (
         torch.full((*problem.q.shape[:2], *counts), fill, dtype=torch.float32, device=lse.device) if is_wanted else None
@@ -98,11 +98,13 @@ def _joined(parts: Tensor, times: tuple[int, int], fill: float) -> Tensor:
     return parts
 
 
-def _part_of(block: tuple[int, int], tiles: Tiles, tables: Tables, lengths: tuple[int, int]) -> tuple[int, int]:
+def _part_of(problem: Problem, block: tuple[int, int], tiles: Tiles, tables: Tables) -> tuple[int, int]:
     """The blocks that the kernel stores: they divide ``block``, the kernel's tiles, and the lists' tiles where there are several."""
+    lengths = problem.q.shape[2], problem.k.shape[2]
     sides = zip(block, (tiles.tile_m, tiles.tile_n), tables.list_tile, lengths, strict=True)
     m, n = (math.gcd(size, tile, of_list if of_list < length else 0) for size, tile, of_list, length in sides)
-    if block[0] // m * (block[1] // n) > _MOST_PARTS:
+    needed = problem.batch * problem.heads_q * ceil_div(lengths[0], m) * ceil_div(lengths[1], n) * 4
+    if block[0] // m * (block[1] // n) > _MOST_PARTS and needed > _MOST_BYTES:
         lists = f", of block lists of {tables.list_tile[0]} x {tables.list_tile[1]}" if tables.list_tile[0] else ""
         raise BackendError(
             f"a block of {block[0]} queries and {block[1]} keys has no large common divisor with the tiles of {tiles.tile_m} x "

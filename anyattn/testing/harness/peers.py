@@ -390,6 +390,24 @@ def _cudnn_frontend(inputs: Inputs) -> Entry:
     return lambda: flex.flex_attn_func(*qkv, mask_plan=plan), "bshd"
 
 
+def _cudnn_blocks(inputs: Inputs) -> Entry:
+    """cuDNN's attention over lists of blocks of 64 or 128. Its backward pass is a call of its own."""
+    lists = module("cudnn.block_sparse_attention")
+    mask, (q, k, v) = inputs.block_mask, inputs.bhsd
+    if inputs.mods.score is not None or mask is None or mask.BLOCK_SIZE not in ((64, 64), (128, 128)):
+        raise Unavailable("it has blocks of 64 or 128, and no score mods")
+    if int(mask.kv_num_blocks.sum()):
+        raise Unavailable("it has no mask inside blocks")
+    counts = mask.full_kv_num_blocks
+    indices = mask.full_kv_indices[..., : int(counts.max())].contiguous()
+    options = {"q2k_block_nums": counts, "sparse_block_size": mask.BLOCK_SIZE[0]}
+    if not inputs.case.is_backward:
+        return lambda: lists.block_sparse_attention_forward(q, k, v, indices, **options)["o_tensor"], "bhsd"
+    found, dout = lists.block_sparse_attention_forward(q, k, v, indices, **options), inputs.gradient("bhsd")
+    passed = (dout, q, k, v, found["o_tensor"], found["lse_tensor"], indices)
+    return lambda: tuple(lists.block_sparse_attention_backward(*passed, **options).values()), "bhsd"
+
+
 def _matrix_product(inputs: Inputs) -> Entry:
     """A product of two square matrices of the case's dtype, which a device does at about the highest rate that it sustains."""
     a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=inputs.device).to(inputs.bshd[0].dtype) for _ in range(2))
@@ -447,6 +465,7 @@ PEERS: dict[str, Peer] = {
     "flex-flash": Peer(_flex("FLASH"), _CUDA, is_compiled=True),
     "flex-mask": Peer(_flex_mask, is_compiled=True),
     "cudnn-fe": Peer(_cudnn_frontend, _CUDA),
+    "cudnn-blocks": Peer(_cudnn_blocks, _CUDA, has_gradient=False),
 }
 # The backend that each contestant with anyattn's own choice of backend requires; "" is the case's, None any.
 INSISTED = {
