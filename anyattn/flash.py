@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, latest
 from anyattn.custom_ops import entry_point
 from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
@@ -20,6 +20,7 @@ from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import has_memory, refuse_torchscript
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
+from anyattn.validate.outputs import check_out, check_out_memory, write_out
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -143,6 +144,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0,  # an int, as softcap
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
+    out: Tensor | None = None,
     validate: bool | None = None,
     backend: str | None = None,
     **others: Any,
@@ -157,6 +159,8 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions; not needed. No sequence may be longer.
     k and v may have 8 bits (float8_e4m3fn, float8_e5m2 or int8), with k_descale and v_descale as in ``flash_attn_with_kvcache``; packed k
     and v are one row. Such a call has no gradients: no argument may require one in grad mode.
+    out: memory for the result, of its shape, in q's dtype, which shares none with the arguments; it is returned. Without gradients. A warm
+    call on a GPU writes to it directly if its strides are those of a new result, others copy to it.
     Mods see (sequence, head, query in its sequence, key in its sequence).
     validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks them where that
     costs nothing (on the CPU); False does not check cu_seqlens. On a GPU, unless validate is True, the host reads no table: the call does
@@ -193,17 +197,31 @@ def flash_attn_varlen_func(
         from anyattn.custom_ops.entry_points import flash as compiled
 
         found = compiled(q, k, v, places, option_values, backend)
-        return found if return_lse else found[0]
-    return _attended(q, k, v, places, option_values, backend, is_varlen=True)
+        result = found[0] if out is None else _written(out, q, v, found[0])
+        return (result, found[1]) if return_lse else result
+    return _attended(q, k, v, places, option_values, backend, is_varlen=True, out=out)
+
+
+_RETURN_LSE = Options._fields.index("return_lse")
 
 
 @opaque
 @without_default_device
-def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, option_values: tuple, backend: str | None, is_varlen: bool) -> Any:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, places: tuple, option_values: tuple, backend: str | None, is_varlen: bool, out: Tensor | None = None
+) -> Any:
     """Eager calls of ``flash_attn_func`` and ``flash_attn_varlen_func``. places, option_values: ``Places``, ``Options``."""
-    options = Options(*option_values)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
+    if is_varlen:
+        tables, most, validate = places
+        found = latest.varlen.results((q, k, v, *tables, *most, validate, *option_values, backend), out)
+        if found is not None:
+            return found if option_values[_RETURN_LSE] else found[0]
+    options = Options(*option_values)
+    if out is not None:
+        check_out(out, q, v)
+        check_out_memory(out, {**dict(zip("qkv", (q, k, v), strict=True)), **options._asdict()}.items())
     results: Any
     if is_varlen:
         results = attention.varlen(q, k, v, attention.Places(*places), options, backend)
@@ -214,7 +232,15 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, places: tuple, option_values: tup
         from anyattn.custom_ops import eager_calls
 
         results = eager_calls.flash(q, k, v, attention.Places(*places), options, backend)
+    if out is not None:
+        results = write_out(out, results[0]), results[1]
     return results if options.return_lse else results[0]
+
+
+def _written(out: Tensor, q: Tensor, v: Tensor, result: Tensor) -> Tensor:
+    """``out`` with the result of a compiled call."""
+    check_out(out, q, v)
+    return write_out(out, result)
 
 
 @entry_point
@@ -249,6 +275,7 @@ def flash_attn_with_kvcache(
     v_descale: float | Tensor | None = None,
     saturated: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     validate: bool | None = None,
     backend: str | None = None,
     **others: Any,
@@ -287,6 +314,8 @@ def flash_attn_with_kvcache(
     Only the appended rows of the cache, their factors and ``saturated`` are written, and nothing if an error is raised; rows past those in
     use never matter. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
+    out: memory for the result, as in ``flash_attn_varlen_func``.
+
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: in grad mode
     no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
@@ -322,25 +351,35 @@ def flash_attn_with_kvcache(
         from anyattn.custom_ops.entry_points import decode as compiled
 
         found = compiled(cached, option_values, backend)
+        found = found if out is None else (_written(out, q, v_cache, found[0]), found[1])
         return found if return_lse else found[0]
-    out, lse = _decoded(cached, option_values, backend)
-    return (out, lse) if return_lse else out
+    result, lse = _decoded(cached, option_values, backend, out)
+    return (result, lse) if return_lse else result
 
 
 @opaque
 @without_default_device
-def _decoded(cached: tuple, option_values: tuple, backend: str | None) -> tuple[Tensor, Tensor | None]:
+def _decoded(cached: tuple, option_values: tuple, backend: str | None, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Eager calls of ``flash_attn_with_kvcache``. cached, option_values: ``CacheArguments``, ``Options``."""
+    found = latest.decoding.results((*cached, *option_values, backend), out)
+    if found is not None:
+        return found  # type: ignore[return-value]
     from anyattn.call_cache.kvcache import decode
     from anyattn.validate.kvcache import CacheArguments
 
     arguments, options = CacheArguments(*cached), Options(*option_values)
+    if out is not None:
+        check_out(out, arguments.q, arguments.v_cache)
+        check_out_memory(out, {**arguments._asdict(), **options._asdict()}.items())
     results = decode(arguments, options, backend)
     if results is None:
         from anyattn.custom_ops import eager_calls
 
         with torch.no_grad():
             results = eager_calls.decode(arguments, options, backend)
+    if out is not None:
+        with torch.no_grad():  # which out may have for its own
+            return write_out(out, results[0]), results[1]  # type: ignore[arg-type]
     return results  # type: ignore[return-value]
 
 

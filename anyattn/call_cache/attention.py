@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn import autograd, planner
+from anyattn.call_cache import latest
 from anyattn.call_cache.calls import RememberedCall, clear, known, remember, remember_again, score_of_user, size
 from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
@@ -173,6 +174,8 @@ def varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: st
         values = warm.values(tensors, options.softmax_scale, exact, (options.alibi_slopes, *places.tables))
         results = warm.replays.results(values)
         if results is not None:
+            flat = q, k, v, *places.tables, *places.most, places.validate, *options[:-1], backend
+            latest.varlen.note(warm.replays.once(values, lambda replay: latest.LatestCall.of(flat, replay, values, results)))
             return results
         call = varlen_call(q, k, v, places, options, backend)
         return None if call is None else warm.replays.made(values, partial(_attended, *call, places))

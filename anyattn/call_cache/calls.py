@@ -23,7 +23,18 @@ from anyattn.sequences.unread_kvcache import CacheSizes
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
-__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "remember_again", "score_of_user", "size"]
+__all__ = [
+    "MOST",
+    "RememberedCall",
+    "TwoGenerationCache",
+    "clear",
+    "emptied_with_calls",
+    "known",
+    "remember",
+    "remember_again",
+    "score_of_user",
+    "size",
+]
 
 MOST = 512
 
@@ -79,7 +90,7 @@ class RememberedCall(NamedTuple):
         return fields
 
 
-_caches: WeakSet[TwoGenerationCache[Any]] = WeakSet()
+emptied_with_calls: WeakSet[Any] = WeakSet()  # everything that ``clear`` clears
 _Remembered = TypeVar("_Remembered")
 
 
@@ -92,7 +103,7 @@ class TwoGenerationCache(Generic[_Remembered]):
     def __init__(self) -> None:
         self.young: dict[tuple, _Remembered] = {}
         self.old: dict[tuple, _Remembered] = {}
-        _caches.add(self)
+        emptied_with_calls.add(self)
 
     def clear(self) -> None:
         self.young, self.old = {}, {}
@@ -120,7 +131,7 @@ _calls: TwoGenerationCache[RememberedCall] = TwoGenerationCache()
 
 def clear() -> None:
     """Forgets all calls, for tests and measurements of first calls."""
-    for cache in _caches:
+    for cache in emptied_with_calls:
         cache.clear()
 
 

@@ -7,7 +7,7 @@ rows; calls whose checks also hold for that capacity share a signature.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from anyattn import autograd, planner
+from anyattn.call_cache import latest
 from anyattn.call_cache.calls import RememberedCall, known, remember, remember_again, score_of_user
-from anyattn.call_cache.replays import Replays, Results
+from anyattn.call_cache.replays import Replays, Results, Values
 from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.kvcache import append
+from anyattn.kvcache.quantise import is_written
 from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -26,6 +28,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import CacheStep, CacheTables, StoredCache, room_for
 from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
+from anyattn.triton_tools.replay import Replay
 from anyattn.validate import flash
 from anyattn.validate.flash import Options, laid_out
 from anyattn.validate.kvcache import (
@@ -59,7 +62,7 @@ def decode(arguments: CacheArguments, options: Options, backend: str | None, is_
     call_signature = _of_call(arguments, options, backend)
     warm = known(call_signature)
     if warm is not None and call_signature is not None:
-        return _repeated(arguments, options, warm, call_signature)
+        return _repeated(arguments, options, backend, warm, call_signature)
     if planner.misfits((arguments.q,), backend):
         return decode(arguments._replace(q=innermost(arguments.q)), options, backend, is_operator)
     is_grad_mode = torch.is_grad_enabled()
@@ -159,11 +162,12 @@ def extents_of(arguments: CacheArguments) -> tuple[int, ...]:
 # ---- a warm call
 
 
-def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall, call_signature: Signature) -> Results:
+def _repeated(arguments: CacheArguments, options: Options, backend: str | None, warm: RememberedCall, call_signature: Signature) -> Results:
     """The results of a warm call, from a replay if there is one."""
     sizes, replays = warm.sizes, warm.replays
     assert sizes is not None
-    if type(arguments.cache_seqlens) is not Tensor:
+    is_read = type(arguments.cache_seqlens) is Tensor
+    if not is_read:
         capacity = arguments.k_cache.shape[1] if sizes.page_size == 0 else sizes.capacity
         arguments = arguments._replace(cache_seqlens=cached_rows(arguments.cache_seqlens, sizes.batch, capacity, arguments.q.device))
     is_packed = arguments.cu_seqlens_q is not None
@@ -175,9 +179,30 @@ def _repeated(arguments: CacheArguments, options: Options, warm: RememberedCall,
     values = warm.values(tensors, options.softmax_scale, call_signature, (options.alibi_slopes,))
     results = replays.results(values)
     if results is not None:
+        if is_read:
+            latest.decoding.note(replays.once(values, partial(_latest_call, arguments, options, backend, values, results, warm)))
         return results
     with torch.no_grad():
         return replays.made(values, lambda: attended(_warm_call(arguments, options, warm, call_signature), warm.plan, is_packed))
+
+
+def _latest_call(
+    arguments: CacheArguments, options: Options, backend: str | None, values: Values, results: Results, warm: RememberedCall, replay: Replay
+) -> latest.LatestCall | None:
+    memory = None
+    if arguments.k is not None and arguments.v is not None:
+        written = [arguments.k_cache, arguments.v_cache]
+        scales = zip((options.k_descale, options.v_descale), (arguments.k_cache, arguments.v_cache), strict=True)
+        written += [descale for descale, cache in scales if is_written(descale, cache)]
+        memory = latest.Memory(
+            latest.Written(values.tensors, written, (arguments.q, arguments.k, arguments.v)), partial(_check_flat, warm=warm)
+        )
+    return latest.LatestCall.of((*arguments, *options[:-1], backend), replay, values, results, memory)
+
+
+def _check_flat(flat: Sequence[Any], warm: RememberedCall) -> None:
+    count = len(CacheArguments._fields)
+    _check_appended(CacheArguments(*flat[:count]), Options(*flat[count:-1]), warm)
 
 
 def _check_appended(arguments: CacheArguments, options: Options, warm: RememberedCall) -> None:

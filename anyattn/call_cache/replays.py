@@ -7,7 +7,7 @@ a log its kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.recording import Recorder
 from anyattn.triton_tools.replay import Replay
 
-__all__ = ["Replays", "Results", "Values"]
+__all__ = ["Replays", "Results", "Values", "are_watched"]
 
 _MOST = 64  # keys of a remembered call
 _BEFORE = 3  # warm calls of a key: recording one takes the host as much longer as a few replays take less
@@ -40,18 +40,24 @@ class Values(NamedTuple):
     numbers: tuple[int | float, ...] = ()
 
 
+def are_watched() -> bool:
+    """Whether a profiler wants the calls' names or a log their kernels, so that none is replayed."""
+    return _is_profiled() or launch_log.noted is not None
+
+
 class Replays:
     """The replays of the calls that share a remembered call, by what their launches depend on besides the signature.
 
     has_numbers: ``Repeater.reports_numbers``. count: warm calls of any key before.
     """
 
-    __slots__ = ("_by_key", "_count", "_has_numbers", "_latest")
+    __slots__ = ("_by_key", "_count", "_found_again", "_has_numbers", "_latest")
 
     def __init__(self, has_numbers: bool, count: int = 0) -> None:
         self._by_key: dict[tuple, Replay | int] = {}  # or how many warm calls there have been
         self._has_numbers, self._count = has_numbers, count
         self._latest: tuple | None = None
+        self._found_again: dict[tuple, Any] = {}
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan) -> Replays | None:
@@ -79,9 +85,17 @@ class Replays:
     def results(self, values: Values) -> Results | None:
         """The results of a replay; None if this call cannot be one."""
         replay = self._by_key.get(self._key(values))
-        if type(replay) is not Replay or _is_profiled() or launch_log.noted is not None or not is_ordinary_scale(values.scale):
+        if type(replay) is not Replay or are_watched() or not is_ordinary_scale(values.scale):
             return None
         return replay.run(values.tensors, values.scale, bits_of_numbers(values.numbers) if values.numbers else ())
+
+    def once(self, values: Values, make: Callable[[Replay], Any]) -> Any:
+        """What ``make`` returned for the replay that ``results`` has run with these values, made once."""
+        key = self._key(values)
+        if key not in self._found_again:
+            replay = self._by_key.get(key)
+            self._found_again[key] = make(replay) if type(replay) is Replay else None
+        return self._found_again[key]
 
     def made(self, values: Values, call: Callable[[], Results]) -> Results:
         """The results of ``call``, which is recorded if its turn has come."""
@@ -91,6 +105,7 @@ class Replays:
             return call()
         if key not in by_key and len(by_key) >= _MOST:
             by_key.clear()
+            self._found_again.clear()
         by_key[key] = count + 1
         if count < _BEFORE:
             return call()

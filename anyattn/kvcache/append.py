@@ -16,7 +16,18 @@ from anyattn.arithmetic import ceil_div
 from anyattn.kvcache.quantise import LIMITS, UNSCALED, Scaling, check_written, is_written, quantised, row_scales
 from anyattn.sequences.batch import end_to_end
 
-__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "check_scales", "check_step", "reaches", "slots"]
+__all__ = [
+    "append",
+    "check_apart",
+    "check_append",
+    "check_disjoint",
+    "check_pages",
+    "check_scales",
+    "check_step",
+    "reaches",
+    "shared",
+    "slots",
+]
 
 _MOST_TRIED = 10_000  # sums of strides compared with two tensors' distance before the tensors are assumed to overlap
 
@@ -184,10 +195,10 @@ behind k_cache), and k_cache is written before v is read; wanted memory of its o
 
 
 def _check_read(name: str, x: Tensor, cache_name: str, cache: Tensor) -> None:
-    shared = _shared(cache_name, cache, name, x)
-    if shared is not None:
+    text = shared(cache_name, cache, name, x)
+    if text is not None:
         raise ValueError(
-            f"{shared}, and {cache_name} is written before {name} is read; wanted memory of its own for {name}: pass {name}.clone()"
+            f"{text}, and {cache_name} is written before {name} is read; wanted memory of its own for {name}: pass {name}.clone()"
         )
 
 
@@ -203,9 +214,9 @@ def check_disjoint(k_cache: Tensor, v_cache: Tensor) -> None:
     ValueError: k_cache and v_cache share memory (shapes (3, 16, 2, 8) and (3, 16, 2, 8), strides (512, 16, 8, 1) and (512, 16, 8, 1), \
 v_cache 2048 bytes behind k_cache), so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have
     """
-    shared = _shared("k_cache", k_cache, "v_cache", v_cache)
-    if shared is not None:
-        raise ValueError(f"{shared}, so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have")
+    text = shared("k_cache", k_cache, "v_cache", v_cache)
+    if text is not None:
+        raise ValueError(f"{text}, so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have")
 
 
 def check_scales(k_descale: Any, v_descale: Any, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -230,14 +241,14 @@ behind k_descale), and appending writes k_descale; wanted memory of its own for 
         for other_name, other in {**descales, **caches}.items():
             if other_name == name or not isinstance(other, Tensor):
                 continue
-            shared = _shared(name, descales[name], other_name, other)
-            if shared is not None:
+            text = shared(name, descales[name], other_name, other)
+            if text is not None:
                 raise ValueError(
-                    f"{shared}, and appending writes {name}; wanted memory of its own for each, as scales[0] and scales[1] of a tensor have"
+                    f"{text}, and appending writes {name}; wanted memory of its own for each, as scales[0] and scales[1] of a tensor have"
                 )
 
 
-def _shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
+def shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:
     """The error text for two tensors that have an element in common; None if they have none."""
     gap = other.data_ptr() - x.data_ptr()
     of_x, of_other = reaches(x, other)

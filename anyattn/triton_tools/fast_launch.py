@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anyattn.triton_tools.packed_params import Pack, packing_of
+
 __all__ = ["Handle", "handle_of", "scratch"]
 
 
@@ -23,12 +25,13 @@ class Handle(NamedTuple):
     send: launches; takes a grid of three numbers and all arguments except the constants. takes_addresses: pointers may be passed as
     numbers.
     spread: returns the arguments that replace a tensor descriptor, given the descriptor and its number in the launch; None if descriptors
-    are passed unchanged.
+    are passed unchanged. pack: prepares launches that differ in some arguments only, None if they cannot be.
     """
 
     send: Callable[[tuple[int, ...], Sequence[Any]], None]
     takes_addresses: bool = False
     spread: Callable[[Any, int], list[Any]] | None = None
+    pack: Pack | None = None
 
     def again(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
         """Launches the kernel with arguments in the form that Triton takes."""
@@ -50,7 +53,8 @@ def handle_of(
     if is_scratched or not _asks_as_known(compiled, grid, (*given, *constants), device):
         return Handle(plainly)
     if not any(_is_descriptor(x) for x in given):
-        return Handle(_direct(compiled, compiled.run, constants, device, plainly), True)
+        send = _direct(compiled, compiled.run, constants, device, plainly)
+        return Handle(send, True, pack=packing_of(compiled, device, send, _watching()))
     found = _undescribed(compiled.run, (*given, *constants))
     if found is None:
         return Handle(plainly)
@@ -96,6 +100,18 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
         run(*grid, stream, function, *between, metadata, about, enter, leave, *given, *constants)
 
     return send
+
+
+def _watching() -> Callable[[], bool]:
+    """A function that returns whether hooks are told of launches."""
+    from triton import knobs
+
+    def are_watched() -> bool:
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+    return are_watched
 
 
 # ---- comparison with the arguments that Triton passes

@@ -12,8 +12,8 @@ from torch import Tensor
 from anyattn.mods.analysis.captured_loads import UNIT
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
+from anyattn.triton_tools.packed_params import Launcher
 from anyattn.triton_tools.recording import active_recorder, unrecorded
-from anyattn.triton_tools.replay import Launcher
 
 __all__ = ["UNIT", "current_device", "known_handle", "launch", "row_bytes", "run_plain", "strides_of", "wrap_bytes"]
 
@@ -45,7 +45,7 @@ def launch(
     recorder = active_recorder()
     if recorder is not None and handle is not None:
         launcher = handle.send if handle.takes_addresses else _on_device(handle.send, device)
-        recorder.launched(launcher, grid, given, handle.takes_addresses)
+        recorder.launched(launcher, grid, given, handle.takes_addresses, handle.pack)
     return handle
 
 

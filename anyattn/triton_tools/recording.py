@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from anyattn.tensors.strides import allocator
-from anyattn.triton_tools.replay import Address, Launch, Launcher, Number, Replay, Source, View, copied, layout_of, replay_of
+from anyattn.triton_tools.packed_params import Launcher, Pack
+from anyattn.triton_tools.replay import Address, Launch, Number, Replay, Source, View, copied, layout_of, replay_of
 
 __all__ = ["Recorder", "active_recorder", "unrecorded"]
 
@@ -117,9 +118,11 @@ class Recorder(TorchDispatchMode):
         """Notes a tensor that outlives calls, such as a counter that all launches of a stream share: a replay passes that of ``make``."""
         self._made.append(Source(tensor, make=lambda tensors: make()))
 
-    def launched(self, launcher: Launcher, grid: Sequence[int], arguments: Sequence[Any], takes_addresses: bool = True) -> None:
+    def launched(
+        self, launcher: Launcher, grid: Sequence[int], arguments: Sequence[Any], takes_addresses: bool = True, pack: Pack | None = None
+    ) -> None:
         """Notes a launch. arguments: those of ``launcher``, with ``Number`` where it applies, and tensors also where ``takes_addresses``:
-        otherwise it is passed tensors, of the same shapes and strides."""
+        otherwise it is passed tensors, of the same shapes and strides. pack: as ``fast_launch.Handle.pack``."""
         found: list[Any] = []
         for x in arguments:
             if isinstance(x, Tensor):
@@ -128,7 +131,7 @@ class Recorder(TorchDispatchMode):
                 found.append(x)
                 if x is not None and not isinstance(x, (int, float, Number)):
                     self.refuse(f"a launch is passed a {type(x).__name__}")
-        self._launches.append(Launch(launcher, tuple(grid), found))
+        self._launches.append(Launch(launcher, tuple(grid), found, pack))
 
     def _passed(self, x: Tensor, takes_addresses: bool) -> Address | View | None:
         address = self._address(x)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.tensors.strides import Allocator, Layout
+from anyattn.triton_tools.packed_params import Launcher, Pack
 
-__all__ = ["SCALE", "Address", "Launch", "Launcher", "Number", "Replay", "Source", "View", "copied", "layout_of", "replay_of"]
+__all__ = ["SCALE", "Address", "Launch", "Number", "Replay", "Source", "View", "copied", "layout_of", "replay_of"]
 
 _ALIGNMENT = 256  # bytes: of the parts of a workspace
 
 Make = Callable[[Sequence[Tensor]], Tensor]  # of a call's tensors
-Launcher = Callable[[tuple[int, ...], Sequence[Any]], None]  # of a grid and arguments, as ``fast_launch.Handle.send``
 
 
 class Number(NamedTuple):
@@ -67,11 +67,18 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """arguments: ``Address``, ``View``, ``Number`` and constants."""
+    """arguments: ``Address``, ``View``, ``Number`` and constants. pack: as ``fast_launch.Handle.pack``."""
 
     launcher: Launcher
     grid: tuple[int, ...]
     arguments: list[Any]
+    pack: Pack | None = None
+
+    def packed(self) -> Launch:
+        """The launch with the arguments that vary only, if it can be packed."""
+        varies = [isinstance(x, (Address, Number)) for x in self.arguments]
+        found = None if self.pack is None else self.pack(self.grid, self.arguments, varies)
+        return self if found is None else Launch(found[0], self.grid, [self.arguments[i] for i in found[1]])
 
 
 class _Kept(NamedTuple):
@@ -105,16 +112,29 @@ class Replay(NamedTuple):
     views: tuple[tuple[int, int, Layout | None], ...]
     launches: tuple[tuple[Launcher, tuple[int, ...], Callable[[list[Any]], tuple]], ...]
 
-    def run(self, tensors: list[Tensor], scale: float, numbers: Sequence[int] = ()) -> tuple[Tensor | None, ...] | None:
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        scale: float,
+        numbers: Sequence[int] = (),
+        addresses: list[int] | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...] | None:
         """The results of a call with these arguments, of the recorded call's signature; None if it cannot be a replay. numbers: those that
-        the score mod captures, as ``bits_of_numbers``."""
-        pool: list[Any] = [t.data_ptr() for t in tensors]
+        the score mod captures, as ``bits_of_numbers``. addresses: of the tensors, if the caller has read them. out: memory for the
+        first result, laid out as it is."""
+        pool: list[Any] = [t.data_ptr() for t in tensors] if addresses is None else addresses
         for i, j in self.equal:
             if pool[i] != pool[j]:
                 return None
         own, empty = [make(tensors) for make in self.makes] if self.makes else [], self.empty
         for (shape, strides), dtype, fill in self.kept:
-            own.append(made := empty(shape, strides, dtype))
+            if out is None:
+                made = empty(shape, strides, dtype)
+            else:
+                made, out = out, None
+                _count_write(made)
+            own.append(made)
             if fill is not None:
                 made.fill_(fill)
         pool += [t.data_ptr() for t in own]
@@ -126,7 +146,7 @@ class Replay(NamedTuple):
         pool += self.constants
         pool += [pool[base] + offset for base, offset in self.derived]
         if self.views:
-            sources = tensors + own
+            sources = [*tensors, *own]
             pool += [sources[i] if layout is None else _view(sources[i], *layout, offset) for i, offset, layout in self.views]
         for launcher, grid, select in self.launches:
             launcher(grid, select(pool))
@@ -143,6 +163,7 @@ def _as_strided(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], off
     return torch.as_strided(x, shape, strides, x.storage_offset() + offset)
 
 
+_count_write = torch.autograd.graph.increment_version
 # the function that Inductor's code makes views with, if torch has it, takes half the time
 _view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)  # type: ignore[attr-defined]
 
@@ -169,6 +190,7 @@ def replay_of(
             parts[x] = workspace
             workspace += ceil_div(x.end - x.start, _ALIGNMENT) * _ALIGNMENT
     layouts = {x: own.layout for x, own in kept.items()}
+    launches = [launch.packed() for launch in launches]
     pool = _Pool(count, [*makes, *kept], parts, numbers, layouts)
     places = [[pool.place(x) for x in launch.arguments] for launch in launches]
     selections = [_selection([pool.index(place) for place in of_launch]) for of_launch in places]

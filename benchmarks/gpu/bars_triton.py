@@ -78,6 +78,7 @@ BARS: list[Bar] = [
     *some("Triton dense backward vs FA2", _fa2("fa2-backward"), ("fa2",), 1.2),
     *_decode_bars(),
     *_host_bars(),
+    probe("appending to an 8-bit cache over appending to bf16, longest", "appending", "ratio", 1.0, "x"),
     *_eight_bit_bars(),
     *_learning_bars(),
     *_memory_bars(),

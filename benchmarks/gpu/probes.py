@@ -147,6 +147,12 @@ def _serving_call() -> dict[str, Any]:
     return serving_times()
 
 
+def _appending() -> dict[str, Any]:
+    from benchmarks.appending import appending_times
+
+    return appending_times()
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": _memory,
     "first-call": _first_call,
@@ -155,6 +161,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "compilations-triton": lambda: _compilations(_triton_kernels, "triton"),
     "compiled-call": _compiled_call,
     "serving-call": _serving_call,
+    "appending": _appending,
 }
 _GPT = ("gpt-8k", "gpt-32k")
 NAMES = (*PROBES, *_GPT)

@@ -272,7 +272,7 @@ def _everything(ours: float) -> Found:
         records[case.name] = _record(case.name, seconds, flops)
         records[case.name].extra["syncs"] = "" if ours < 1e-4 else "called a synchronizing operation"
     figures = ("cold_s", "warm_s", "first_s", "host_us", "peak_bytes", "waits", "passed_on", "new_closure", "random_shapes", "breaks")
-    figures += ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us")
+    figures += ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us", "ratio")
     figures += tuple(f"{name}_{what}" for name in memory.FUNCTIONS for what in ("largest", "peak"))
     figures += tuple(SERVING_BARS)
     count = 0 if ours < 1e-4 else 1000

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, latest
+from anyattn.triton_tools import packed_params, replay
 from tests.entry_points import test_flash_cache as cache_tests
 from tests.support import flash_calls as calls
 from tests.support.flash_calls import RECIPES
@@ -143,3 +144,72 @@ def test_streams_and_other_devices_of_the_thread() -> None:
         found = decoded(arguments[WARM])
     stream.synchronize()
     assert same(found, wanted)
+
+
+def launchers_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What launches each kernel of a call that is a replay."""
+    found: list[Any] = []
+    own = replay.Replay.run
+    with monkeypatch.context() as patched:
+        patched.setattr(replay.Replay, "run", lambda self, *given: (found.extend(x[0] for x in self.launches), own(self, *given))[1])
+        call()
+    return [type(getattr(launcher, "__self__", launcher)).__name__ for launcher in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_of_a_step_keep_their_arguments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver tells the sizes of parameters."""
+    if packed_params._driver() is None:
+        pytest.skip("this driver does not tell the sizes of parameters")
+    arguments = step(kind, "causal", 0)
+    for _ in range(WARM):
+        decoded(arguments)
+    found = launchers_of(lambda: decoded(arguments), monkeypatch)
+    assert len(found) >= 1 + (arguments.get("k") is not None) and {*found} == {"_PackedLaunch"}
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_launches_of_a_batch_keep_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(WARM):
+        attended(batch(0), backend="hopper")
+    assert launchers_of(lambda: attended(batch(0), backend="hopper"), monkeypatch) == ["PackedLaunch"] * 2
+
+
+def test_hooks_see_the_launches_of_a_replay() -> None:
+    from triton import knobs
+
+    arguments, seen = step("rows", "causal", 0), []
+    for _ in range(WARM):
+        decoded(arguments)
+    wanted = decoded(arguments)
+    watch = lambda about: seen.append(about.get()["name"])
+    knobs.runtime.launch_enter_hook.add(watch)
+    try:
+        found = decoded(arguments)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(watch)
+    assert len(seen) >= 2 and same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["decoding", "triton", *(["hopper"] if HAS_HOPPER else [])])
+def test_out_is_written_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels themselves once the call is a replay, and on a side stream too."""
+    given = step("pages", "causal", 0) if name == "decoding" else batch(0)
+    function = anyattn.flash_attn_with_kvcache if name == "decoding" else anyattn.flash_attn_varlen_func
+    options = {"backend": "triton" if name == "decoding" else name, "causal": True, "return_lse": True}
+    wanted = function(**given | options)
+    memory = [torch.full((*given["q"].shape[:-1], wanted[0].shape[-1]), math.nan, dtype=given["q"].dtype, device="cuda") for _ in range(2)]
+    taken: list[bool] = []
+    own = latest.LatestCall._takes
+    monkeypatch.setattr(latest.LatestCall, "_takes", lambda *given: (taken.append(own(*given)), taken[-1])[1])
+    for turn in range(2 * WARM):
+        out = memory[turn % 2].fill_(math.nan)
+        found = function(**given | options, out=out)
+        assert found[0] is out and calls.same_bits(out.cpu(), wanted[0].cpu()), turn
+    assert taken and taken[-1]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function(**given | options, out=memory[0].fill_(math.nan))
+    stream.synchronize()
+    assert calls.same_bits(memory[0].cpu(), wanted[0].cpu())

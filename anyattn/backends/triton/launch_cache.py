@@ -155,7 +155,7 @@ class PreparedLaunch(NamedTuple):
             values += (*sizes, *part.tensors, *part.totals)
         if self.described or self.sources.has_dropout:
             recorder.refuse("a launch is passed tensor descriptors or a seed")
-        recorder.launched(self.handle.send, self.grid, values, self.handle.takes_addresses)
+        recorder.launched(self.handle.send, self.grid, values, self.handle.takes_addresses, self.handle.pack)
 
     def _encoded(self, number: int, address: int, x: Any, rows: int) -> list[Any]:
         """The encoded descriptor of an address; memoised, since it depends only on the address and the launch's sizes."""

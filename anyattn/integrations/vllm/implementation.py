@@ -87,12 +87,16 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
         if mask_mod is not None or score_mod is not None:
             batch = [attn_metadata.seq_lens, attn_metadata.query_start_loc]
             options = {**options, "score_mod": score_mod, "aux_tensors": batch}
+        wanted = _first(output, tokens)
+        if wanted.dtype == q.dtype:
+            options = {**options, "out": wanted}
         if self.attn_type in _WITHOUT_CACHE:
             assert key is not None and value is not None
             out = self._attend_without_cache(mask_mod, q, _first(key, tokens), _first(value, tokens), attn_metadata, options)
         else:
             out = self._attend_to_cache(layer, mask_mod, q, kv_cache, attn_metadata, options)
-        _first(output, tokens).copy_(out)
+        if out is not wanted:
+            wanted.copy_(out)
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from anyattn import disk_cache
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.cache_key import AnyConfig, NoContentError, key_of
+from anyattn.backends.hopper.compile.packed import packed_launch
 from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.recording import Recorder, active_recorder
 
@@ -61,9 +62,13 @@ def launch(config: AnyConfig, arguments: tuple) -> None:
 
 
 def _record(recorder: Recorder, function: Callable[..., None], arguments: tuple) -> None:
-    """Reports a launch. The recorder takes arguments one by one; a forward kernel's end with two tuples."""
+    """Reports a launch, by addresses if possible. The recorder takes arguments one by one; a forward kernel's end with two tuples."""
     if _is_compiling_only:
         recorder.refuse("a kernel is compiled and not launched")
+    packed = packed_launch(function, arguments)
+    if packed is not None:
+        recorder.launched(packed.launch, (), [a for a in arguments if isinstance(a, Tensor)])
+        return
     sizes = [len(a) for a in arguments if isinstance(a, tuple)]
     if not sizes:
         recorder.launched(lambda grid, values: function(*values), (), arguments, takes_addresses=False)
