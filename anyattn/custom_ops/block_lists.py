@@ -16,7 +16,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_tables, device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import tensors_of
-from anyattn.sparsity.chosen_blocks import Chosen, check_chosen, check_contents, form_of_chosen, grid_of_chosen, lists_of_chosen
+from anyattn.sparsity.chosen_blocks import Chosen, check_chosen, check_contents, deciding, form_of_chosen, grid_of_chosen, lists_of_chosen
 from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.grid import BLOCK_MASK, BLOCK_SPARSE, ListForm, TileGrid, lists_of_stacks
 from anyattn.sparsity.made_of import note_lists
@@ -153,7 +153,7 @@ def _parts_of_topk(operands: TopkLists) -> tuple[Chosen, TracedMod | None, TileG
 def _fake_topk_lists(operands: TopkLists) -> list[Tensor]:
     # shapes depend on the mask's program alone: its numbers may be symbols of a graph of dynamic shapes
     (indices, _), mask, grid = _parts_of_topk(operands._replace(numbers=[0] * len(operands.numbers)))
-    shapes = form_of_chosen(mask, grid.batch, operands.wants_columns).stack_shapes(grid.batch, grid.shape)
+    shapes = form_of_chosen(mask, grid, indices.shape[3], operands.wants_columns).stack_shapes(grid.batch, grid.shape)
     return [indices.new_empty(one, dtype=torch.int32) for one in shapes]
 
 
@@ -175,7 +175,7 @@ def topk_lists_with_mods(chosen: tuple, block_size: Any, lengths: Any, wants_col
     # one empty tensor, as for the operators of attention, if a graph is exported
     mods = operands_of(indices.new_empty(0), mask)
     stacks = called(topk_lists, TopkLists(indices, counts, *mods, q_len, kv_len, *tile, wants_columns))
-    separate = form_of_chosen(mask, (indices.shape[0], indices.shape[1]), wants_columns).separate_full
+    separate = deciding(mask, indices.shape[0] == 1)[1]
     return [t for t in lists_of_stacks(stacks, 1 + separate) if t is not None]
 
 

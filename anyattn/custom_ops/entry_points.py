@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import noop_mask
 from anyattn.custom_ops import entry_point, run_uncompiled
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.sparsity import captured, compute, varlen_block_sparse
-from anyattn.sparsity.chosen_blocks import mask_inside
+from anyattn.sparsity.chosen_blocks import has_columns, mask_inside
 from anyattn.validate.block_sparse import parts_of_blocks
 from anyattn.validate.flex import is_block_mask
 
@@ -119,7 +119,7 @@ def topk_lists(
 ) -> tuple[list[Tensor | None], Any, tuple, tuple]:
     """``BlockMask.from_topk``: the lists, the mask inside the blocks, the lengths and the block size."""
     inner = mask_inside(causal, mask_mod, seq_lengths)
-    wants_columns = bool(compute_q_blocks)
+    wants_columns = bool(compute_q_blocks) and has_columns(BLOCK_SIZE)
     operands = ((indices, counts), BLOCK_SIZE, seq_lengths, wants_columns)
     tensors = call_with_mods("topk_lists", indices, operands, (("mask", "mask_mod"),), (inner,))
     if len(tensors) == 8 or (len(tensors) == 4 and not wants_columns):

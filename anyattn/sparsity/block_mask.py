@@ -44,8 +44,7 @@ __all__ = [
     "marked",
 ]
 
-_PAIRS = ("kv", "full_kv", "q", "full_q")
-LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
+LISTS = tuple(f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
 _EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *LISTS[:4]))
 
 
@@ -81,8 +80,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: the mask inside partial blocks; None: all pairs are visible. seq_lengths: by default the lengths of whole blocks.
         order: torch's ``dq_*`` arguments.
-        A count below 0 is an empty list, as in torch's kernels. Raises ``ValueError`` for a count above N, and with compute_q_blocks for a
-        block index out of range, unless on a GPU.
+        A count below 0 is an empty list, as in torch's kernels; N may be less than the number of key blocks. Raises ``ValueError`` for a
+        count above N, and with compute_q_blocks for a block index out of range, unless on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
@@ -91,13 +90,13 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         size = pair("BLOCK_SIZE", BLOCK_SIZE)
         check_counts("kv_num_blocks", kv_num_blocks, kv_indices)
         check_counts("full_kv_num_blocks", full_kv_num_blocks, full_kv_indices)
-        if seq_lengths is None:
-            seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
+        seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1]) if seq_lengths is None else seq_lengths
         backward: list[Tensor | None] = [None] * 4
         if compute_q_blocks:
-            classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None)]
+            columns = max(kv_indices.shape[-1], ceil_div(seq_lengths[1], size[1]))  # lists may have room for fewer blocks
+            classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None, columns)]
             if full_kv_num_blocks is not None and full_kv_indices is not None:
-                classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None))
+                classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None, columns))
             # the two lists are transposed separately: a caller may list a block in both
             for at, grid in enumerate(classes):
                 backward[2 * at : 2 * at + 2] = lists_of_grid(grid.transpose(-1, -2), False)[:2]
@@ -106,9 +105,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             order["dq_kv_order_spt" if isinstance(dq_order, bool) else "dq_kv_order"] = dq_order
         order = {name: value for name, value in order.items() if value is not None}
         mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
-        forward = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        fields: dict[str, Any] = dict(zip(LISTS, (*forward, *backward), strict=True))
-        return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **fields, **order)
+        lists: Any = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, *backward)
+        return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **dict(zip(LISTS, lists, strict=True)), **order)
 
     @classmethod
     def from_block_map(
@@ -180,9 +178,9 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         heads then share it. counts: integers (B, H, query blocks), how many of a row's numbers are read; by default all k.
         seq_lengths: the numbers of queries and keys; the last blocks may be short. causal: a query sees no key after its own position,
         where the last query has the last key's. mask_mod: any other mask inside the blocks; both hold. Blocks that they hide whole are
-        left out, and blocks that they show whole need no mask. compute_q_blocks: False leaves out the lists of key blocks.
+        left out, and blocks that they show whole need no mask. compute_q_blocks: lists of key blocks too, unless blocks have one query.
 
-        Memory: the lists have an entry for each pair of a query block and a key block, 16 bytes each with compute_q_blocks, else 8.
+        Memory: 8 bytes for each of ``indices``, and for each pair of a query block and a key block if there are lists of key blocks.
         On a GPU nothing is read on the host: a number beyond the keys is read as no block, and a count above k as k. On a CPU both raise
         ``ValueError``. Raises ``TypeError`` or ``ValueError`` naming the argument.
 
@@ -197,9 +195,9 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             captured_mask = block_mask_of_lists(made[0], made[1], made[2], made[3], cls)
             captured_mask._leaves_heads = made[0][2] is None
             return captured_mask
-        lists, inner, lengths, tile = lists_from_topk((indices, counts), BLOCK_SIZE, seq_lengths, causal, mask_mod, bool(compute_q_blocks))
-        block_mask = block_mask_of_lists(lists, inner, lengths, tile, cls)
-        block_mask.__dict__.update(_is_ordered=True, _leaves_heads=lists[2] is None)
+        made = lists_from_topk((indices, counts), BLOCK_SIZE, seq_lengths, causal, mask_mod, bool(compute_q_blocks))
+        block_mask = block_mask_of_lists(*made, cls)
+        block_mask.__dict__.update(_is_ordered=True, _leaves_heads=made[0][2] is None)
         return block_mask
 
     @classmethod
@@ -263,8 +261,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
             raise IndexError(f"a BlockMask is indexed by (batch, head, query block); got {len(index)} indices")
         lists = self._lists_4d()
         sizes, names = lists["kv_num_blocks"].shape, ("batch", "head", "query block")
-        padded = (*index, *(slice(None),) * (3 - len(index)))
-        batch, head, rows = (positions_of(*place, lists["kv_indices"].device) for place in zip(names, sizes, padded, strict=True))
+        places = zip(names, sizes, (*index, *(slice(None),) * (3 - len(index))), strict=True)
+        batch, head, rows = (positions_of(*place, lists["kv_indices"].device) for place in places)
         taken: dict[str, Any] = {name: None if t is None else take(t, [batch, head, rows]) for name, t in lists.items()}
         q_length = len(rows) * self.BLOCK_SIZE[0]
         if len(rows) and int(rows[-1]) == sizes[2] - 1:  # the last block may be short
@@ -276,13 +274,13 @@ class BlockMask(torch_flex.BlockMask, OfFields):
                 "this BlockMask is of chosen blocks, its heads may be K/V heads, and its mask_mod depends on the query head: which a head "
                 "of the slice has is not known; wanted the first heads, mask[:, :n], or a slice of the indices given to BlockMask.from_topk"
             )
-        options: dict[str, Any] = {
-            "BLOCK_SIZE": self.BLOCK_SIZE,
-            "mask_mod": sliced(self.mask_mod, b_map, h_map, as_map(rows), self.BLOCK_SIZE[0]),
-            "seq_lengths": (q_length, self.seq_lengths[1]),
-            "compute_q_blocks": self.q_indices is not None,
-        }
-        adjusted = type(self).from_kv_blocks(**taken, **options)
+        adjusted = type(self).from_kv_blocks(
+            **taken,
+            BLOCK_SIZE=self.BLOCK_SIZE,
+            mask_mod=sliced(self.mask_mod, b_map, h_map, as_map(rows), self.BLOCK_SIZE[0]),
+            seq_lengths=(q_length, self.seq_lengths[1]),
+            compute_q_blocks=self.q_indices is not None,
+        )
         adjusted._leaves_heads = self._leaves_heads
         return _with_write_order(marked(adjusted, self.is_exact), self)
 
@@ -300,8 +298,8 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         new = (length("new_q_len", new_q_len), length("new_kv_len", new_kv_len))
         if any(n > old for n, old in zip(new, self.seq_lengths, strict=True)):
             raise ValueError(f"this BlockMask covers {tuple(self.seq_lengths)} and cannot grow to {new}; build one with create_block_mask")
-        rows, columns = (ceil_div(n, t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
-        classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
+        rows, columns = map(ceil_div, new, self.BLOCK_SIZE)
+        classes = self._classes(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         retiled = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
         retiled._leaves_heads = self._leaves_heads
@@ -314,8 +312,11 @@ class BlockMask(torch_flex.BlockMask, OfFields):
 
     def to_dense(self) -> Tensor:
         """int32 (B, H, M, N): 1 where a block is listed."""
-        lists = [getattr(self, name) for name in LISTS[:4]]
-        return (grid_of_lists(*lists) != EMPTY).to(torch.int32)
+        return (self._classes(*(getattr(self, name) for name in LISTS[:4])) != EMPTY).to(torch.int32)
+
+    def _classes(self, cnt: Any, idx: Any, full_cnt: Any, full_idx: Any) -> Tensor:
+        """uint8 (..., M, N): the classes of blocks by four lists, which may have room for fewer than N."""
+        return grid_of_lists(cnt, idx, full_cnt, full_idx, max(idx.shape[-1], ceil_div(self.seq_lengths[1], self.BLOCK_SIZE[1])))
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The lists on another device; tensors that ``mask_mod`` captures stay where they are."""
@@ -348,11 +349,11 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """For notebooks: the blocks of the first batch entry and head, as ``anyattn show`` draws them; None for lists without values."""
         if not has_memory(self.kv_indices):
             return None
-        lists: Any = [None if t is None else t[:1, :1].cpu() for t in self._lists_4d().values()]
+        lists = [None if t is None else t[:1, :1].cpu() for t in self._lists_4d().values()]
         (batch, heads, rows, keys), (tile_m, tile_n) = self.shape, self.BLOCK_SIZE
         which = f", b = 0 of {batch}, h = 0 of {heads}" if batch * heads > 1 else ""
         title = f"BlockMask of {name_of(self.mask_mod)}: {rows} queries x {keys} keys in blocks of {tile_m} x {tile_n}{which}"
-        return as_svg(title, grid_of_lists(*lists)[0, 0].numpy(), self.seq_lengths)
+        return as_svg(title, self._classes(*lists)[0, 0].numpy(), self.seq_lengths)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}

@@ -195,7 +195,8 @@ class BlockSparseTensors:
     @classmethod
     def from_ordered_lists(cls, block_mask: Any, by_key: bool = False) -> BlockSparseTensors | None:
         """Lists of a block mask that are known to be ascending with 0 in their tails, as anyattn builds them; memory that kernels can read
-        is shared, not copied. None if a list is not int32, a length is 0, or the lists do not have one entry per tile of the lengths.
+        is shared, not copied. None if a list is not int32, a length is 0, or the lists have another number of rows than the lengths have
+        row tiles, or room for more tiles than there are.
 
         by_key: the lists of each key tile, as ``transposed`` makes them."""
         lengths, tile = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
@@ -204,7 +205,8 @@ class BlockSparseTensors:
             lengths, tile = lengths[::-1], tile[::-1]
             fields = (block_mask.q_num_blocks, block_mask.q_indices, block_mask.full_q_num_blocks, block_mask.full_q_indices)
         grid = tuple(map(ceil_div, lengths, tile))
-        if any(t is not None and t.dtype is not torch.int32 for t in fields) or fields[1].shape[2:] != grid or min(lengths) < 1:
+        fits = fields[1].shape[2] == grid[0] and fields[1].shape[3] <= grid[1]
+        if any(t is not None and t.dtype is not torch.int32 for t in fields) or not fits or min(lengths) < 1:
             return None
         cnt, idx, full_cnt, full_idx = map(_readable, fields)
         return cls(cnt, idx, full_cnt, full_idx, tuple(map(min, tile, lengths)), lengths)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ __all__ = [
     "deciding",
     "form_of_chosen",
     "grid_of_chosen",
+    "has_columns",
     "is_within_counts",
     "lists_from_topk",
     "lists_of_chosen",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 _DTYPES = (torch.int32, torch.int64)
+MOST_SORTED = 4096  # numbers of a single query's row that a kernel sorts
 
 
 class Chosen(NamedTuple):
@@ -63,7 +65,7 @@ def lists_from_topk(
         blocks = Chosen(*(None if t is None else _plain(name, t) for name, t in zip(blocks._fields, blocks, strict=True)))  # type: ignore
     check_contents(blocks, ceil_div(lengths[1], tile[1]))
     inner = mask_inside(causal, mask_mod, lengths)
-    traced = None if inner is None else trace(inner, "mask")
+    traced, wants_columns = None if inner is None else trace(inner, "mask"), wants_columns and has_columns(tile)
     device = blocks.indices.device
     context = kinds.outside_transforms() if traced is None else without_transforms(traced, device_of(device, traced))
     # torch counts no writes to inference tensors, so calls would copy such lists
@@ -177,27 +179,42 @@ def lists_of_chosen(chosen: Chosen, mask: TracedMod | None, grid: TileGrid, want
     batch entry that all share, decide inside blocks only: the heads of a call are not those of the lists. Then no block is full.
     stacks: return the lists as stacks (``sparsity.grid``), which share no memory.
     """
-    check_many(grid)
-    decides, form = deciding(mask, grid.batch[0] == 1)[0], form_of_chosen(mask, grid.batch, wants_columns)
-    device = chosen.indices.device
+    device, k = chosen.indices.device, chosen.indices.shape[3]
+    listed = grid.shape if _needs_grid(chosen, grid) else (grid.shape[0], torch.sym_min(k, grid.shape[1]))
+    check_many(TileGrid(listed, (1, 1), grid.batch))
+    decides, form = deciding(mask, grid.batch[0] == 1)[0], form_of_chosen(mask, grid, k, wants_columns)
     if device.type == "meta" or kinds.are_fake((chosen.indices,)):
         memory: Any = [torch.empty(s, dtype=torch.int32, device=device) for s in form.stack_shapes(grid.batch, grid.shape)]
         return memory if stacks else lists_of_memory(memory, 1 + form.separate_full)
     lists = _lists_by_kernels(chosen, decides, grid, form, stacks)
     if lists is not None:
         return lists
+    check_many(grid)
     classes = with_partial_tails(classes_of_chosen(chosen, decides, grid), grid.lengths, grid.tile)
     listed = both_ways(classes, form.separate_full, wants_columns)
+    listed[1:4:2] = [None if t is None else t[..., : form.room].contiguous() for t in listed[1:4:2]]
     return stacked(listed, form, grid) if stacks else listed
+
+
+def _needs_grid(chosen: Chosen, grid: TileGrid) -> bool:
+    """Whether lists are made of a grid with a class for each tile, as all are but those of single queries by kernels."""
+    return grid.tile[0] != 1 or chosen.indices.shape[3] > MOST_SORTED or not runs_kernels(chosen.indices.device)
 
 
 def grid_of_chosen(chosen: Chosen, lengths: tuple[int, int], tile: tuple[int, int]) -> TileGrid:
     return TileGrid(lengths, tile, (chosen.indices.shape[0], chosen.indices.shape[1]))
 
 
-def form_of_chosen(mask: TracedMod | None, batch: tuple[int, int], wants_columns: bool) -> ListForm:
-    """The lists that ``lists_of_chosen`` makes."""
-    return BLOCK_MASK._replace(separate_full=deciding(mask, batch[0] == 1)[1], wants_columns=wants_columns)
+def form_of_chosen(mask: TracedMod | None, grid: TileGrid, k: int, wants_columns: bool) -> ListForm:
+    """The lists that ``lists_of_chosen`` makes of k numbers in each row; they have room for these, but at most for all key blocks."""
+    room = torch.sym_min(max(k, 1), grid.shape[1])  # an open length gets no guard
+    return BLOCK_MASK._replace(separate_full=deciding(mask, grid.batch[0] == 1)[1], wants_columns=wants_columns, room=room)
+
+
+def has_columns(block_size: Any) -> bool:
+    """Whether chosen blocks of this size have lists of key blocks. Those of single queries would have an entry for each pair of a query and
+    a key block; the backward pass makes compact ones."""
+    return (block_size[0] if isinstance(block_size, (tuple, list)) else block_size) != 1
 
 
 def deciding(mask: TracedMod | None, shares_entries: bool) -> tuple[TracedMod | None, bool]:
@@ -216,11 +233,15 @@ def _lists_by_kernels(chosen: Chosen, mask: TracedMod | None, grid: TileGrid, fo
     if not runs_kernels(device):
         return None
     from anyattn.sparsity.kernels.block_lists import list_tiles
-    from anyattn.sparsity.kernels.class_grids import EVERYTHING, classes_of_lists
+    from anyattn.sparsity.kernels.class_grids import EVERYTHING, classes_of_lists, sorted_choice
 
     held = EVERYTHING if mask is None else held_for_kernels(mask, grid, device)
     if held is None:
         return None
+    if not _needs_grid(chosen, grid):
+        assert form.room is not None
+        choice = sorted_choice(chosen.indices, chosen.counts, grid.shape[1], form.room)
+        return list_tiles(held, grid, device, form, stacks, choice=choice)
     return list_tiles(held, grid, device, form, stacks, classes_of_lists([(chosen.counts, chosen.indices, FULL)], grid.shape[1]))
 
 

@@ -31,22 +31,25 @@ class ListForm(NamedTuple):
 
     separate_full: full tiles have lists of their own; else they are listed as partial ones. wants_columns: lists of each column of tiles
     too. has_full_tails: a tail tile is full if its pairs inside the sequences are visible. broadcasts: B and H are 1 if the mask ignores b
-    or h.
+    or h. room: the entries that a row's list has room for; None: one for each column.
     """
 
     separate_full: bool
     wants_columns: bool
     has_full_tails: bool
     broadcasts: bool
+    room: int | None = None
 
     def stack_shapes(self, batch: tuple[int, int], shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
         """The shapes of each stack's counts and indices: (stacked, B, H, lines) and (stacked, B, H, lines, most).
 
-        batch: B and H. shape: rows and columns of tiles. Columns share the rows' stack if there are as many columns as rows.
+        batch: B and H. shape: rows and columns of tiles. Columns share the rows' stack if there are as many columns as rows, and the rows'
+        lists have room for all columns.
         """
-        is_joint = self.wants_columns and shape[0] == shape[1]
+        is_joint = self.wants_columns and self.room is None and shape[0] == shape[1]
         many = (1 + is_joint) * (1 + self.separate_full)
-        sides = (shape, shape[::-1])[: 1 + (self.wants_columns and not is_joint)]
+        rows = shape if self.room is None else (shape[0], self.room)
+        sides = (rows, shape[::-1])[: 1 + (self.wants_columns and not is_joint)]
         return tuple([one for side in sides for one in ((many, *batch, side[0]), (many, *batch, *side))])
 
 

@@ -24,7 +24,7 @@ def test_choices_begin_at_or_before_their_queries(block: tuple[int, int]) -> Non
     assert all(len(set(row)) == len(row) for row in found[0, :, -1].tolist())
 
 
-@pytest.mark.parametrize("block", [(64, 64), (1, 64)])
+@pytest.mark.parametrize("block", [(64, 64), (1, 64), (1, 1)])
 def test_calls_run(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: dict[str, Any] = {}
 
@@ -33,6 +33,11 @@ def test_calls_run(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
         return dict.fromkeys(calls, 1.0)
 
     monkeypatch.setattr(chosen, "medians", run)
-    chosen.times_of(Shape(4, 2, 256, block, 2), None, 1, "cpu")
-    assert ran["forward"].shape == (1, 4, 256, 128) and ran["dense causal"].shape == (1, 256, 4, 128)
+    monkeypatch.setattr(chosen, "_ROWS", 60)
+    length = 256 if block[0] > 1 else 70
+    chosen.times_of(Shape(4, 2, length, block, 2), None, 1, "cpu")
+    assert ran["forward"].shape == (1, 4, length, 128) and ran["dense causal"].shape == (1, length, 4, 128)
     assert ran["mask, rows"].q_indices is None and ("mask, both" in ran) == (block[0] > 1)
+    assert ("forward + backward" in ran) == ("dense causal + backward" in ran) == (block == (1, 64))
+    for name in (n for n in ran if n.endswith("+ backward")):
+        assert [t.shape[-1] for t in ran[name]] == [128] * 3 and all(t.isfinite().all() for t in ran[name])

@@ -62,12 +62,14 @@ def rising() -> None:
     judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
 
 
-def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Callable[[], None]:
-    """Random lists, others for each entry and head; what a partial tile shows has holes that a full one does not."""
+def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int], listed: int = 0) -> Callable[[], None]:
+    """Random lists, others for each entry and head, or with ``listed`` heads for all; what a partial tile shows has holes that a full one
+    does not, and are others in each head."""
 
     def check() -> None:
         batch, heads, sq, sk = sizes
-        grid = (batch, heads, -(-sq // tile[0]), -(-sk // tile[1]))
+        each = heads // (listed or heads)
+        grid = (batch, heads // each, -(-sq // tile[0]), -(-sk // tile[1]))
         kinds = torch.randint(0, 3, grid, generator=torch.Generator().manual_seed(4))
         kinds[..., -1] = 2  # the sequence's end cuts full tiles
         kinds[0, 0, 0] = 0
@@ -75,11 +77,11 @@ def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Cal
         for which in (1, 2):
             at = kinds == which
             tables += [at.sum(-1, dtype=torch.int32), at.int().argsort(dim=-1, descending=True, stable=True).int()]
-        shown = lambda b, h, i, j: (i + j) % 3 != 0
+        shown = lambda b, h, i, j: (i + j + h) % 3 != 0
         made = anyattn.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(sq, sk))
 
         def meant(b: Any, h: Any, i: Any, j: Any) -> Any:
-            kind = kinds[b, h, i // tile[0], j // tile[1]]
+            kind = kinds[b, h // each, i // tile[0], j // tile[1]]
             return (kind == 2) | ((kind == 1) & shown(b, h, i, j))
 
         judge(*qkv(batch, heads, 1, sq, sk, 16, 16), mask=meant, block_mask=made)
@@ -93,6 +95,15 @@ def lists_of_kv_heads() -> None:
     indices = choice((1, 2), lengths, tile, 2)
     block_mask = anyattn.BlockMask.from_topk(indices, BLOCK_SIZE=tile, seq_lengths=lengths)
     judge(*qkv(1, 4, 2, *lengths, 16, 16), mask=mask_of(table_of(indices, 4), tile, 2, lengths), block_mask=block_mask)
+
+
+def sorted_choices() -> None:
+    """Repeated numbers, numbers of no block and numbers behind a count."""
+    from anyattn.sparsity.kernels.class_grids import sorted_choice
+
+    indices = torch.tensor([[[[4, 1, 4, -1, 9], [2, 2, 2, 3, 2], [-1, -5, 7, 8, 3]]]])
+    counts, tiles = sorted_choice(indices, torch.tensor([[[5, 2, 4]]]), 8, 5)
+    assert [row[:n].tolist() for row, n in zip(tiles[0, 0], counts[0, 0].tolist(), strict=True)] == [[1, 4], [2], [7]]
 
 
 def beside_lists() -> None:
@@ -357,6 +368,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "lists_of_kv_heads": lists_of_kv_heads,
+    "sorted_choices": sorted_choices,
+    "single_queries": random_lists((1, 16), (2, 3, 9, 150), listed=1),
     "beside_lists": beside_lists,
     "drafts": drafts,
     "dropout": lambda: dropout.test_flex_against_the_oracle("pairs", torch.float32),

@@ -38,6 +38,8 @@ _APPEND = "backends.triton.kernels.append_rotary"
 _QUANTISE = "backends.triton.kernels.quantise"
 _KEY_TILES = "backends.triton.kernels.key_tiles"
 _BACKWARD = "backends.triton.kernels.backward"
+_KEY_GRADIENTS = "backends.triton.kernels.chosen.key_gradients"
+_SORTED_CHOICE = "sparsity.kernels.sorted_choice"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
 _REDUCTIONS = "backends.triton.kernels.reductions"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
@@ -111,6 +113,21 @@ MUTANTS = by_name(
         "flat_list_offset", f"{_ITERATOR}:place_of_lists",
         "listed * strides.flat + sequence.lists_place", "listed * strides.flat", "ragged_lists",
     ),
+    Mutant("repeated_choices_kept", f"{_SORTED_CHOICE}:store_sorted", "number != before", "number >= before", "sorted_choices"),
+    Mutant("choices_behind_the_count", f"{_SORTED_CHOICE}:store_sorted", "place < entries[:, None]", "place < width", "sorted_choices"),
+    Mutant("nothing_gathered_counts", f"{_ITERATOR}:_joined_partial", "tl.where(exists, keys, seqlen_k)", "keys", "single_queries"),
+    Mutant("gathered_full_taken_for_partial", f"{_ITERATOR}:_joined_partial", "number >= listed.listed", "number < 0", "single_queries"),
+    Mutant("rest_of_gathered_lists_lost", f"{_ITERATOR}:by_lists", "partial + rest + JOINS - 1", "partial + JOINS - 1", "single_queries"),
+    Mutant("cut_tile_gathered_as_full", f"{_ITERATOR}:by_lists", "(last + 1) * LIST_N > seqlen_k", "last < 0", "single_queries"),
+    Mutant("first_keys_of_gathered_tiles", f"{_ITERATOR}:_joined_full", "__ + lane % LIST_N", "__", "single_queries"),
+    Mutant("query_of_the_next_line", f"{_KEY_GRADIENTS}:dkdv_of_queries", "number < count", "number <= count", "single_queries"),
+    Mutant("gathered_query_sees_all", f"{_KEY_GRADIENTS}:dkdv_of_queries", "item & 1", "item | 1", "single_queries"),
+    Mutant("rows_of_no_head", f"{_KEY_GRADIENTS}:dkdv_of_queries", "r % c.GROUP < sizes.ratio", "r >= 0", "single_queries"),
+    Mutant(
+        "gathered_queries_of_one_head", f"{_KEY_GRADIENTS}:dkdv_of_queries",
+        "tl.minimum(r % c.GROUP, sizes.ratio - 1)", "0 * r", "single_queries",
+    ),
+    Mutant("dq_of_one_head", f"{_BACKWARD}:dq_tile", "h * sizes.ratio + r % c.GROUP", "h * sizes.ratio + r * 0", "single_queries"),
     Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums
     Mutant("scale_1_percent_off", f"{_FORWARD}:visited", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
@@ -159,7 +176,7 @@ MUTANTS = by_name(
     Mutant("queries_of_the_first_sequence", f"{_ADDRESSING}:tile_of", "sequence.q_start + position", "position", "packed"),
     Mutant(
         "keys_of_the_first_sequence", f"{_KEY_TILES}:places_at",
-        "first + tl.arange(0, c.TILE_N) + key.start", "first + tl.arange(0, c.TILE_N)", "packed",
+        "lanes_of(first, c) + key.start", "lanes_of(first, c)", "packed",
     ),
     Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + indices", "pages + (tl.maximum(indices, 1) - 1)", "pages"),
     Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),

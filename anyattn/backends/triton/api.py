@@ -38,9 +38,11 @@ from anyattn.backends.triton.launch_shape import (
     forward_shape,
     grid_of,
     has_few_rows,
+    joined_tiles,
     padded_group,
     positions_per_tile,
     rows_of,
+    stages_of_gathered,
     tiles_per_group,
 )
 from anyattn.backends.triton.plan import TritonPlan
@@ -242,7 +244,8 @@ def _launch_spec(
         *strides, part_statistics, *tables.strides, *_strides_of_factors(problem), *_cache_sizes(problem, tables.cache),
         packed, padded_group(packed), together, groups, tiles_each, *sizes_of(problem, tables, splits), *shares,
     )  # fmt: skip
-    options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    num_stages = stages_of_gathered(plan.num_stages) if constants["JOINS"] else plan.num_stages
+    options = constants | {"num_warps": plan.num_warps, "num_stages": num_stages}
     captured = captured_of(call_program)
     return LaunchSpec(_FORWARD, call_program, call_program.program, captured, is_aligned, grid, numbers, options, described)
 
@@ -271,7 +274,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_SKIP": problem.skip is not None, "COUNTS_SKIPS": _skips(problem) is True,
         "IS_LATE": pipeline.is_late and tables.pages is None and problem.skip is None,
         "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and problem.skip is None,
-        "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
+        "JOINS": joined_tiles(problem, list_n, plan.tile_n), "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
         "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip
 

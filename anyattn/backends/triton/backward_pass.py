@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.backends.triton import autotune, deterministic_sum, tile_config
 from anyattn.backends.triton.codegen import assumptions
@@ -45,10 +45,18 @@ from anyattn.backends.triton.kernels.arguments import (
     PrepareTensors,
 )
 from anyattn.backends.triton.launch_cache import LaunchCache, LaunchSpec, launch_cached, launch_key
-from anyattn.backends.triton.launch_shape import grid_of, listed_tile
+from anyattn.backends.triton.launch_shape import (
+    grid_of,
+    head_rows,
+    joined_tiles,
+    limits_of_tiles,
+    listed_tile,
+    stages_of_gathered,
+)
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.pair_tiles import launch_pairs, pair_tiles_of, pairs_for
 from anyattn.backends.triton.plan import TritonPlan
+from anyattn.backends.triton.single_queries import gathers_queries, tables_of_queries, tiles_of_queries
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.problem import Problem
@@ -64,6 +72,7 @@ _REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "sc
 _GROUPS = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
 _DQ = Signature("backward.dq_tile", _GROUPS, PARTS, DqConstants)
 _DKDV = Signature("backward.dkdv_tile", _GROUPS, PARTS, DkdvConstants)
+_DKDV_OF_QUERIES = Signature("chosen.key_gradients.dkdv_of_queries", _GROUPS, PARTS, DkdvConstants)
 _PREPARE = Signature(
     "backward.prepare_tile",
     (Group("pointer", PrepareTensors), Group("stride", PrepareStrides), Group("long", PrepareSpans), *_REST),
@@ -91,17 +100,20 @@ def backward(
 
 class Passes(NamedTuple):
     """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the
-    prepared launches of each kernel. pairs: ``pair_tiles_of``."""
+    prepared launches of each kernel. pairs: ``pair_tiles_of``. head_rows, gathers_queries: the functions' results."""
 
     tiles: dict[str, Tiles]
     range_count: int
     launches: dict[str, LaunchCache]
     pairs: Tiles | None
+    head_rows: int
+    gathers_queries: bool
 
     @classmethod
     def of(cls, problem: Problem, tiles: dict[str, Tiles], pairs: Tiles | None) -> Passes:
         launches = {name: LaunchCache() for name in ("prepare", "dq", "dkdv", "pairs")}
-        return cls(tiles, program_of(problem).program.range_count, launches, pairs)
+        count = program_of(problem).program.range_count
+        return cls(tiles, count, launches, pairs, head_rows(problem), gathers_queries(problem))
 
 
 FormPasses = tuple[Form, Passes]
@@ -144,13 +156,15 @@ def _words_of(name: str, problem: Problem) -> list[str]:
     """Properties besides mask and mods that select a kernel."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
-        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent + ["wide gradients"] * problem.wide_kv_grads
+        several = ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + ["gathered queries"] * gathers_queries(problem)
+        return several + absent + ["wide gradients"] * problem.wide_kv_grads
     wanted = problem.wanted_slots
     captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return (
         captured
         + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted))
         + ["without dq"] * (not problem.q.requires_grad)
+        + ["rows of all heads"] * (head_rows(problem) > 0)
     )
 
 
@@ -248,7 +262,13 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
         tile_config.capability_of(problem.q.device),
     )
     tiles = backward_tiles(shape, capability)
-    if plan.has_asked_tiles:
+    if not problem.wanted_slots:
+        tiles["dq"] = backward_tiles(replace(shape, listed=limits_of_tiles(problem)), capability)["dq"]
+    if gathers_queries(problem):
+        tiles["dkdv"] = tiles_of_queries(problem, tiles["dkdv"], shape, capability)
+    if group := head_rows(problem):
+        tiles["dq"] = replace(tiles["dq"], tile_m=max(group * next_power_of_2(shape.listed[0]), 16), num_warps=4)
+    if plan.has_asked_tiles and not group:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in tiles.items()}
         return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
     return tiles
@@ -305,7 +325,7 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
     """The number of heads that programs process at a time; see ``kernels.backward._place``."""
     q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
     is_ragged = problem.sequences is not None  # its programs process all entries of a head
-    heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
+    heads = (problem.heads_kv if by_key or head_rows(problem) else problem.heads_q) * (1 if is_ragged else problem.batch)
     rows = q.shape[2] * ratio if by_key else k.shape[2] // ratio
     head_bytes = rows * (k.shape[3] + problem.v.shape[3]) * q.element_size() * (q.shape[0] if is_ragged else 1)
     return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
@@ -327,7 +347,9 @@ def _launch(
     """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"."""
     problem, by_key, tiles, launches = form.problem, name != "dq", passes.tiles[name], passes.launches[name]
     q, k, v, dout, dq, dk, dv = shared
-    make_tables, tile = (key_tables_of, tiles.tile_n) if by_key else (tables_of, tiles.tile_m)
+    make_tables, tile = (key_tables_of, tiles.tile_n) if by_key else (tables_of, tiles.tile_m // (passes.head_rows or 1))
+    if by_key and passes.gathers_queries:
+        make_tables = tables_of_queries
     call_program = None if launches.knows_lists else program_of(problem)
     tables = make_tables(problem, launches.lists if call_program is None else call_program.lists, tile, form.documents)
     if form.guard is not None:
@@ -356,17 +378,22 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
         captured[0] = CapturedValues(*captured[0][:2], totals, part.style.even)
     constants: dict[str, Any] = {**constants_of(problem, call_program, tables), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
+    group, gathers = head_rows(problem), by_key and gathers_queries(problem)
     if by_key:
+        constants["GROUP"] = next_power_of_2(problem.qhead_per_kvhead) if gathers else 0
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
         # a band has few tiles and many of them are partial, so the prologues of two loops cost too much
         constants["IS_JOINED"] = program.has_band and not any((program.score, program.always, program.dropout))
         constants["SEES_ALL"] = program.sees_all
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
-        constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}
-    options = constants | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    heads = problem.heads_kv if by_key else problem.heads_q
+        constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None, "GROUP": group}
+        constants["JOINS"] = 0 if problem.wanted_slots else joined_tiles(problem, tables.list_tile[1], tiles.tile_n)
+    num_stages = stages_of_gathered(tiles.num_stages) if gathers or constants["JOINS"] else tiles.num_stages
+    options = constants | {"num_warps": tiles.num_warps, "num_stages": num_stages}
+    heads = problem.heads_kv if by_key or group else problem.heads_q
     grid = grid_of(tables.row_tiles, heads, programs_along_batch(problem, tables))
     sizes = (*sizes_of(problem, tables), slots_per_head(problem, slot_m), _together(problem, program, by_key))
     numbers = (*strides, *tables.strides, *sizes)
-    return LaunchSpec(_DKDV if by_key else _DQ, call_program, program, captured, aligned, grid, numbers, options)
+    signature = _DQ if not by_key else _DKDV_OF_QUERIES if gathers else _DKDV
+    return LaunchSpec(signature, call_program, program, captured, aligned, grid, numbers, options)

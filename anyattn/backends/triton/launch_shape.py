@@ -29,17 +29,22 @@ __all__ = [
     "forward_shape",
     "grid_of",
     "has_few_rows",
+    "head_rows",
+    "joined_tiles",
     "layout_of",
+    "limits_of_tiles",
     "listed_tile",
     "padded_group",
     "pieces_of",
     "positions_per_tile",
     "rows_of",
+    "stages_of_gathered",
     "tiles_per_group",
 ]
 
 # Even shares, in key tiles: the fewest of a program, how many more make one more part worth adding, and the time of merging.
 _LEAST_TILES, _MERGED_TILES, _SPARED_TILES = 2, 8, 4
+_MANY_ROW_TILES = 1024
 _SATURATING = 0.7  # programs per multiprocessor that together read at the memory's rate
 # By the tiles of other calls: whether a tile of keys is skipped is known after its scores, so that the loop has no late product to overlap
 # with; then more rows share a tile of keys. D 128, S 8,192, half of the tiles skipped, none: 1.74, 2.40 ms; before 2.13, 2.88 (H200).
@@ -50,6 +55,8 @@ _MOST_ROWS = 16  # of a tile: with more, products take as long as reading keys, 
 # instead of 122).
 _LEAST_SHARED = 64 << 20
 _MOST_PACKED = 64
+_FEW_LIST_ROWS = 16  # a tile of dq has no fewer rows
+_LEAST_KEYS = 64  # of a tile: where lists have tiles of fewer keys, one tile gathers several
 _ANY_NUMBER = 1024  # assumed queries per entry if a call gives no upper bound
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
 MOST_BLOCKS = 65535  # on each axis of a CUDA grid except the first
@@ -127,7 +134,34 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
 
 def forward_shape(problem: Problem) -> Shape:
     """The shape for which a forward pass's tiles are chosen."""
-    return replace(shape_of(problem), asks=masks_of(problem).has_lists, listed=listed_tile(problem))
+    return replace(shape_of(problem), asks=masks_of(problem).has_lists, listed=limits_of_tiles(problem))
+
+
+def limits_of_tiles(problem: Problem) -> tuple[int, int]:
+    """The most rows and keys of a tile of the forward pass or of dq, 0 for no limit: a tile of the call's own lists, unless a tile gathers
+    several of their keys."""
+    rows, keys = listed_tile(problem)
+    return rows, 0 if keys < _LEAST_KEYS and joined_tiles(problem, keys, _LEAST_KEYS) else keys
+
+
+def joined_tiles(problem: Problem, list_n: int, tile_n: int) -> int:
+    """How many listed tiles of ``list_n`` keys a tile of ``tile_n`` gathers, 0 if it is a part of one. Dropout draws for adjacent keys, and
+    numbers of pages and pairs of 8-bit values are loaded for such."""
+    is_plain = problem.dropout is None and problem.k.dtype is problem.q.dtype
+    is_paged = problem.sequences is not None and problem.sequences.page_table is not None
+    return tile_n // list_n if 0 < list_n < tile_n and tile_n % list_n == 0 and is_plain and not is_paged else 0
+
+
+def stages_of_gathered(num_stages: int) -> int:
+    """The compiler's stages for a loop that loads its addresses too: as many tiles are under way as in another with ``num_stages``."""
+    return 2 * num_stages - 1
+
+
+def head_rows(problem: Problem) -> int:
+    """Rows of a position in a tile that has the query heads of a K/V head, in dq and in gradients of gathered queries' keys; 0 if each head
+    has tiles of its own. Gradients of captured tensors and dropout are computed head by head."""
+    packs = 0 < _list_rows(problem) < _FEW_LIST_ROWS and problem.dropout is None and not problem.wanted_slots and _shares_lists(problem)
+    return padded_group(problem.qhead_per_kvhead) if packs and problem.qhead_per_kvhead > 1 else 0
 
 
 def listed_tile(problem: Problem) -> tuple[int, int]:
@@ -211,6 +245,9 @@ def _shares_lists(problem: Problem) -> bool:
 def _wants_shares(problem: Problem, hardware: Hardware) -> bool:
     """Whether programs should take even shares of the call's key tiles."""
     if problem.wants_max or problem.skip is not None or not has_few_rows(problem, hardware.capability):
+        return False
+    rows = _list_rows(problem)
+    if rows and ceil_div(problem.bound_q, rows) >= _MANY_ROW_TILES:  # as many programs, which visit about equally many tiles
         return False
     keys = problem.batch * problem.heads_kv * _most_seen(problem)
     return keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.k.element_size() > _LEAST_SHARED

@@ -53,14 +53,15 @@ class Mask(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def mask_of(expr: Expr, is_ragged: bool = False, has_given: bool = False) -> Mask:
-    """The kernels of a mask for sequences of equal lengths, or for varlen batches. has_given: they read a class for each tile."""
+def mask_of(expr: Expr, is_ragged: bool = False, has_given: bool = False, has_choice: bool = False) -> Mask:
+    """The kernels of a mask for sequences of equal lengths, or for varlen batches. has_given: they read a class for each tile. has_choice:
+    they classify listed tiles alone."""
     source, deps = mask_source(expr), dependence(expr)
     scalars = tuple(sorted({node.attr for node in expr.nodes if node.op == "scalar"}))  # type: ignore[type-var]
     ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
     ranks = {slot: ranks[slot] for slot in sorted(ranks)}
-    name = f"{'ragged_' * is_ragged}{'chosen_' * has_given}mask_{expr.key}"
-    text = "\n\n".join([source.text, *_entries(scalars, ranks, is_ragged, has_given)])  # type: ignore[arg-type]
+    name = f"{'ragged_' * is_ragged}{'chosen_' * has_given}{'listed_' * has_choice}mask_{expr.key}"
+    text = "\n\n".join([source.text, *_entries(scalars, ranks, is_ragged, has_given, has_choice)])  # type: ignore[arg-type]
     kernels = jit_source.load(text, name, *_MODULES)
     # a fused multiply-add rounds once where torch rounds twice, which could flip a comparison
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
@@ -77,19 +78,21 @@ _PLACES_CHUNK = 1024  # sequences that ``store_places`` handles at once
 _LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
-def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int], is_ragged: bool, has_given: bool) -> list[str]:
+def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int], is_ragged: bool, has_given: bool, has_choice: bool) -> list[str]:
     """The source of the kernels to launch. Every captured value is a separate argument: Triton recompiles for numbers inside tuples."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     strides = [name for names in tensors.values() for name in names]
     lists, tables = (_LISTS[:4], ["places", "batch: tl.int32"]) if is_ragged else (_LISTS, [])
-    given = ["given", "given_rows: tl.int64", "given_columns: tl.int64"] if has_given else []
+    given = ["given", "given_rows: tl.int64", "given_columns: tl.int64", "room: tl.int32"] if has_given else []
+    given += ["chosen_count", "chosen_index", "room: tl.int32"] if has_choice else []
     numbers = [*(f"{name}: tl.int32" for name in TileSizes._fields), *(f"{name}: tl.int64" for name in (*scalars, *strides))]
     names = ["hulls", *tables, *given, *numbers, *tensors]
     captured = f"{_as_tuple(scalars)}, {_as_tuple(_as_tuple([t, *names]) for t, names in tensors.items())}"
     packed = f"{captured}, {group(TileSizes, TileSizes._fields)}, {'(places, batch)' if is_ragged else None}"
     both = f"{group(Lists, lists[:4])}, {group(Lists, lists[-4:])}"
-    behind = f"{packed}, {'(given, given_rows, given_columns)' if has_given else None}, value"
+    of_tiles = "(given, given_rows, given_columns, room)" if has_given else None
+    behind = f"{packed}, {of_tiles}, {'(chosen_count, chosen_index, room)' if has_choice else None}, value"
     return [
         _entry("store_hulls", names, _OF_HULLS, f"store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls"),
         _entry("list_tiles", [*lists, *names], _OF_LISTS, f"list_tiles({both}, hulls, {behind}, verdict"),
@@ -153,9 +156,9 @@ class Launches(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def launches_of(expr: Expr, grid: TileGrid, form: ListForm, has_given: bool = False) -> Launches:
+def launches_of(expr: Expr, grid: TileGrid, form: ListForm, has_given: bool = False, has_choice: bool = False) -> Launches:
     """The launches for ``list_tiles``, whose arguments these are."""
-    mask, lengths = mask_of(expr, has_given=has_given), grid.lengths
+    mask, lengths = mask_of(expr, has_given=has_given, has_choice=has_choice), grid.lengths
     entries, heads = grid.batch[0] if mask.sees_b or not form.broadcasts else 1, grid.batch[1] if mask.sees_h or not form.broadcasts else 1
     rows, columns = grid.shape
     # one allocation for lists of one shape: an allocation takes about a tenth of a first call's time
@@ -163,7 +166,8 @@ def launches_of(expr: Expr, grid: TileGrid, form: ListForm, has_given: bool = Fa
     sizes = TileSizes(*lengths, rows, columns, heads, 2 * mask.row_leaves * rows * entries * heads)
     # rows, heads and entries have a grid axis each: only the first axis may be longer than 65,535
     programs = (rows + (columns if form.wants_columns else 0), heads, entries)
-    return _launches(mask, shapes, sizes, grid.tile, programs, _chunk(max(rows, columns), has_given), form)
+    longest = max(rows, columns) if form.room is None or not has_choice else form.room
+    return _launches(mask, shapes, sizes, grid.tile, programs, _chunk(longest, has_given or has_choice), form)
 
 
 def _chunk(longest: int, has_given: bool = False) -> int:
@@ -202,19 +206,29 @@ def _launches(
 
 
 def list_tiles(
-    mod: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False, given: Tensor | None = None
+    mod: TracedMod,
+    grid: TileGrid,
+    device: torch.device,
+    form: ListForm,
+    stacks: bool = False,
+    given: Tensor | None = None,
+    choice: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
-    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. stacks: return the allocations that hold the lists instead
-    (``sparsity.grid``). given: uint8 (B, H, M, N), contiguous or the transpose of a contiguous grid: the most that a tile's class can be.
+    int32, (B, H, M) and (B, H, M, N), or as many entries as the form has room for. Ascending; 0 beyond a count. stacks: return the
+    allocations that hold the lists instead (``sparsity.grid``). given: uint8 (B, H, M, N), contiguous or the transpose of a contiguous
+    grid: the most that a tile's class can be. choice: counts (B, H, M) and ascending indices (B, H, M, room), contiguous, of the tiles that
+    are classified; all others are empty, and columns are not listed.
     """
-    plan = launches_of(mod.expr, grid, form, given is not None)
+    plan = launches_of(mod.expr, grid, form, given is not None, choice is not None)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for shape in plan.shapes]
     lists = lists_of_memory(memory, plan.classes)
     if plan.launches:
         with current_device(device):
-            _launch(plan, mod, lists, given=() if given is None else (given, *given.stride()[-2:]))
+            room = grid.shape[1] if form.room is None else form.room
+            of_tiles = () if given is None else (given, *given.stride()[-2:], room)
+            _launch(plan, mod, lists, given=of_tiles if choice is None else (*choice, room))
     else:
         for t in memory:
             t.zero_()
@@ -251,7 +265,8 @@ def list_ragged(
 
 
 def _launch(plan: Launches, mod: TracedMod, lists: list[Tensor | None], tables: tuple = (), given: tuple = ()) -> None:
-    """tables: of a varlen batch, and its number of sequences. given: a class for each tile, and its steps between rows and columns."""
+    """tables: of a varlen batch, and its number of sequences. given: a class for each tile, its steps between rows and columns, and the
+    room of rows; or counts, indices and room of a choice."""
     first = lists[0]
     assert first is not None
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in plan.mask.tensor_slots)]

@@ -1,4 +1,4 @@
-"""Conversions between grids of tile classes and tile lists on a CUDA device: launches kernels, without waiting for the device."""
+"""Grids of tile classes, tile lists and chosen tiles on a CUDA device: launches the kernels that convert them, without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.mods.ir.expr import Builder
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sparsity.grid import ListForm, TileGrid
 from anyattn.sparsity.kernels.block_lists import compiled_for, list_tiles
 from anyattn.triton_tools.launch import current_device, launch
 
-__all__ = ["EVERYTHING", "classes_of_lists", "lists_of_classes"]
+__all__ = ["EVERYTHING", "classes_of_lists", "lists_of_classes", "sorted_choice"]
 
 _BLOCK = 256  # entries of lists that a program reads
+_SORTED = 1024  # entries that a program sorts, if a row has fewer
 
 
 _builder = Builder()
@@ -56,3 +57,31 @@ def classes_of_lists(lists: Sequence[tuple[Tensor | None, Tensor, int]], columns
             grid = (ceil_div(rows * width, _BLOCK), heads, batch)
             launch(store_class, grid, arguments, device, options, compiled_for(known))
     return classes
+
+
+def sorted_choice(indices: Tensor, counts: Tensor | None, columns: int, room: int) -> tuple[Tensor, Tensor]:
+    """int32 counts (B, H, M) and tiles (B, H, M, room), ascending, each once, of the tiles that rows name in any order.
+
+    indices: integers (B, H, M, n), n at most ``chosen_blocks.MOST_SORTED``. counts: integers (B, H, M), or None: all entries count. A tile
+    that does not exist is read as nothing. room: no less than the tiles of any row. Entries beyond a count are arbitrary.
+    """
+    batch, heads, rows, width = indices.shape
+    device = indices.device
+    found = torch.empty((batch, heads, rows), dtype=torch.int32, device=device)
+    tiles = torch.empty((batch, heads, rows, room), dtype=torch.int32, device=device)
+    if min(found.numel(), width, columns) == 0:
+        return found.zero_(), tiles
+    from anyattn.sparsity.kernels.sorted_choice import store_sorted
+
+    padded = max(16, next_power_of_2(width))
+    together = max(1, _SORTED // padded)
+    by_count = (0, 0, 0) if counts is None else counts.stride()
+    known = [t for t in (indices, counts) if t is not None]
+    count = indices if counts is None else counts
+    arguments = [found, tiles, indices, count, rows, columns, width, room, *indices.stride(), *by_count]
+    options = {"HAS_COUNT": counts is not None, "ROWS": together, "WIDTH": padded}
+    if padded > _SORTED:
+        options["num_warps"] = 8
+    with current_device(device):
+        launch(store_sorted, (ceil_div(rows, together), heads, batch), arguments, device, options, compiled_for(known))
+    return found, tiles

@@ -67,7 +67,7 @@ def store_hulls(
 
 @triton.jit
 def list_tiles(
-    row_lists, column_lists, hulls, scalars, tensors, sizes, tables, given,
+    row_lists, column_lists, hulls, scalars, tensors, sizes, tables, given, choice,
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
@@ -78,8 +78,10 @@ def list_tiles(
     With tables, row_lists have counts [heads][rows], indices [heads][rows * width], with ``width`` key tiles of ``seqlen_k`` keys: a
     sequence's indices begin at ``width`` times its first row of tiles, and each of its rows takes as many as the sequence has key tiles.
     Rows of tiles that belong to no sequence list nothing.
-    given: None, or (classes, row step, column step): a uint8 class for each tile, which is the most that the tile's class can be. [batch *
-    heads], then rows and columns by their steps; with tables laid out as the indices, and the steps are not used.
+    given: None, or (classes, row step, column step, room): a uint8 class for each tile, which is the most that the tile's class can be.
+    [batch * heads], then rows and columns by their steps; with tables laid out as the indices, and the steps and the room are not used.
+    choice: None, or (counts, indices, room): ascending lists, laid out as the rows', of the tiles that are classified; all others are
+    empty. There are no columns then. room: the entries of a row's list, in place of ``columns``.
     HAS_FULL_TAILS: a tail tile with all its pairs inside the sequences visible is full; without this option it is partial.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -92,7 +94,13 @@ def list_tiles(
         lines = tl.where(is_row, sizes.rows, sizes.columns)
         rows_at, columns_at = bh * sizes.rows, bh * sizes.columns
         counts_at = bh * lines + line
-        list_at = counts_at.to(tl.int64) * length
+        entries = length
+        if given is not None:
+            entries = tl.where(is_row, given[3], length)
+        if choice is not None:
+            entries = choice[2]
+            length = tl.load(choice[0] + counts_at)
+        list_at = counts_at.to(tl.int64) * entries
     else:
         is_row = tl.full((), True, tl.int1)
         b, line, exists = _located(_ROW_ENDS, tables, place)
@@ -103,8 +111,9 @@ def list_tiles(
         rows_at, columns_at = counts_at - line, h * sizes.columns + _number(_COLUMN_ENDS, tables, b) - length
         width = (sizes.seqlen_k + TILE_N - 1) // TILE_N
         list_at = rows_at.to(tl.int64) * width + line.to(tl.int64) * length
+        entries = length
     if given is not None:
-        most_of, row_step, column_step = given
+        most_of, row_step, column_step, _room = given
         if tables is None:
             most_of += bh.to(tl.int64) * sizes.rows * sizes.columns
         else:
@@ -119,6 +128,8 @@ def list_tiles(
         lane = tl.arange(0, CHUNK)
         is_tile = first + lane < length
         along = tl.minimum(first + lane, length - 1)
+        if choice is not None:
+            along = tl.load(choice[1] + list_at + along)
         m, n = tl.where(is_row, line, along), tl.where(is_row, along, line)
         q_first, kv_first = start + m * TILE_M, n * TILE_N
         q_last, kv_last = tl.minimum(q_first + TILE_M, q_end) - 1, tl.minimum(kv_first + TILE_N, kv_end) - 1
@@ -134,13 +145,15 @@ def list_tiles(
             classes = tl.where(most == _EMPTY, _EMPTY, classes)
         doubts = tl.sum((classes == _DOUBT).to(tl.int32), 0)
         if doubts > 0:
-            if given is None:  # noqa: SIM114 - the other is decided at run time
+            if given is None and choice is None:  # noqa: SIM114 - the other is decided at run time
                 classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
             elif doubts > _FEW_DOUBTS:  # samples of all tiles take longer than all pairs of a tile or two
                 classes = _sampled(classes, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
             doubtful = tl.min(tl.where(classes == _DOUBT, lane, CHUNK), 0)
             while doubtful < CHUNK:
                 at = first + doubtful
+                if choice is not None:
+                    at = tl.sum(tl.where(lane == doubtful, along, 0), 0)
                 q, kv = start + tl.where(is_row, line, at) * TILE_M, tl.where(is_row, at, line) * TILE_N
                 q_to, kv_to = tl.minimum(q + TILE_M, q_end) - 1, tl.minimum(kv + TILE_N, kv_end) - 1
                 settled = _settled(b, h, q, q_to, kv, kv_to, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
@@ -157,9 +170,9 @@ def list_tiles(
         else:
             partial = _appended(partial_index + list_at, partial, classes != _EMPTY, along)
         first += CHUNK
-    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
+    _ended(partial_count + counts_at, partial_index + list_at, partial, entries, CHUNK)
     if SEPARATE_FULL:
-        _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)
+        _ended(full_count + counts_at, full_index + list_at, full, entries, CHUNK)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from tests.integrations.vllm.batches import (
     judge,
     layer_of,
     step,
+    write,
 )
 from tests.support.sequences import Meaning
 
@@ -243,3 +244,25 @@ def quantised(vllm: Any, name: str, impl: Any, layer: Any, meaning: Meaning, pag
     metadata = builder_of(vllm, page_size).build(0, of.common)
     out = step(impl, layer, of, kv_cache, metadata)
     judge(out, held_by(of, kv_cache, layer, name), meaning, f"{name} {layout}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, lambda b, h, q, kv: kv <= q])
+def test_the_output_is_vllms_own_buffer(vllm: Any, mask: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has the queries' dtype; and rows of padding stay as they are."""
+    given: list[Any] = []
+    own = anyattn.flash_attn_with_kvcache
+    noted = lambda *rows, **options: (given.append(options.get("out")), own(*rows, **options))[1]
+    monkeypatch.setattr(anyattn, "flash_attn_with_kvcache", noted)
+    of = batch_of(vllm, dtype=torch.bfloat16, padding=(3, 0))
+    metadata = builder_of(vllm, 16).build(0, of.common)
+    kv_cache = empty_cache(vllm, of, "LBNHC", torch.bfloat16, 2 * HEAD_SIZE, 16)
+    layer, impl = layer_of(**({} if mask is None else {"logical_mask_mod": mask})), impl_of(vllm)
+    output = torch.full(of.query.shape, 7.0, dtype=dtype)
+    with torch.inference_mode():
+        write(impl, layer, of, kv_cache)
+        found = impl.forward(layer, of.query, of.key, of.value, kv_cache, metadata, output)
+    tokens = metadata.num_actual_tokens
+    assert found is output and tokens < len(output) and (output[tokens:] == 7.0).all() and not (output[:tokens] == 7.0).all()
+    (out,) = given
+    assert (out is None) is (dtype is torch.float32) and (out is None or out.data_ptr() == output.data_ptr())

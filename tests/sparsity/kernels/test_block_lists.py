@@ -88,6 +88,18 @@ def test_listed_classes_compile_for_hopper(has_count: bool) -> None:
     compiled(mask_of(EVERYTHING.expr, has_given=True).kernels.list_tiles, {"TILE_M": 1, "TILE_N": 1, **options})
 
 
+@pytest.mark.parametrize("has_count", [False, True])
+def test_lists_of_single_queries_compile_for_hopper(has_count: bool) -> None:
+    from anyattn.sparsity.kernels.block_lists import mask_of
+    from anyattn.sparsity.kernels.sorted_choice import store_sorted
+
+    for rows, width in ((64, 16), (1, 4096)):
+        compiled(store_sorted, {"HAS_COUNT": has_count, "ROWS": rows, "WIDTH": width})
+    traced = trace(masks.document(torch.zeros(9, dtype=torch.int32)) & masks.causal(), "mask")
+    options = {"CHUNK": 64, "BLOCK_M": 16, "BLOCK_N": 64, "SEPARATE_FULL": True, "HAS_FULL_TAILS": False, "TILE_M": 1, "TILE_N": 64}
+    compiled(mask_of(traced.expr, has_choice=True).kernels.list_tiles, options, traced.tensors)
+
+
 def test_the_table_of_sequences_compiles_for_hopper() -> None:
     from anyattn.sparsity.kernels import block_lists as kernels
 
@@ -222,7 +234,7 @@ def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel() -> Any:
         return type("Grid", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *args, **options: None)})()
 
-    def mask_of(expr: Any, has_given: bool) -> Any:
+    def mask_of(expr: Any, **options: bool) -> Any:
         names = ("list_tiles", "list_tiles_at_once", "store_hulls")
         return real(expr)._replace(kernels=SimpleNamespace(**{n: kernel() for n in names}))
 
@@ -257,7 +269,7 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = kernels.mask_of
 
-    def mask_of(expr: Any, has_given: bool) -> Any:
+    def mask_of(expr: Any, **options: bool) -> Any:
         mask = real(expr)
         names = ("list_tiles", "list_tiles_at_once", "store_hulls")
         return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))

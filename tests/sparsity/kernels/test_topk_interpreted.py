@@ -6,17 +6,25 @@ Run by ``test_in_the_interpreter.py``: the interpreter is chosen before Triton i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import anyattn
 from anyattn import BlockMask, VarlenBlockSparseTensors
-from anyattn.sparsity import chosen_blocks, compute, lists
+from anyattn.backends.triton.single_queries import queries_of_keys
+from anyattn.sparsity import block_sparse, chosen_blocks, compute, lists
 from anyattn.sparsity.block_mask import LISTS
+from anyattn.sparsity.block_sparse import BlockSparseTensors, tensors_of
 from anyattn.sparsity.kernels import class_grids
+from anyattn.sparsity.read_lists import read_lists
 from tests.sparsity import test_varlen_topk as varlen
 from tests.sparsity.test_topk import CASES, MASKS, Case, check
 from tests.support.chosen_blocks import choice
+from tests.support.flex_calls import judge
 
 KERNELS = [*CASES.values(), *(Case(mask=name, causal=True, seed=3) for name in MASKS), Case((1100, 1050), (16, 16), k=4, listed=(1, 1))]
 
@@ -65,10 +73,62 @@ def test_classes_and_lists() -> None:
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize(
     "name",
-    ["of K/V heads, by query head", "blocks of other sizes", "rows without a block", "of each query", "of each query, by query head"],
+    [
+        "of K/V heads, by query head",
+        "blocks of other sizes",
+        "rows without a block",
+        "small blocks",
+        *(n for n in CASES if "each query" in n),
+    ],
 )
 def test_results(name: str) -> None:
     check(CASES[name], backend="triton")
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_single_queries_need_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of classes, for lists and gradients: a byte for each pair of a query and a key block."""
+    monkeypatch.setattr(class_grids, "classes_of_lists", lambda *about: pytest.fail("a grid of classes"))
+    monkeypatch.setattr(lists, "grid_of_lists", lambda *about: pytest.fail("a grid of classes"))
+    monkeypatch.setattr(block_sparse, "grid_of_lists", lambda *about: pytest.fail("a grid of classes"))
+    case = Case((40, 250), (1, 16), k=3, causal=True, group=2)
+    block_mask = case.made()[2]
+    assert block_mask.kv_indices.shape == block_mask.full_kv_indices.shape == (2, 2, 40, 3) and block_mask.q_indices is None
+    q, k, v = (t.requires_grad_() for t in case.rows())
+    anyattn.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, backend="triton").sum().backward()
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_scores_of_single_queries(wants_grad: bool) -> None:
+    """With gradients of what a score mod captures heads have tiles of their own; a mask beside the lists decides in every tile."""
+    case = Case((20, 100), (1, 16), k=4, group=2, causal=True)
+    _, _, block_mask, mask = case.made()
+    bias = torch.linspace(-1, 1, 4 * 20, dtype=torch.float64).reshape(4, 20)
+    score = lambda s, b, h, i, j: s * 1.5 + bias[h, i] * (j % 3)
+    beside = lambda b, h, i, j: (i + 2 * j + h) % 4 != 0
+    both = lambda b, h, i, j: mask(b, h, i, j) & beside(b, h, i, j)
+    options = {"captured": [bias]} if wants_grad else {}
+    judge(*case.rows(), score=score, mask=both, block_mask=block_mask, mask_mod=beside, backend="triton", **options)
+
+
+def test_the_queries_of_each_key_block() -> None:
+    for case in (Case((30, 70), (1, 16), causal=True), Case((30, 70), (1, 16), k=0), Case((9, 40), (1, 8), mask="by head", listed=(1, 2))):
+        blocks = read_lists(case.made()[2])
+        begins, queries = queries_of_keys(blocks)
+        wanted = blocks.transposed()
+        lines = [
+            sorted(2 * row + is_full for is_full, (cnt, idx) in enumerate(of_class) for row in idx[place][: cnt[place]].tolist())
+            for place in np.ndindex(*wanted.mask_block_cnt.shape)
+            for of_class in [[(c, i) for c, i in _pairs(wanted)]]
+        ]
+        found = [queries[a:b].tolist() for a, b in pairwise(begins.tolist())]
+        assert found == lines
+
+
+def _pairs(blocks: BlockSparseTensors) -> list[tuple[Any, Any]]:
+    cnt, idx, full_cnt, full_idx = tensors_of(blocks)
+    return [(cnt, idx)] if full_cnt is None else [(cnt, idx), (full_cnt, full_idx)]
 
 
 @pytest.mark.parametrize("name", ["none", "causal"])
@@ -78,6 +138,16 @@ def test_packed_sequences(name: str) -> None:
     for layout in ("flat", "padded"):
         lists = VarlenBlockSparseTensors.from_topk(indices, tile=varlen.TILE, **varlen.TABLES, mask_mod=varlen.MASKS[name], layout=layout)
         varlen.check(lists, varlen.MASKS[name], varlen.reading_tables(each, 2, varlen.MASKS[name]), backend="triton")
+
+
+@pytest.mark.parametrize("tile", [(1, 16), (1, 64)], ids=str)
+def test_single_queries_of_packed_sequences(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a K/V head share tiles there too, and small tiles of keys are gathered."""
+    monkeypatch.setattr(varlen, "TILE", tile)
+    each, indices = varlen.chosen(2)
+    mask = varlen.MASKS["causal"]
+    lists = VarlenBlockSparseTensors.from_topk(indices, tile=tile, **varlen.TABLES, mask_mod=mask, layout="padded")
+    varlen.check(lists, mask, varlen.reading_tables(each, 2, mask), backend="triton")
 
 
 @pytest.mark.usefixtures("by_kernels")

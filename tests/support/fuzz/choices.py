@@ -49,7 +49,7 @@ class Choice:
 
 choices = st.builds(
     Choice,
-    block=st.tuples(st.sampled_from((1, 16, 32, 48, 64, 128)), st.sampled_from((16, 32, 64, 80, 128))),
+    block=st.tuples(st.sampled_from((1, 16, 32, 48, 64, 128)), st.sampled_from((1, 8, 16, 32, 64, 80, 128))),
     k=st.sampled_from((0, 1, 2, 3, 5, 9)),
     of=st.sampled_from(("query heads", "K/V heads", "K/V heads", "all heads")),
     shares_entries=st.booleans(),

@@ -42,9 +42,9 @@ class Group(NamedTuple):
 class Signature(NamedTuple):
     """A body's arguments.
 
-    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch passes in order; after them
-    come ``Mods`` and the constants. parts: for each field of ``Mods`` the names of the program parts that may provide it. constants: a
-    class of ``kernels.arguments``.
+    body: ``module.function`` of ``backends/triton/kernels``, or ``folder.module.function``. groups: its first arguments, whose values a
+    launch passes in order; after them come ``Mods`` and the constants. parts: for each field of ``Mods`` the names of the program parts
+    that may provide it. constants: a class of ``kernels.arguments``.
     """
 
     body: str
@@ -119,7 +119,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     groups = [_group_source(g.fields, g.prefix) for g in signature.groups]
     constants = jit_source.group(signature.constants, signature.constants._fields)
     call = [*groups, jit_source.group(Mods, mods), constants]
-    lines = [*units, f"{signature.body}({', '.join(call)})"]
+    lines = [*units, f"{'.'.join(signature.body.split('.')[-2:])}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
     arguments += [f"{name}: tl.constexpr" for name in signature.constants._fields]
     head += f"def entry({', '.join(arguments)}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
@@ -140,7 +140,7 @@ def _functions(part: Part | None) -> tuple[str, ...]:
 def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
     """The generated kernel; equal programs share it."""
     source = entry_source(signature, program, is_aligned)
-    module, body = signature.body.split(".")
+    module, body = signature.body.rsplit(".", 1)
     return jit_source.load(source, f"{body}_{jit_source.digest(source)}", f"{_KERNELS}.{module}", f"{_KERNELS}.arguments").entry
 
 

@@ -160,14 +160,14 @@ class Mods(NamedTuple):
 # ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward.slot_of``. SEES_ALL: no
 # mask hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
 # over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles. K_SCALE, V_SCALE:
-# factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD``
-# (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES: what the addresses of rows of q, and of k and v, are multiples
-# of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of a block whose sum is stored. HAS_PAIRS: 8-bit values are
-# loaded in pairs, see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED: see
-# ``eight_bits.halved``. WRAP: see ``wrapped_rows``.
+# factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD`` (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES:
+# what addresses of rows of q, and of k and v, are multiples of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of
+# a block whose sum is stored. HAS_PAIRS: see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED:
+# see ``eight_bits.halved``. WRAP: see ``wrapped_rows``. JOINS: listed tiles that one tile of keys gathers; 0 if it is one of them or a
+# part of one. GROUP: rows per position of a tile that has the query heads of a K/V head; 0 if a tile has one head.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-    "HAS_FOURS", "TILE_M", "TILE_N",
+    "HAS_FOURS", "TILE_M", "TILE_N", "JOINS",
 )  # fmt: skip
 
 
@@ -180,9 +180,9 @@ ForwardConstants = _constants(
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED", "K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES",
     "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "WRAP", "HAS_SKIP", "COUNTS_SKIPS",
 )  # fmt: skip
-DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ")
+DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ", "GROUP")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
-DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV")
+DkdvConstants = _constants("DkdvConstants", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "SEES_ALL", "HAS_DK", "HAS_DV", "GROUP")
 ReductionConstants = _constants("ReductionConstants", "IS_NEAR", "IS_NVIDIA", "SEES_ALL", "IS_GROUPED", "HAS_FIRST")
 BlockConstants = _constants("BlockConstants", "IS_NEAR", "HAS_SUMS", "HAS_MAX", "BLOCK_ROWS", "BLOCK_KEYS")
 PrepareConstants = namedtuple(
@@ -280,8 +280,6 @@ class BackwardStrides(NamedTuple):
 
 
 class ListSpans(NamedTuple):
-    """lists: of the block lists."""
-
     lists: ListStrides
 
 
@@ -479,11 +477,12 @@ class TileRange(NamedTuple):
 class ListedTiles(NamedTuple):
     """One line of block lists, counted in the kernel's tiles: int32. full: number of tiles whose pairs are all visible. partial: number of
     other tiles; listed: how many of these are listed as partial; the rest are full tiles that the sequence's end cuts. full_index,
-    partial_index: pointers to the line's indices."""
+    partial_index: pointers to the line's indices. If a tile gathers listed ones (JOINS), listed, and the rest's number, count these."""
 
     full: Any
     partial: Any
     listed: Any
+    rest: Any
     full_index: Any
     partial_index: Any
 

@@ -23,7 +23,16 @@ from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places, 
 from anyattn.backends.triton.kernels.forward import kv_for, rows_of
 from anyattn.backends.triton.kernels.key_tiles import load_rows
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
-from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
+from anyattn.backends.triton.kernels.tile_iterator import (
+    by_lists,
+    clipped,
+    full_at,
+    inside_of,
+    lanes_of,
+    partial_at,
+    place_of_lists,
+    visits_of,
+)
 from anyattn.triton_tools import device_math
 
 __all__ = ["dkdv_tile", "dq_tile", "load_tile", "place_of_program", "prepare_tile", "rows_that_see", "slot_of"]
@@ -146,10 +155,13 @@ def _visit_keys(
     """Adds one tile of keys to dq, which is not scaled yet; arguments as in ``kernels.forward.visit``. offsets: of full tiles.
 
     q_first: the tile's first row for mods. row_count: its number of rows."""
-    lane = first + tl.arange(0, c.TILE_N)
+    lane = lanes_of(first, c)
     k_at, v_at = offsets
     start = first
-    if IS_PARTIAL:
+    if c.JOINS > 0:
+        start, local = row_count * 0, tl.minimum(lane, end - 1)
+        k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
+    elif IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, c.TILE_N), end - 1 - start)
         k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
@@ -200,7 +212,8 @@ def _visit_keys(
 
 @triton.jit
 def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
-    """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores."""
+    """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores. With GROUP the tile has the
+    rows of all query heads of a K/V head, GROUP of a position, and there are no such gradients and no dropout."""
     if c.HAS_GUARD and is_off(tensors.guard):
         return
     m, b, h = place_of_program(sizes, tensors.order, True, c.HAS_ENTRIES)
@@ -208,23 +221,31 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         return
     sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, c.HAS_ENTRIES)
     seqlen_k = sequence.seqlen_k
-    line, first_row, end_row = row_tile(m, sequence.seqlen_q, c.TILE_M, c.LIST_M, 1)
+    line, first_row, end_row = row_tile(m, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.GROUP if c.GROUP > 0 else 1)
     if first_row >= end_row:
         return
-    position = first_row + tl.arange(0, c.TILE_M)
-    is_row = position < end_row
+    if c.GROUP > 0:
+        r = tl.arange(0, c.TILE_M)
+        position, heads, h = first_row + r // c.GROUP, h * sizes.ratio + r % c.GROUP, h * sizes.ratio
+        is_row = (position < end_row) & (heads < h + sizes.ratio)
+        heads = tl.minimum(heads, h + sizes.ratio - 1)
+        q_head = heads[:, None]
+    else:
+        position = first_row + tl.arange(0, c.TILE_M)
+        is_row = position < end_row
+        heads, q_head = h, h
     position = tl.minimum(position, end_row - 1)
     at = sequence.q_start + position
-    row, head = sequence.q_row.to(tl.int64), h.to(tl.int64)
+    row, head = sequence.q_row.to(tl.int64), heads.to(tl.int64)
     q_at, do_at = row_offsets(row, head, at, strides.q)[:, None], row_offsets(row, head, at, strides.dout)[:, None]
     q = load_rows(tensors.q, q_at, is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
     dout = load_rows(tensors.dout, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False)
-    slot = slot_of(sequence, 0, b, h, sizes, c.SLOT_M, c.SLOT_M) + position
+    slot = slot_of(sequence, 0, b, heads, sizes, c.SLOT_M, c.SLOT_M) + position
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
     q_places = places(first_row + sequence.q_first, c.TILE_M, c.HAS_FOURS, False)
-    kept = rows_of(b, h, q_idx, q_places, mods)
+    kept = rows_of(b, q_head, q_idx, q_places, mods)
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
         k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
@@ -239,15 +260,15 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         inside = inside_of(kept.mask, seqlen_k, c.RANGES)
         kept = RowsOfParts(score=kept.score, mask=inside, always=kept.always, dropout=kept.dropout, sure=kept.sure)
     for i in range(0, full):
-        first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
+        first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
-            key, offsets, kept, b, h, scale, mods, c, False,
+            key, offsets, kept, b, q_head, scale, mods, c, False,
         )  # fmt: skip
     for i in range(0, partial):
-        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N)
+        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, mods, c, True
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, q_head, scale, mods, c, True
         )
     d = tl.arange(0, c.BLOCK_D)[None, :]
     out = tensors.dq + row_offsets(row, head, at, strides.dq)[:, None]

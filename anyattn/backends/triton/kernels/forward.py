@@ -16,7 +16,7 @@ from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, 
 from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
 from anyattn.backends.triton.kernels.results import no_output, no_results, store_results, whole_output
-from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, partial_at, sure_of, visits_of
+from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, lanes_of, partial_at, sure_of, visits_of
 from anyattn.backends.triton.kernels.wrapped_rows import wraps_of
 
 __all__ = ["forward_tile", "rows_of"]
@@ -56,13 +56,13 @@ def scores_of(
     q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr, IS_WHOLE: tl.constexpr,
     IS_CUT: tl.constexpr,
 ):  # fmt: skip
-    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where hidden; in base 2, unless IS_RAW.
+    """[rows, TILE_N]: the scores of the keys at place ``first`` (``tile_iterator``), -inf where hidden; in base 2, unless IS_RAW.
 
     end: keys from it on do not exist (IS_WHOLE: all keys of the tile exist; unless IS_PARTIAL, missing ones are zeros). is_shown: all
     others are visible regardless of the mask. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
     ``paged_kv.page_numbers``. IS_CUT: keys from ``end`` on are not loaded.
     """
-    lane = first + tl.arange(0, c.TILE_N)
+    lane = lanes_of(first, c)
     k = widened(keys_at(key, first, end, numbers, c, False, IS_CUT, not IS_PARTIAL), q.dtype, c.IS_NVIDIA)
     s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
     if c.IS_HALVED:
@@ -80,7 +80,7 @@ def scores_of(
         )
     if IS_PARTIAL:
         s = tl.where(seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE), s, float("-inf"))
-    if mods.always.exists and mods.always.sure is None:
+    if mods.always.exists and (mods.always.sure is None or c.JOINS > 0):
         s = seen_always(s, lanes, end, rows, b, h, mods.always, IS_WHOLE)
     elif mods.always.exists:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
         if (first < rows.sure[0]) | (first + c.TILE_N > rows.sure[1]):
@@ -186,7 +186,7 @@ def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scal
 
 @triton.jit
 def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr):
-    """Adds one tile of keys, from position ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
+    """Adds one tile of keys, at place ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
     s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
     DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
     return weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE, c, IS_PARTIAL)
@@ -380,12 +380,12 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         tl.static_assert(c.PAGE_SIZE == 0 and not c.IS_HALVED, "of flex_attention alone")
         below, skipped = tl.log2(tl.load(tensors.skip_below + heads)), begin * 0
         for i in range(start, end_full):
-            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
+            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
             acc, row_sum, row_max, skipped = visit_or_skip(
                 acc, row_sum, row_max, skipped, q, first, first + c.TILE_N, True, key, kept, b, q_head, below, scales, mods, c, False
             )
         for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
-            first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N)
+            first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
             acc, row_sum, row_max, skipped = visit_or_skip(
                 acc, row_sum, row_max, skipped, q, first, end, is_shown, key, kept, b, q_head, below, scales, mods, c, True
             )
@@ -402,7 +402,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         if start < end_full:
             before = full_at(runs, start, c.RANGES, c.TILE_N, c.LIST_N)
         for i in range(start, end_full):
-            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
+            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
             acc, row_sum, row_max, p, pending_rescale = visit_late(
                 acc, row_sum, row_max, p, pending_rescale, before, q, first, key, kept, b, q_head, scales, mods, c
             )
@@ -416,7 +416,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         if c.PAGE_SIZE > 0:
             numbers, near, coming, nearby = first_numbers(runs, start, end_full, full, key.start, seqlen_k, pages, cache.last_page, c)
         for i in range(start, end_full):
-            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N)
+            first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
             of_tile = numbers
             if c.PAGE_SIZE > 0:
                 numbers, near = tl.minimum(near, cache.last_page), tl.maximum(coming, 0)
@@ -426,7 +426,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
                 acc, row_sum, row_max, q, first, first + c.TILE_N, True, key, kept, b, q_head, of_tile, scales, mods, c, False
             )
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
-        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N)
+        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
         if c.PAGE_SIZE > 0:
             of_tile = inside(page_numbers(key.start + first, key.start + end - 1, pages, c, True), cache.last_page)
         else:

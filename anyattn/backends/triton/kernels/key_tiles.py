@@ -6,6 +6,7 @@ import triton.language as tl
 from anyattn.backends.triton.kernels.addressing import key_places
 from anyattn.backends.triton.kernels.eight_bits import unpacked
 from anyattn.backends.triton.kernels.paged_kv import paged_places
+from anyattn.backends.triton.kernels.tile_iterator import lanes_of
 from anyattn.backends.triton.kernels.wrapped_rows import load_wrapped, wrapped_columns
 from anyattn.backends.triton.tile_config import FEW
 
@@ -42,7 +43,7 @@ def load_rows(
 
 @triton.jit
 def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.constexpr, IS_PLAIN: tl.constexpr):
-    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, from position ``first``; with IS_CUT nothing beyond the storage is read.
+    """[TILE_N, BLOCK_D]: keys, or with IS_VALUE values, at place ``first``; with IS_CUT nothing beyond the storage is read.
 
     IS_PLAIN: from ``end`` on they are anything, else zeros. key: ``KeyStorage``. numbers: of the tile's pages.
     """
@@ -54,7 +55,7 @@ def keys_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.cons
     elif c.IS_DESCRIBED == 1:  # and these the sequence's end
         return source.load([first, 0])
     else:
-        is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
+        is_key = (lanes_of(first, c) < end)[:, None]
         at = places_at(key, strides, first, end, numbers, c, IS_CUT)
         if c.WRAP > 0:
             wrap = key.v_wrap if IS_VALUE else key.k_wrap
@@ -83,7 +84,7 @@ def pairs_at(key, first, end, numbers, DTYPE: tl.constexpr, c, IS_CUT: tl.conste
 
 @triton.jit
 def places_at(key, strides, first, end, numbers, c, IS_CUT: tl.constexpr):
-    """[TILE_N]: 64-bit offsets of the keys from position ``first`` on; with IS_CUT for those from ``end`` on of the last key, or with even
+    """[TILE_N]: 64-bit offsets of the keys at place ``first``; with IS_CUT for those from ``end`` on of the last key, or with even
     shares of some row of its page."""
     if c.PAGE_SIZE > 0:
         return paged_places(first + key.start, end - 1 + key.start, numbers, strides, c, IS_CUT and not c.IS_SHARED)
@@ -93,12 +94,12 @@ def places_at(key, strides, first, end, numbers, c, IS_CUT: tl.constexpr):
             lane = tl.minimum(lane, end - 1 - first)
         inside = lane.to(tl.uint32) * step.to(tl.uint32)
         return key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + inside
-    elif c.TILE_M <= _FEW and not IS_CUT:
+    elif c.TILE_M <= _FEW and not IS_CUT and c.JOINS == 0:
         # with few rows there are registers for every row's offset in the tile, so a tile costs one addition per row
         step = strides.position
         return key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, c.TILE_N) * step
     else:
-        lane = first + tl.arange(0, c.TILE_N) + key.start
+        lane = lanes_of(first, c) + key.start
         if IS_CUT:
             lane = tl.minimum(lane, key.start + end - 1)
         return key_places(lane, key.row, strides)

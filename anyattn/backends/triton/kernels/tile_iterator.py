@@ -2,6 +2,9 @@
 
 The tiles are ``Runs``, or with lists ``ListedTiles``. ``full_at(i)`` and ``partial_at(i)`` give the i-th. So one pair of loops serves a
 causal mask, a window, a sink with a window, and block lists.
+
+The place of a tile is the position of its first key. Where a tile gathers listed tiles smaller than itself (JOINS), it is the positions of
+all its keys, [TILE_N]: ``lanes_of`` gives them for both.
 """
 
 import triton
@@ -9,7 +12,10 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
 
-__all__ = ["by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "partial_at", "place_of_lists", "sure_of", "visits_of"]
+__all__ = [
+    "by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "lanes_of", "partial_at", "place_of_lists", "sure_of",
+    "visits_of",
+]  # fmt: skip
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -124,14 +130,31 @@ def _ranged_partial(runs, i, RANGES: tl.constexpr):
 
 
 @triton.jit
-def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr):
+def by_lists(
+    lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr, JOINS: tl.constexpr = 0
+):  # fmt: skip
     """``ListedTiles`` of one line of ``lists``, with counts at ``line`` and indices from ``place``.
 
-    A listed tile is divided into the kernel's tiles. Tiles of full ones that the sequence's end cuts come after the partial ones.
+    A listed tile is divided into the kernel's tiles, or JOINS of them are one. Tiles of full ones that the sequence's end cuts, or that are
+    too few for another tile, come after the partial ones.
     """
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
     partial = tl.load(lists.partial_count + line) * CUT
-    if HAS_FULL:
+    if JOINS > 0 and HAS_FULL:
+        count = tl.load(lists.full_count + line)
+        last = tl.load(lists.full_index + place + count - 1, mask=count > 0, other=0)
+        full = (count - ((count > 0) & ((last + 1) * LIST_N > seqlen_k)).to(tl.int32)) // JOINS
+        rest = count - full * JOINS
+        return ListedTiles(
+            full=full, partial=(partial + rest + JOINS - 1) // JOINS, listed=partial, rest=rest,
+            full_index=lists.full_index + place, partial_index=lists.partial_index + place,
+        )  # fmt: skip
+    elif JOINS > 0:
+        return ListedTiles(
+            full=partial * 0, partial=(partial + JOINS - 1) // JOINS, listed=partial, rest=partial * 0,
+            full_index=lists.partial_index, partial_index=lists.partial_index + place,
+        )  # fmt: skip
+    elif HAS_FULL:
         full = tl.load(lists.full_count + line)
         whole = full * CUT
         if LIST_N % TILE_N == 0:
@@ -141,12 +164,12 @@ def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.cons
         else:
             cut = whole
         return ListedTiles(
-            full=whole - cut, partial=partial + cut, listed=partial,
+            full=whole - cut, partial=partial + cut, listed=partial, rest=cut,
             full_index=lists.full_index + place, partial_index=lists.partial_index + place,
         )  # fmt: skip
     else:
         return ListedTiles(
-            full=partial * 0, partial=partial, listed=partial,
+            full=partial * 0, partial=partial, listed=partial, rest=partial * 0,
             full_index=lists.partial_index, partial_index=lists.partial_index + place,
         )  # fmt: skip
 
@@ -167,6 +190,35 @@ def _listed_partial(listed, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.conste
     place = tl.where(is_full, listed.full_index + at // CUT, listed.partial_index + at // CUT)
     n = tl.load(place)
     return n * LIST_N + (at % CUT) * TILE_N, tl.minimum((n + 1) * LIST_N, seqlen_k), is_full
+
+
+@triton.jit
+def _joined_full(listed, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr, JOINS: tl.constexpr):
+    """[TILE_N]: the keys of the i-th tile of full ones."""
+    lane = tl.arange(0, TILE_N)
+    return tl.load(listed.full_index + (i * JOINS + lane // LIST_N)) * LIST_N + lane % LIST_N
+
+
+@triton.jit
+def _joined_partial(listed, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, JOINS: tl.constexpr):
+    """``_listed_partial`` for gathered tiles: keys [TILE_N], ``seqlen_k`` where there is none, and whether each is of a full tile
+    [1, TILE_N]."""
+    lane = tl.arange(0, TILE_N)
+    number = i * JOINS + lane // LIST_N
+    is_full = number >= listed.listed
+    place = tl.where(is_full, listed.full_index + (listed.full * JOINS + number - listed.listed), listed.partial_index + number)
+    exists = number < listed.listed + listed.rest
+    keys = tl.load(place, mask=exists, other=0) * LIST_N + lane % LIST_N
+    return tl.where(exists, keys, seqlen_k), seqlen_k, is_full[None, :]
+
+
+@triton.jit
+def lanes_of(first, c):
+    """[TILE_N]: the positions of a tile's keys, from its place."""
+    if c.JOINS > 0:
+        return first
+    else:
+        return first + tl.arange(0, c.TILE_N)
 
 
 @triton.jit
@@ -234,7 +286,7 @@ def visits_of(mask_rows, lists, strides, sequence, b, h, line, seqlen_k, c, IS_R
     program that reduces over all rows waits for shared memory twice before it can load keys."""
     if c.RANGES == 0:
         counts_at, places_at = place_of_lists(strides, b, h, line, sequence, seqlen_k, c.LIST_N, c.HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, seqlen_k, c.TILE_N, c.LIST_N, c.HAS_FULL)
+        runs = by_lists(lists, counts_at, places_at, seqlen_k, c.TILE_N, c.LIST_N, c.HAS_FULL, c.JOINS)
         return runs, runs.full, runs.partial
     else:
         spread = _spread_of(mask_rows, 0, seqlen_k, c.TILE_M, IS_RISING)
@@ -247,19 +299,23 @@ def visits_of(mask_rows, lists, strides, sequence, b, h, line, seqlen_k, c, IS_R
 
 
 @triton.jit
-def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """The first key of the i-th full tile."""
+def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, JOINS: tl.constexpr = 0):
+    """The place of the i-th full tile."""
     if RANGES > 0:
         return _ranged_full(runs, i, RANGES) * TILE_N
+    elif JOINS > 0:
+        return _joined_full(runs, i, TILE_N, LIST_N, JOINS)
     else:
         return _listed_full(runs, i, TILE_N, LIST_N)
 
 
 @triton.jit
-def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """(first key, end, whether all of it is visible regardless of the mask) of the i-th partial tile."""
+def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, JOINS: tl.constexpr = 0):
+    """(place, end, whether all of it is visible regardless of the mask) of the i-th partial tile."""
     if RANGES > 0:
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
+    elif JOINS > 0:
+        return _joined_partial(runs, i, seqlen_k, TILE_N, LIST_N, JOINS)
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
 

@@ -1,0 +1,1 @@
+"""Kernels of keys that single queries have chosen."""
