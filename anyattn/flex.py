@@ -14,7 +14,7 @@ from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
 from anyattn.mods.dropout import seeded
 from anyattn.mods.tracing.default_device import without_default_device
-from anyattn.reductions.request import AuxOutput, Reductions, Sums, named, requested, share_of, skip_of
+from anyattn.reductions.request import NO_GRADIENTS, AuxOutput, Reductions, Sums, named, requested, share_of, skip_of
 from anyattn.tensors import autocast
 from anyattn.tensors.dynamo import opaque
 from anyattn.validate.flex import is_no_mask, wanted
@@ -102,16 +102,23 @@ def flex_attention(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
         None if dropout_p == 0.0 else seeded(dropout_p, query),
     )  # fmt: skip
-    if is_compiling() and skip is None:
+    if is_compiling():
         from anyattn.custom_ops.entry_points import flex as compiled
         from anyattn.custom_ops.entry_points import reductions as reduced
 
-        out, lse, max_scores = compiled(arguments, backend, kernel_options)
-        more = None
-        if reductions is not None:
+        if reductions is not None or skip is not None:
             _refuse_plan(block_mask)
+        more = skipped = None
+        if skip is None:
+            out, lse, max_scores = compiled(arguments, backend, kernel_options)
+        else:
+            from anyattn.custom_ops.entry_points import skipping
+
+            out, lse, max_scores, skipped = skipping(arguments, backend, kernel_options, skip.below, skip.counts is not None)
+            skipped = None if skip.counts is None else skipped
+        if reductions is not None:
             more = named(reductions, reduced((*arguments[:13], None), backend, kernel_options, lse, reductions))
-        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux, more)
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux, more, skipped)
     return _called(FlexCall(*arguments, skip=skip), backend, kernel_options, return_lse, return_aux, reductions)
 
 
@@ -138,19 +145,17 @@ def _called(
     if found is None:
         from anyattn.custom_ops import eager_calls
 
-        if call.skip is not None:
-            raise TypeError(
-                "skip_below is not there for fake tensors, torch.func, dispatch modes and graphs; wanted an eager call without it"
-            )
-        out, lse, max_scores = eager_calls.flex(call, backend, kernel_options)
-        more = None
+        more = skipped = None
+        if call.skip is None:
+            out, lse, max_scores = eager_calls.flex(call, backend, kernel_options)
+        else:
+            out, lse, max_scores, skipped = eager_calls.skipping(call, backend, kernel_options)
+            skipped = None if call.skip.counts is None else skipped
         if reductions is not None:
             more = named(reductions, eager_calls.reductions(call, backend, kernel_options, lse, reductions))
-        return _returned(out, lse, max_scores if call.wants_max else None, return_lse, return_aux, more)
+        return _returned(out, lse, max_scores if call.wants_max else None, return_lse, return_aux, more, skipped)
     if call.skip is not None and found[0].needs_grad:
-        raise ValueError(
-            "skip_below is given and an input requires grad, but a call that skips tiles has no gradients; use torch.no_grad()"
-        )
+        raise ValueError(NO_GRADIENTS)
     out, row_lse, highest = autograd.compute(*found)
     more = None
     if reductions is not None:

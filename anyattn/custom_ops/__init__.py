@@ -23,6 +23,7 @@ __all__ = ["entry_point", "run_uncompiled"]
 _entry_points: list[FunctionType] = []
 _HOMES = {
     "attend": "anyattn.custom_ops.flex",
+    "attend_skipping": "anyattn.custom_ops.skipping",
     "attend_sharded": "anyattn.custom_ops.sharded",
     "flash": "anyattn.custom_ops.flash",
     "decode": "anyattn.custom_ops.flash",

@@ -64,12 +64,13 @@ def _run(entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, c
 @cache
 def _entries() -> dict[str, Callable]:
     """Each entry point's call with traced mods. Imported by the first call: their operators take longer to define than all else."""
-    from anyattn.custom_ops import block_lists, flash, flex, reductions
+    from anyattn.custom_ops import block_lists, flash, flex, reductions, skipping
 
     return {
         "sharded": _sharded_with_mods,
         "flex": flex.flex_with_mods,
         "reductions": reductions.reductions_with_mods,
+        "skipping": skipping.skipping_with_mods,
         "flash": flash.flash_with_mods,
         "decode": flash.decode_with_mods,
         "block_mask": block_lists.lists_with_mods,

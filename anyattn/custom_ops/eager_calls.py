@@ -22,7 +22,7 @@ from anyattn.validate import flex as check
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments
 
-__all__ = ["decode", "flash", "flex", "reductions"]
+__all__ = ["decode", "flash", "flex", "reductions", "skipping"]
 
 
 @opaque
@@ -35,10 +35,20 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
 
 
 @opaque
+def skipping(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores, skipped) of a call with a threshold; the last two are empty unless wanted."""
+    check.tensors(call.query, call.key, call.value, call.enable_gqa)
+    check.aux_list(call.aux_tensors, call.query.device)
+    assert call.skip is not None
+    with _among((call.query, call.key, call.value)):
+        return entry_points.skipping(call[:14], backend, options, call.skip.below, call.skip.counts is not None)
+
+
+@opaque
 def reductions(call: FlexCall, backend: str | None, options: Any, lse: Tensor, wanted: Reductions) -> list[Tensor]:
     """The reductions of a call of ``flex``. lse: its result."""
     with _among((call.query, call.key, call.value)):
-        return entry_points.reductions(call._replace(dropout=None), backend, options, lse, wanted)
+        return entry_points.reductions(call._replace(dropout=None, skip=None), backend, options, lse, wanted)
 
 
 @opaque

@@ -29,7 +29,7 @@ except (ImportError, AttributeError) as _error:  # private names of Dynamo, whic
     run_uncompiled()
     warnings.warn(f"torch.compile of torch {torch.__version__} cannot capture attention, which runs uncompiled: {_error}", stacklevel=2)
 
-__all__ = ["block_lists", "decode", "flash", "flex", "reductions", "tile_lists", "topk_lists", "varlen_tile_lists"]
+__all__ = ["block_lists", "decode", "flash", "flex", "reductions", "skipping", "tile_lists", "topk_lists", "varlen_tile_lists"]
 
 
 def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,6 +41,14 @@ def flex(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None
         return call_with_mods("sharded", query, operands, (("score", "score_mod"), ("mask", "mask_mod")), both)
     operands, kinds, mods = _parts_of_flex(call, backend, kernel_options)
     return call_with_mods("flex", query, operands, kinds, mods)
+
+
+def skipping(
+    call: tuple, backend: str | None, kernel_options: dict[str, Any] | None, skip_below: Tensor, counts_tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores, skipped) of ``flex_attention`` with ``skip_below``. call: a ``FlexCall`` without a plan."""
+    operands, kinds, mods = _parts_of_flex(call, backend, kernel_options)
+    return call_with_mods("skipping", call[0], (*operands, skip_below, counts_tiles), kinds, mods)
 
 
 def reductions(call: tuple, backend: str | None, kernel_options: dict[str, Any] | None, lse: Tensor, wanted: tuple) -> list[Tensor]:

@@ -32,7 +32,7 @@ from anyattn.mods.tracing.trace import Source, TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits, overflowing_slots, unfit
 from anyattn.plan import Plan
 from anyattn.planner import check_backend
-from anyattn.problem import Problem
+from anyattn.problem import Problem, Skip
 from anyattn.sparsity.block_mask import are_unwritten, lists_are_complete
 from anyattn.sparsity.made_of import follow
 from anyattn.tensors import autocast
@@ -180,12 +180,12 @@ class Attend(NamedTuple):
     backend: str
 
 
-def call_of(operands: Attend) -> tuple[Problem, Plan]:
-    """The problem and the plan of an operator's call, from the caches if the call is warm."""
+def call_of(operands: Attend, skip: Skip | None = None) -> tuple[Problem, Plan]:
+    """The problem and the plan of an operator's call, from the caches if the call is warm. skip: of ``attend_skipping``."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = operands
     has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
     is_exact = has_lists and list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
-    is_remembered = warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
+    is_remembered = skip is None and warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
     if is_remembered and (warm := warm_attend.warm_call(values, is_exact)) is not None:
         return warm
     blocks = lists = None
@@ -199,7 +199,7 @@ def call_of(operands: Attend) -> tuple[Problem, Plan]:
     if blocks is not None:
         listed, *masks = masks
     mask = masks[0] if masks else None
-    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed)
+    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed, skip)
     problem, plan = attention.flex_call(call, backend or None, options_of(options), is_operator=True)  # type: ignore[misc]
     is_remembered = is_remembered and has_lists is (lists is not None) and attend.direct.may_pass(*values)
     if is_remembered and (remembered := attention.known_flex(call, backend or None, options_of(options))) is not None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.problem import Skip
 
-__all__ = ["AuxOutput", "AuxRequest", "Reductions", "Sums", "named", "requested", "share_of", "skip_of"]
+__all__ = ["NO_GRADIENTS", "AuxOutput", "AuxRequest", "Reductions", "Sums", "counting", "named", "requested", "share_of", "skip_of"]
 
 Sums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # key_sums to listed_sums of ``AuxOutput``
+NO_GRADIENTS = "skip_below is given and an input requires grad, but a call that skips tiles has no gradients; use torch.no_grad()"
 _NONE = (0, 0)
 
 
@@ -161,8 +162,12 @@ def skip_of(skip_below: Any, request: Any, query: Any) -> Skip | None:
         below = torch.full((heads,), float(skip_below), dtype=torch.float32, device=device)
     else:
         raise ValueError(f"skip_below={skip_below!r}; wanted a number from 0 to 1, or a float32 tensor of shape (Hq,)")
-    counts = torch.zeros((query.shape[0], heads, 2), dtype=torch.int32, device=device) if wants_share else None
-    return Skip(below, counts)
+    return counting(below, query.shape[0], wants_share)
+
+
+def counting(below: Tensor, batch: Any, wants_share: bool) -> Skip:
+    """Thresholds of each head, with counters of tiles if the share of skipped ones is wanted."""
+    return Skip(below, torch.zeros((batch, *below.shape, 2), dtype=torch.int32, device=below.device) if wants_share else None)
 
 
 def share_of(skip: Skip) -> Tensor | None:

@@ -97,7 +97,11 @@ def refuse_positional(function: Callable, beyond: tuple) -> NoReturn:
     )
 
 
-# FlashAttention's other options: None, 0 and False change nothing, and for any other value here is the way out
+_IN_FLEX = (
+    "anyattn.flex_attention {}; packed sequences are one row there, q.transpose(0, 1)[None], with "
+    "mask_mod=anyattn.masks.document_from_cu_seqlens(cu_seqlens)"
+)
+# FlashAttention's other options, and those of flex_attention: None, 0 and False change nothing, and for any other value here is the way out
 _CURES = {
     "return_attn_probs": "return_lse=True returns (out, lse)",
     "qv": "torch.cat((q, qv), -1) as q and torch.cat((k, v), -1) as k give the same scores",
@@ -108,6 +112,8 @@ _CURES = {
     "sm_margin": "leave it out, all multiprocessors may be used",
     "scheduler_metadata": "leave it out, each call is planned anew",
     "cu_seqlens_k_new": "pack k and v as q is, by cu_seqlens_q, and leave it out",
+    "return_aux": _IN_FLEX.format("returns sums of the probabilities and maxima of the scores"),
+    "skip_below": _IN_FLEX.format("leaves tiles out at run time"),
     "rotary_seqlens": "rotate q and k before the call, with anyattn.apply_rotary_emb(..., seqlen_offsets=rotary_seqlens)",
 }
 _WITH_CACHE = ("flash_attn_with_kvcache",)

@@ -13,10 +13,11 @@ from anyattn import masks, oracle
 from anyattn.mods.tracing import trace as tracing
 from anyattn.testing import budget
 from anyattn.testing.rounding import later, rounding
-from tests.support import cases
+from tests.support import cases, chosen_blocks
 from tests.support.counting import peak_bytes
 from tests.support.covering import few
 from tests.support.flex_calls import flex, judge, results
+from tests.support.fuzz.requests import Operands, Request, Threshold, judge_request, judge_threshold
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -672,3 +673,31 @@ def test_only_the_gradients_asked_for():
         leaves[wanted].requires_grad_()
         flex(*leaves, mask_mod=causal, enable_gqa=True).sum().backward()
         assert [t.grad is not None for t in leaves] == [i == wanted for i in range(3)]
+
+
+# ---- 21. chosen blocks; 22. sums of their probabilities; 23. tiles that are left out at run time
+
+
+def chosen(name):
+    """A call of an edge case of chosen blocks of 16, with the mask that it means."""
+    lengths, indices = chosen_blocks.edge(name, 16)
+    q, k, v = qkv(1, 4, 2, *lengths, 16, 8)
+    table = chosen_blocks.table_of(indices, -(-lengths[1] // 16))
+    lists = anyattn.BlockMask.from_topk(indices, BLOCK_SIZE=16, seq_lengths=lengths)
+    return Operands(q, k, v, None, chosen_blocks.mask_of(table, (16, 16), 4, lengths), None, {"block_mask": lists})
+
+
+@pytest.mark.parametrize("name", chosen_blocks.EDGES)
+def test_21_chosen_blocks(name):
+    call = chosen(name)
+    judge(call.q, call.k, call.v, mask=call.mask, **call.options)
+
+
+@pytest.mark.parametrize("name", chosen_blocks.EDGES)
+def test_22_sums_of_chosen_blocks(name):
+    judge_request(chosen(name), Request(True, 2, None, (16, 16), (16, 16), (1, 16), "K/V heads", 4, 0))
+
+
+@pytest.mark.parametrize("name", chosen_blocks.EDGES)
+def test_23_thresholds_beside_chosen_blocks(name):
+    judge_threshold(chosen(name), Threshold(0.5, True, False))

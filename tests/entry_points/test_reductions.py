@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 import anyattn
 from anyattn import AuxRequest, oracle
 from anyattn.arithmetic import ceil_div
-from anyattn.testing import budget
-from anyattn.testing.rounding import Noise
+from tests.support.reductions import blocks, judged, listed
 
 IDS, BIAS, TABLE = torch.arange(200) // 37, torch.linspace(-1, 1, 8), torch.randn(50, 70, generator=torch.Generator().manual_seed(9))
 
@@ -90,27 +88,6 @@ def dense(path: Path) -> tuple[oracle.Weights, oracle.Weights]:
     return oracle.weights(q, k, **mods), oracle.same_dtype_weights(q, k, **mods)
 
 
-def blocks(x: Tensor, block: tuple[int, int], how: str) -> Tensor:
-    """(B, H, M, N) of dense (B, H, Sq, Sk)."""
-    (m, n), (sq, sk) = block, x.shape[2:]
-    size = ceil_div(sq, m), ceil_div(sk, n)
-    x = pad(x, (0, size[1] * n - sk, 0, size[0] * m - sq), value=0.0 if how == "sum" else -math.inf)
-    x = x.unflatten(3, (size[1], n)).unflatten(2, (size[0], m))
-    return x.sum((3, 5)) if how == "sum" else x.amax((3, 5))
-
-
-def judged(name: str, got: Tensor, weights: tuple[oracle.Weights, ...], reduced: Callable[[oracle.Weights], Tensor]) -> None:
-    """reduced: the sums, or maxima, of weights."""
-    noise = None
-    if "sums" in name:  # of each probability, the rounding of the float32 score and log-sum-exp that it is computed from
-        scores, p = weights[0]
-        size = torch.where(p > 0, scores, 0.0).abs()
-        error = p * (torch.finfo(torch.float32).eps / 2) * (1 + size + (size - p.clamp_min(1e-300).log()).abs())
-        sigma = reduced(oracle.Weights(scores, error.square())).sqrt()
-        noise = Noise(sigma, sigma)
-    budget.check(name, got, *(reduced(w) for w in weights), noise)
-
-
 @pytest.mark.parametrize("name", PATHS)
 def test_reductions_equal_the_oracles(name: str) -> None:
     path = PATHS[name]
@@ -128,16 +105,6 @@ def test_reductions_equal_the_oracles(name: str) -> None:
     judged("listed_sums", aux.listed_sums, weights, lambda w: listed(blocks(w.probabilities, block, "sum"), indices))
     assert torch.equal(aux.block_max.amax((2, 3)), aux.max_scores.amax(2)) or path.dtype is not torch.float32
     assert all(t.dtype is torch.float32 for t in (aux.key_sums, aux.block_sums, aux.block_max, aux.listed_sums))
-
-
-def listed(sums: Tensor, indices: Tensor) -> Tensor:
-    (batch, heads, rows, count), groups = indices.shape, sums.shape[1] // indices.shape[1]
-    found = torch.zeros(indices.shape, dtype=sums.dtype)
-    for b, g, m, i in torch.cartesian_prod(*map(torch.arange, (batch, heads, rows, count))).tolist():
-        n = int(indices[b, g, m, i])
-        if 0 <= n < sums.shape[3]:
-            found[b, g, m, i] = sums[b, g * groups : (g + 1) * groups, m, n].sum()
-    return found
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
@@ -180,6 +147,19 @@ def test_listed_blocks_that_a_block_mask_leaves_out_are_zero() -> None:
     seen = {"mask": lambda b, h, i, j: table[i // 16, j // 16]}
     weights = (oracle.weights(q[:, :, :32], k, **seen), oracle.same_dtype_weights(q[:, :, :32], k, **seen))
     judged("listed_sums", aux.listed_sums, weights, lambda w: listed(blocks(w.probabilities, (16, 16), "sum"), indices))
+
+
+def test_packed_sequences_as_one_row() -> None:
+    """What the packed functions say when they refuse: sums are those of each sequence alone."""
+    ends = torch.tensor([0, 30, 30, 64, 65, 90])
+    q, k, v = (torch.randn(90, h, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    as_row = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    mask = anyattn.masks.document_from_cu_seqlens(ends) & anyattn.masks.causal()
+    aux = anyattn.flex_attention(*as_row, mask_mod=mask, enable_gqa=True, return_aux=AuxRequest(key_sums=True))[1]
+    for first, last in itertools.pairwise(ends.tolist()):
+        one = [t[:, :, first:last] for t in as_row[:2]]
+        weights = tuple(f(*one, mask=anyattn.masks.causal()) for f in (oracle.weights, oracle.same_dtype_weights))
+        judged("key_sums", aux.key_sums[:, :, first:last], weights, lambda w: w.probabilities.sum(2))
 
 
 def test_only_what_is_asked_for() -> None:

@@ -10,7 +10,8 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +26,7 @@ from tests.entry_points.test_flash_packed import FORMS, Stored, judged, paged
 from tests.support import eight_bits
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
+from tests.support.fuzz.choices import Choice, choices
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards
 from tests.support.sequences import Meaning, judge
@@ -140,6 +142,23 @@ def run_sequences(call: Sequences) -> None:
     judged(made, stored, recipe, with_lse=call.with_lse, **more)
 
 
+def run_chosen_sequences(call: Sequences, choice: Choice) -> None:
+    """Blocks that are chosen for each sequence, in which the call's mask decides."""
+    per_entry = call.lengths[:3]
+    n_q, n_k = ([pair[i] for pair in per_entry] for i in (0, 1))
+    made = calls.ragged(n_q, n_k, call.heads, call.dims, call.dtype, call.kind, call.seed)
+    stored = FORMS[call.form if call.form in CHOSEN else "packed"](made)
+    where = {n: t for n, t in stored.where.items() if n.startswith(("cu_seqlens", "seqused"))}
+    inside = None if call.options.mask is None else mask_of(call.options.mask)
+    lists, whole = choice.made_of_sequences(per_entry, call.heads, where, inside, "padded" if choice.causal else "flat")
+    recipe = replace(call.options, mask=None).recipe(call.heads[0])
+    meant = calls.Recipe(lambda t: recipe.options(t) | {"mask_mod": whole}, recipe.shapes)
+    judged(made, stored, meant, with_lse=call.with_lse, mask_mod=inside, block_sparse_tensors=lists, num_splits=call.splits)
+
+
+CHOSEN = ("packed", "packed int64", "tail", "partly used")
+
+
 @dataclass(frozen=True)
 class Cache:
     """One random call of ``flash_attn_with_kvcache``."""
@@ -253,8 +272,13 @@ def run_8_bits(call: EightBits) -> None:
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 @pytest.mark.parametrize(
     ("drawn", "run"),
-    [(sequences, run_sequences), (caches(), run_cache), (of_8_bits(), run_8_bits)],
-    ids=["sequences", "cache", "8 bits"],
+    [
+        (sequences, run_sequences),
+        (st.tuples(sequences, choices), lambda drawn: run_chosen_sequences(*drawn)),
+        (caches(), run_cache),
+        (of_8_bits(), run_8_bits),
+    ],
+    ids=["sequences", "chosen sequences", "cache", "8 bits"],
 )
 def test_random_calls(drawn, run, shard):
     seed = FIRST_SEED + shard
@@ -271,7 +295,7 @@ def test_random_calls(drawn, run, shard):
         phases=(Phase.generate, Phase.shrink),
     )
     @hypothesis.given(drawn)
-    def many(call: Sequences | Cache | EightBits) -> None:
+    def many(call: Any) -> None:
         run(call)
 
     many()

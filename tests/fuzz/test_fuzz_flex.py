@@ -23,6 +23,7 @@ from tests.support import cases
 from tests.support.flex_calls import judge
 from tests.support.fuzz.choices import Choice, choices
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
+from tests.support.fuzz.requests import Operands, Request, Threshold, judge_request, judge_threshold, requests, thresholds
 from tests.support.fuzz.shards import shards
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
@@ -87,8 +88,11 @@ def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor
 
 
-def run(call: Call, device: str = "cpu", backend: str | None = None, choice: Choice | None = None, **more: int) -> None:
-    """choice: blocks that are chosen, in which the call's mask decides. more: further ``kernel_options``."""
+def operands(
+    call: Call, device: str = "cpu", backend: str | None = None, choice: Choice | None = None, **more: int
+) -> tuple[Operands, list]:
+    """The call, and the tensors that its score captures. choice: blocks that are chosen, in which the call's mask decides. more: further
+    ``kernel_options``."""
     heads = call.heads_kv * call.ratio
     shape = cases.Shape(call.batch, heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
     q, k, v, _ = cases.inputs(call.kind, shape, call.dtype, call.seed)
@@ -106,7 +110,21 @@ def run(call: Call, device: str = "cpu", backend: str | None = None, choice: Cho
         )
     if call.tile is not None:
         options["kernel_options"] = more | dict(zip(("tile_m", "tile_n"), call.tile))
+    return Operands(q, k, v, score, mask, sink, options), captured
+
+
+def run(call: Call, device: str = "cpu", backend: str | None = None, choice: Choice | None = None, **more: int) -> None:
+    """Forward and backward; arguments as ``operands``."""
+    (q, k, v, score, mask, sink, options), captured = operands(call, device, backend, choice, **more)
     judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
+
+
+def run_request(call: Call, request: Request, choice: Choice | None = None, device: str = "cpu", backend: str | None = None) -> None:
+    judge_request(operands(call, device, backend, choice)[0], request)
+
+
+def run_threshold(call: Call, threshold: Threshold, choice: Choice | None = None, device: str = "cpu", backend: str | None = None) -> None:
+    judge_threshold(operands(call, device, backend, choice)[0], threshold)
 
 
 def many_of(shard: int, fixed: int, run_one: Callable, *drawn: st.SearchStrategy) -> None:
@@ -141,6 +159,18 @@ def test_random_choices_of_blocks(shard: int) -> None:
     many_of(shard, 64, lambda call, choice: run(call, choice=choice), calls, choices)
 
 
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
+def test_random_requests(shard: int) -> None:
+    """Sums of the probabilities and maxima of the scores, half of them over chosen blocks."""
+    many_of(shard, 96, run_request, calls, requests, st.one_of(st.none(), choices))
+
+
+@pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
+def test_random_thresholds(shard: int) -> None:
+    """Tiles that are left out at run time."""
+    many_of(shard, 96, run_threshold, calls, thresholds, st.one_of(st.none(), choices))
+
+
 _PLAIN = {"mask": None, "chain": [], "batch": 1, "seqlen_q": 255, "strides": ("plain",) * 3, "block": None, "tile": None, "seed": 0}
 
 
@@ -169,3 +199,21 @@ def test_rows_that_share_their_rounding_errors(call: Call) -> None:
     """Found by random calls: equal LSEs, heads and scores err alike, queries of one key leave no error in the plain formula, and the
     derivative of a saturated cap is all rounding."""
     run(call)
+
+
+def test_sums_of_queries_that_share_their_rounding_errors() -> None:
+    """Found by random calls: 255 equal probabilities err alike, and their sum errs as often."""
+    call = Call(
+        heads_kv=2, ratio=1, seqlen_k=97, head_dim=1, head_dim_v=1, dtype=torch.float32, kind="coded", has_sink=True,
+        **_PLAIN | {"batch": 2, "mask": ("all", True), "block": 16, "tile": (1, 129), "seed": 8},
+    )  # fmt: skip
+    run_request(call, Request(True, None, 1, None, None, (26, 61), "all heads", 3, 9))
+
+
+def test_a_head_that_sees_nothing_in_the_tiles_that_it_visits() -> None:
+    """Found by random calls: all tiles are skipped."""
+    call = Call(
+        heads_kv=1, ratio=5, seqlen_k=33, head_dim=1, head_dim_v=72, dtype=torch.float32, kind="coded", has_sink=True,
+        **_PLAIN | {"mask": ("documents", 3), "chain": [("hidden", 4), ("pair", 2)], "seqlen_q": 47, "tile": (64, 64), "seed": 78},
+    )  # fmt: skip
+    run_threshold(call, Threshold(0.05, False, True), Choice((32, 64), 5, "query heads", True, True, True, False, 33))

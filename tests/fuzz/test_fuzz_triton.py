@@ -23,7 +23,16 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS = 4
-FIXED = {"flex": 5, "chosen blocks": 2, "sequences": 2, "cache": 3, "8 bits": 3}  # of a shard; their calls differ in how long they take
+FIXED = {
+    "flex": 5,
+    "chosen blocks": 2,
+    "requests": 2,
+    "thresholds": 2,
+    "sequences": 2,
+    "chosen sequences": 1,
+    "cache": 3,
+    "8 bits": 3,
+}  # of a shard; their calls differ in how long they take
 
 
 @pytest.mark.timeout(0 if FRESH else HANG + 600)

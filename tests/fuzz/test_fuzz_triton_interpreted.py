@@ -28,6 +28,7 @@ from tests.fuzz import test_fuzz_flex as flex
 from tests.support import cases
 from tests.support.fuzz.choices import Choice, choices
 from tests.support.fuzz.random_mods import chains, trees
+from tests.support.fuzz.requests import requests, thresholds
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
 EXAMPLES = json.loads(os.environ.get("ANYATTN_FUZZ_OF_EACH", "{}"))  # by kind of call, two unless told
@@ -133,7 +134,13 @@ def of_8_bits(draw: Callable) -> flash.EightBits:
 KINDS_OF_CALL: dict[str, tuple[st.SearchStrategy, Callable[[Any], None]]] = {
     "flex": (flex_calls(), run_flex),
     "chosen blocks": (st.tuples(flex_calls(), choices), run_chosen),
+    "requests": (st.tuples(flex_calls(), requests, st.one_of(st.none(), choices)), lambda drawn: flex.run_request(drawn[0][0], *drawn[1:])),
+    "thresholds": (
+        st.tuples(flex_calls(), thresholds, st.one_of(st.none(), choices)),
+        lambda drawn: flex.run_threshold(drawn[0][0], *drawn[1:]),
+    ),
     "sequences": (sequences, flash.run_sequences),
+    "chosen sequences": (st.tuples(sequences, choices), lambda drawn: flash.run_chosen_sequences(*drawn)),
     "cache": (caches, flash.run_cache),
     "8 bits": (of_8_bits(), flash.run_8_bits),
 }

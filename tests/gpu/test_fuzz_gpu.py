@@ -1,8 +1,8 @@
-"""Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward.
+"""Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward, with chosen blocks, requests and thresholds too.
 
-The recipes are those of ``tests/fuzz``, at lengths around a GPU's tile sizes: 40 fixed calls, which compile some 200 kernels, or with
-ANYATTN_FUZZ=n n fresh ones, whose seeds are printed and can be passed as ANYATTN_FUZZ_SEED. ``tests/fuzz/test_fuzz_triton.py`` makes calls
-through the other entry points too, in Triton's interpreter.
+The recipes are those of ``tests/fuzz``, at lengths around a GPU's tile sizes: 40 fixed calls, which compile some 200 kernels, and 16 of
+each other kind, or with ANYATTN_FUZZ=n n fresh ones of each, whose seeds are printed and can be passed as ANYATTN_FUZZ_SEED.
+``tests/fuzz/test_fuzz_triton.py`` makes calls through the other entry points too, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz import test_fuzz_flex as flex
 from tests.support.fuzz import random_mods as mods
+from tests.support.fuzz.choices import choices
+from tests.support.fuzz.requests import requests, thresholds
 from tests.support.gpu import judging
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +29,7 @@ judging.needs_the_backend(only="triton")
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
-SHARDS, FIXED = 8, 40
+SHARDS = 8
 LENGTHS = st.one_of(st.sampled_from((0, 1, 2, 3, 15, 16, 17, 37)), st.sampled_from((63, 64, 65, 127, 128, 129, 131, 255, 257, 383, 400)))
 DIMS = st.sampled_from((8, 16, 33, 40, 64, 72, 128))
 calls = st.builds(
@@ -50,24 +53,43 @@ calls = st.builds(
 )
 
 
+def backend_of(call: flex.Call) -> str | None:
+    return None if 0 in (call.seqlen_q, call.seqlen_k) else judging.BACKEND  # a named backend refuses empty calls
+
+
+KINDS: dict[str, tuple[int, st.SearchStrategy, Callable[..., None]]] = {
+    "calls": (40, st.tuples(calls, st.integers(1, 4)), lambda call, n: flex.run(call, judging.DEVICE, backend_of(call), num_splits=n)),
+    "chosen": (16, st.tuples(calls, choices), lambda call, choice: flex.run(call, judging.DEVICE, backend_of(call), choice)),
+    "requests": (
+        16, st.tuples(calls, requests, st.one_of(st.none(), choices)),
+        lambda call, request, choice: flex.run_request(call, request, choice, judging.DEVICE, backend_of(call)),
+    ),
+    "thresholds": (
+        16, st.tuples(calls, thresholds, st.one_of(st.none(), choices)),
+        lambda call, threshold, choice: flex.run_threshold(call, threshold, choice, judging.DEVICE, backend_of(call)),
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_calls(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls(kind: str, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed, drawn, run = KINDS[kind]
     monkeypatch.setattr(mods, "DEVICE", judging.DEVICE)
     if FRESH:
         print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
 
     @hypothesis.seed(FIRST_SEED + shard)
     @settings(
-        max_examples=-(-(FRESH or FIXED) // SHARDS),
+        max_examples=-(-(FRESH or fixed) // SHARDS),
         deadline=None,
         database=None,
         print_blob=bool(FRESH),
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if FRESH else (Phase.generate,),  # every smaller call is compiled anew
     )
-    @hypothesis.given(calls, st.integers(1, 4))
-    def many(call: flex.Call, splits: int) -> None:
-        is_empty = 0 in (call.seqlen_q, call.seqlen_k)  # which a named backend refuses
-        flex.run(call, judging.DEVICE, None if is_empty else judging.BACKEND, num_splits=splits)
+    @hypothesis.given(drawn)
+    def many(values: tuple) -> None:
+        run(*values)
 
     many()

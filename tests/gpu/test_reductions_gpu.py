@@ -9,9 +9,9 @@ import torch
 
 import anyattn
 from anyattn import AuxRequest, masks, oracle
-from tests.entry_points.test_reductions import blocks, judged, listed
 from tests.support.gpu import judging
 from tests.support.gpu.judging import BACKEND, DEVICE, RUNS, qkv
+from tests.support.reductions import blocks, judged, listed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 judging.needs_the_backend()

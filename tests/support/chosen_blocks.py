@@ -10,7 +10,18 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 
-__all__ = ["choice", "mask_of", "table_of"]
+__all__ = ["EDGES", "choice", "edge", "mask_of", "table_of"]
+
+# lengths in blocks and the rest, and the numbers of each block of queries
+EDGES: dict[str, tuple[tuple[int, int], tuple[int, int], list[list[int]]]] = {
+    "duplicates": ((4, 4), (0, 0), [[1, 1, 1], [0, 3, 0], [2, 2, 1], [3, 0, 3]]),
+    "no block": ((4, 4), (0, 0), [[-1, -1], [0, -1], [-1, -1], [-5, 3]]),
+    "no block at all": ((3, 4), (0, 0), [[-1]] * 3),
+    "more numbers than blocks": ((4, 2), (0, 0), [[0, 1, 0, 1, 0, 1, -1]] * 4),
+    "below one block": ((0, 0), (11, 9), [[0, 0]]),
+    "one query and one key": ((0, 0), (1, 1), [[0]]),
+    "last blocks of one": ((2, 1), (1, 1), [[1], [0], [1]]),
+}
 
 
 def choice(shape: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int], k: int, seed: int = 0, **options: Any) -> Tensor:
@@ -18,6 +29,12 @@ def choice(shape: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, in
     rows, columns = map(ceil_div, lengths, tile)
     g = torch.Generator().manual_seed(seed)
     return torch.randint(-1, columns, (*shape, rows, k), generator=g, **options) if columns else torch.full((*shape, rows, k), -1)
+
+
+def edge(name: str, block: int) -> tuple[tuple[int, int], Tensor]:
+    """The lengths of queries and keys of an edge case, and its numbers (1, 1, query blocks, k)."""
+    (m, n), (rest_q, rest_k), numbers = EDGES[name]
+    return (m * block + rest_q, n * block + rest_k), torch.tensor([[numbers]])
 
 
 def table_of(indices: Tensor, columns: int, counts: Tensor | None = None) -> Tensor:

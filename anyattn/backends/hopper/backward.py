@@ -158,7 +158,7 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
     tables: Tables | None = known.get(key)
     if tables is None:
         fits = spec.list_tile == tile_of(blocks)
-        listed = (blocks if fits else blocks.retile(*spec.list_tile)).of_heads(problem.heads_q)
+        listed = blocks if fits else blocks.retile(*spec.list_tile)
         lists, order = _tensors(listed, config.has_ranks), KeyOrder()
         if not config.has_ranks:  # else key tiles wait for those before them
             order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))

@@ -140,15 +140,15 @@ class BackwardConfig(ModsOfConfig):
     """The config of one kernel for dK, dV and the sums of dQ, or dQ, without run-time values (lengths, strides, scales, captured values).
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
-    bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
-    are evaluated in every tile. lists: None, or the layout of the lists of row tiles of each key tile, "dense" (B, H, N, M), "ragged"
-    (H, total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ between batch entries, between query heads.
-    list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: the predicate inside listed partial tiles.
-    is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of captured tensors; ``score`` then
-    has another output for each sum whose factor reads the score. has_entries: one table gives the storage of each batch entry, another
-    table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has no sums in float32.
-    has_dropout: as the call requests. stores_float32: dK and dV are float32: parts, where the query heads of each K/V head are divided
-    over thread blocks (``backward_parts``), or not rounded (``Problem.wide_kv_grads``).
+    bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that are
+    evaluated in every tile. lists: None, or the layout of the lists of row tiles of each key tile, "dense" (B, H, N, M), "ragged" (H,
+    total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ between batch entries, between heads. by_kv_head: they are
+    of K/V heads, whose query heads share them. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: the predicate
+    inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in a fixed order. sums: those of the gradients of
+    captured tensors; ``score`` then has another output for each sum whose factor reads the score. has_entries: one table gives the storage
+    of each batch entry, another table the order of the key tiles. stores_dq: the keys fit one tile, so that dQ is written at once and has
+    no sums in float32. has_dropout: as the call requests. stores_float32: dK and dV are float32: parts, where the query heads of each K/V
+    head are divided over thread blocks (``backward_parts``), or not rounded (``Problem.wide_kv_grads``).
     """
 
     head_dim: int
@@ -161,6 +161,7 @@ class BackwardConfig(ModsOfConfig):
     lists: str | None = None
     per_entry: bool = False
     per_head: bool = False
+    by_kv_head: bool = False
     list_cut: tuple[int, int] = (1, 1)
     partial: Ask | None = None
     is_deterministic: bool = False

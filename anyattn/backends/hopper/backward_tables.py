@@ -74,8 +74,6 @@ def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | N
     s, blocks = problem.sequences, problem.blocks
     mask: Any = problem.predicates[listed] if blocks is None else None
     assert s is not None
-    if blocks is not None and len(blocks.mask_block_cnt) > 1:
-        blocks = blocks.of_heads(problem.heads_q)  # type: ignore[attr-defined]
     found = lists_of_call(blocks, mask, s, (TILE_M, TILE_N), problem.heads_q, by_key=True)  # type: ignore[arg-type]
     return tuple(None if t is None else t.contiguous() for t in tensors_of(found)), found.entries(s.turned())
 

@@ -163,8 +163,9 @@ class Config(ModsOfConfig):
     them at the tile's position ``r // heads_per_tile``. Groups of another size leave rows of their last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's position (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
-    per_entry, per_head: the lists differ between batch entries, between heads. list_cut: (rows, keys) of a list's tile in units of the
-    kernel's tiles. partial: the predicate inside listed partial tiles, None for none. always: predicates that apply in every tile.
+    per_entry, per_head: the lists differ between batch entries, between heads. by_kv_head: they are of K/V heads, whose query heads share
+    them. list_cut: (rows, keys) of a list's tile in units of the kernel's tiles. partial: the predicate inside listed partial tiles, None
+    for none. always: predicates that apply in every tile.
     has_order: a table gives the order of the row tiles. has_count: the order's last row holds its number of valid rows, which may be known
     only on the device. spread: the heads that share one row of the order: "all" (of the batch), "heads" (of an entry) or "none".
     has_entries: a table gives the storage of each batch entry. piece: 0, or K and V are a pool of pages, and one copy loads so many rows
@@ -185,6 +186,7 @@ class Config(ModsOfConfig):
     lists: str | None = None
     per_entry: bool = False
     per_head: bool = False
+    by_kv_head: bool = False
     list_cut: tuple[int, int] = (1, 1)
     partial: Ask | None = None
     always: tuple[Ask, ...] = ()
@@ -218,7 +220,7 @@ class Config(ModsOfConfig):
             raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
         if self.heads_per_tile not in (1, *PACKED):
             raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
-        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or self.bands_by_head):
+        if self.heads_per_tile > 1 and (self.lists_by_head or self.bands_by_head):
             raise ValueError(
                 f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
             )
@@ -227,6 +229,11 @@ class Config(ModsOfConfig):
             raise ValueError(
                 f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; each thread block has {room}"
             )
+
+    @property
+    def lists_by_head(self) -> bool:
+        """Whether query heads that share K and V have lists or an order of row tiles of their own."""
+        return (self.per_head or self.spread == "none") and not self.by_kv_head
 
     def shared_memory(self, q_stages: int) -> int:
         """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""

@@ -29,7 +29,7 @@ from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
 from anyattn.backends.hopper.compile.launch import is_compiling
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, Ask, sides
-from anyattn.backends.hopper.make_config import ABILITIES, captured_by, mods_of, tile_of
+from anyattn.backends.hopper.make_config import ABILITIES, are_of_kv_heads, captured_by, mods_of, tile_of
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.mask_plan import mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
@@ -208,14 +208,15 @@ def _layout(blocks: Any) -> str:
 
 
 def _differing(problem: Problem, listed: int) -> dict[str, bool]:
-    """Whether lists differ between batch entries and between heads."""
+    """How lists differ between batch entries and between heads."""
     if problem.sequences is not None:
         if problem.blocks is not None:
-            return {"per_head": problem.blocks.mask_block_cnt.shape[0] > 1}
+            heads = problem.blocks.mask_block_cnt.shape[0]
+            return {"per_head": heads > 1, "by_kv_head": are_of_kv_heads(problem, heads)}
         return {"per_head": any(d.h for d in dependence(problem.predicates[listed].expr))}
     if problem.blocks is not None:
         batch, heads = problem.blocks.mask_block_cnt.shape[:2]
-        return {"per_entry": batch > 1, "per_head": heads > 1}
+        return {"per_entry": batch > 1, "per_head": heads > 1, "by_kv_head": are_of_kv_heads(problem, heads)}
     depends = [d for p in problem.predicates for d in dependence(p.expr)]
     return {"per_entry": problem.batch > 1 and any(d.b for d in depends), "per_head": problem.heads_q > 1 and any(d.h for d in depends)}
 

@@ -204,15 +204,22 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
         else:
             batch, heads = problem.batch if any(d.b for d in depends) else 1, problem.heads_q if any(d.h for d in depends) else 1
         spread = "none" if heads > 1 else "heads" if batch > 1 else "all"
-        spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
+        spreads = {"per_entry": batch > 1, "per_head": heads > 1, "by_kv_head": are_of_kv_heads(problem, heads), "spread": spread}
         return {"has_entries": False, "page": 0, "lists": "dense", "has_order": True, **spreads}
     page = 0 if sequences.page_table is None else problem.k.shape[2]
     fields = {"has_entries": True, "page": page, "has_order": True, "spread": "heads"}
     if has_lists and blocks is None:
         fields |= {"lists": "flat", "per_head": any(d.h for d in depends)}
     elif has_lists:
-        fields |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
+        heads = blocks.mask_block_cnt.shape[0]  # type: ignore[union-attr]
+        fields |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": heads > 1}  # type: ignore[union-attr]
+        fields["by_kv_head"] = are_of_kv_heads(problem, heads)
     return fields
+
+
+def are_of_kv_heads(problem: Problem, heads: int) -> bool:
+    """Whether a call's lists of ``heads`` heads are of K/V heads that several query heads share."""
+    return 1 < heads == problem.heads_kv < problem.heads_q
 
 
 def tile_of(blocks: Any) -> tuple[int, int]:

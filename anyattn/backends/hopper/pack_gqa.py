@@ -41,7 +41,7 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
     """Why a group's heads cannot share tiles, None if they can. fields: as for ``heads_per_tile``."""
     if fields.get("has_dropout"):
         return "dropout decides four pairs at once, two of them 8 rows apart"
-    if fields.get("per_head") or fields.get("spread") == "none":
+    if (fields.get("per_head") or fields.get("spread") == "none") and not fields.get("by_kv_head"):
         return "each head has its own lists of tiles"
     if any(d.h for band in fields.get("bands", ()) for d in dependence(band)):
         return "the keys that a row may see differ from head to head"
@@ -52,7 +52,7 @@ def why_apart(config: Config, ratio: int) -> str | None:
     """Why a config does not pack heads though packing is wanted; None if it packs or there is nothing to pack."""
     if config.heads_per_tile > 1 or ratio == 1:
         return None
-    return reason_against_packing({name: getattr(config, name) for name in ("per_head", "spread", "bands", "has_dropout")})
+    return reason_against_packing({name: getattr(config, name) for name in ("per_head", "by_kv_head", "spread", "bands", "has_dropout")})
 
 
 def _queries(problem: Problem) -> int:

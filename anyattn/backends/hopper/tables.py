@@ -14,6 +14,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.compile.launch import launch
 from anyattn.backends.hopper.config import TILE_M, Config
 from anyattn.backends.hopper.make_config import ForwardSpec, tile_of
+from anyattn.backends.hopper.pack_gqa import groups_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import TracedMod
@@ -66,10 +67,11 @@ def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = Non
         return _dense(problem, spec, made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head))
     known = derived(blocks)
     assert spec.list_tile is not None
-    key = ("hopper", spec.list_tile, spec.config.spread, spec.config.tile_q, problem.q.shape[:3], problem.k.shape, problem.v.shape[3])
+    config, sizes = spec.config, (problem.q.shape[:3], problem.k.shape, problem.v.shape[3])
+    key = ("hopper", spec.list_tile, config.spread, config.tile_q, config.heads_per_tile, *sizes)
     if key not in known:
         fits = spec.list_tile == tile_of(blocks)
-        known[key] = _dense(problem, spec, (blocks if fits else blocks.retile(*spec.list_tile)).of_heads(problem.heads_q))
+        known[key] = _dense(problem, spec, blocks if fits else blocks.retile(*spec.list_tile))
     return known[key]
 
 
@@ -95,8 +97,10 @@ def visits_beside_documents(problem: Problem, spec: ForwardSpec, documents: Docu
 def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
     tensors = tensors_of(lists)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
-    if spec.config.spread == "none":  # every head of every entry has its own row tiles
-        visited = visited.expand(problem.batch, problem.heads_q, -1)
+    if spec.config.spread == "none":  # every head, or group of heads, of every entry has its own row tiles
+        if spec.config.by_kv_head:
+            visited = visited.repeat_interleave(groups_of(problem.qhead_per_kvhead, spec.config.heads_per_tile), 1)
+        visited = visited.expand(problem.batch, -1 if spec.config.by_kv_head else problem.heads_q, -1)
     k, v = problem.k, problem.v
     exceeds_cache = (k.numel() + v.numel()) * k.element_size() > CACHE_FOR_KEYS
     by_head = exceeds_cache and spec.config.spread == "none"  # else heads take turns in the kernel
@@ -123,8 +127,6 @@ def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
 
     blocks: Any = problem.blocks
     assert problem.sequences is not None
-    if blocks is not None and len(blocks.mask_block_cnt) > 1:
-        blocks = blocks.of_heads(problem.heads_q)
     found = lists_of_call(blocks, mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
     if blocks is None and per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate depends on h
         found = RaggedLists(*(t if t is None or t.ndim == 1 else t.expand(problem.heads_q, -1) for t in found))  # type: ignore[arg-type]

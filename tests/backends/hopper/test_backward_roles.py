@@ -62,6 +62,7 @@ class Case(NamedTuple):
     dropout: float = 0.0
     parts: int = 1
     is_wide: bool = False  # dk and dv in float32
+    of_kv_heads: bool = False  # lists
 
 
 COPIES = 4  # of totals that have some
@@ -108,6 +109,27 @@ CASES = {
     "interleaved parts": Case((330, 300), (6, 1), mask=masks.causal(), parts=3, workers=4),
     "parts that nothing sees": Case((100, 400), (4, 2), mask=masks.causal(), parts=2),
     "parts, deterministic": Case((200, 400), (4, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, parts=2, workers=3),
+    "lists of K/V heads": Case(
+        (200, 300), (6, 2), mask=lambda b, h, i, j: j < 20 + 150 * (h // 3) + i // 8, kind="lists", of_kv_heads=True
+    ),
+    "parts, lists of K/V heads": Case(
+        (200, 300),
+        (4, 2),
+        mask=lambda b, h, i, j: j < 20 + 150 * (h // 2) + i // 8,
+        kind="lists",
+        parts=2,
+        workers=2,
+        of_kv_heads=True,
+    ),
+    "deterministic lists of K/V heads": Case(
+        (200, 300),
+        (4, 2),
+        mask=lambda b, h, i, j: j < 20 + 150 * (h // 2) + i // 8,
+        kind="lists",
+        is_deterministic=True,
+        workers=2,
+        of_kv_heads=True,
+    ),
     "parts, lists": Case((300, 300), (4, 1), mask=masks.prefix_lm(70), kind="lists", parts=2, workers=2),
     "parts, tall tiles": Case((300, 200), (4, 1), dims=(128, 128), tiles=BackwardTiles(80, 128), parts=2),
     "parts, one tile of keys": Case((100, 100), (4, 2), batch=2, stores_dq=True, parts=2, workers=3),
@@ -321,13 +343,17 @@ def _masked(case: Case, mask: Any, tiles: BackwardTiles) -> tuple[dict[str, Any]
         "lists": "dense",
         "list_cut": tuple(n // own for n, own in zip(case.list_tile, (tiles.tile_m, tiles.tile_n), strict=True)),
         "partial": ask,
+        "per_head": case.of_kv_heads,
+        "by_kv_head": case.of_kv_heads,
     }, [mask]
 
 
 def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
     if case.kind != "lists":
         return ()
-    turned = tile_lists(mask, TileGrid(case.sizes, case.list_tile, (1, 1)), "cpu").transposed()
+    turned = tile_lists(mask, TileGrid(case.sizes, case.list_tile, (1, case.heads[0] if case.of_kv_heads else 1)), "cpu").transposed()
+    if case.of_kv_heads:
+        turned = turned.from_classes(turned.classes()[:, :: case.heads[0] // case.heads[1]], turned.tile, turned.lengths)
     tensors = (*tensors_of(turned), None)
     return tuple(None if t is None else t.numpy() for t in (ranked(turned.classes()) if case.is_deterministic else tensors))
 

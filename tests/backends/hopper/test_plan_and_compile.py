@@ -14,6 +14,7 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward import _tables_of_lists
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
 from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
@@ -229,6 +230,24 @@ def test_row_tiles_of_each_head_and_entry() -> None:
     found = visits_of(p, made)
     assert (made.config.spread, made.config.per_entry, made.config.per_head) == ("none", False, True)
     assert sorted(map(tuple, found.order.tolist())) == [(m, h, b) for m in range(3) for h in range(2) for b in range(3)]
+
+
+@pytest.mark.parametrize(("length", "packed"), [(1000, 1), (64, 8)])
+def test_lists_of_key_value_heads_are_read_in_place(length: int, packed: int) -> None:
+    """No copy for each query head; the order has row tiles of every query head, or of groups that share them."""
+    indices = torch.randint(-1, 4, (1, 2, ceil_div(length, 64), 3), generator=torch.Generator().manual_seed(0))
+    blocks = anyattn.BlockMask.from_topk(indices, BLOCK_SIZE=64, seq_lengths=(length, 256)).block_sparse()
+    q, k = torch.randn(3, 12, length, 128, dtype=torch.bfloat16), torch.randn(3, 2, 256, 128, dtype=torch.bfloat16)
+    p = problem(predicates=(), blocks=blocks, q=q, k=k, v=k)
+    made = forward_spec(p)
+    config, found = made.config, visits_of(p, made)
+    assert (config.by_kv_head, config.per_head, config.heads_per_tile, config.spread) == (True, True, packed, "none")
+    assert found.partial_index.data_ptr() == blocks.mask_block_idx.data_ptr() and found.partial_index.shape[1] == 2
+    tiles, groups = ceil_div(length, config.tile_q), 2 * ceil_div(6, packed)
+    assert sorted(map(tuple, found.order.tolist())) == [(m, g, b) for m in range(tiles) for g in range(groups) for b in range(3)]
+    assert backward_spec(p).config.by_kv_head
+    of_each = problem(predicates=(), blocks=blocks.of_heads(12), q=q, k=k, v=k)
+    assert not forward_spec(of_each).config.by_kv_head and forward_spec(of_each).config.heads_per_tile == 1
 
 
 def test_one_block_mask_serves_batches_of_any_size() -> None:

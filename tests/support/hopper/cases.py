@@ -104,6 +104,7 @@ def _config(draw: random.Random) -> Any:
         list_cut=draw.choice(((1, 1), (2, 1), (1, 2))),
         per_entry=False,
         per_head=False,
+        by_kv_head=False,
         has_order=lists is None,
         has_count=False,
         has_entries=lists is None,
@@ -140,6 +141,11 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
         config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
         ratio = 4 * ratio - seed % 4
+    if config.lists and random.Random(-(10**7) - seed).random() < 0.5:  # lists of K/V heads, whose query heads have row tiles of their own
+        config.by_kv_head = config.per_head = config.has_order = True
+        ratio = 3 if seed % 2 else 5
+        if seed % 4 > 1:
+            config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
     sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
     # heads whose K and V fit the cache together go side by side
     work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
@@ -241,32 +247,44 @@ def _of_band(first: int, end: int, seqlen_k: int, left: int, right: int) -> list
 
 
 def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
-    """Every row tile has a list of partial tiles and one of full ones."""
+    """Every row tile has a list of partial tiles and one of full ones; with ``by_kv_head`` two K/V heads have lists of their own."""
     cut_m, cut_n = config.list_cut
     seqlen_k = 8 * TILE_N - draw.choice((0, 0, 1, 9, 15, 20, 31))
-    rows = []
-    for _ in range(sizes.rows):
-        exist = -(-seqlen_k // (TILE_N * cut_n))
-        listed = draw.sample(range(exist), min(draw.choice(_VISITS), exist))
-        cut = draw.randint(0, len(listed))
-        rows.append((sorted(listed[:cut]), sorted(listed[cut:])))
+    lists: list[list] = []
+    for _ in range(1 + config.by_kv_head):
+        lists.append(rows := [])
+        for _ in range(sizes.rows):
+            _add_lists(draw, rows, -(-seqlen_k // (TILE_N * cut_n)))
+    groups = -(-sizes.ratio // config.heads_per_tile)
+    order = [(m, head, 0) for head in range(len(lists) * groups) for m in range(sizes.rows)]
+    order = draw.sample(order, sizes.rows) if config.by_kv_head else order
     has_full = draw.random() < 0.8
 
     def tile(row: int, head: int) -> RowTile:
-        partial, full = ([n for e in reversed(x) for n in range(e * cut_n + cut_n - 1, e * cut_n - 1, -1)] for x in rows[row // cut_m])
+        m_block, head, _ = order[row]
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (0, 0, m_block))
+        kv_head = head // sizes.ratio
+        of_row = lists[kv_head][m_block // cut_m]
+        partial, full = ([n for e in reversed(x) for n in range(e * cut_n + cut_n - 1, e * cut_n - 1, -1)] for x in of_row)
         partial, full = ([n for n in x if n * TILE_N < seqlen_k] for x in (partial, full if has_full else []))
         # the tile that the last key cuts goes first
         ahead = full[:1] if full and (full[0] + 1) * TILE_N > seqlen_k else []
-        order = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
-        visits = [(n, asked, bool(asked and config.partial)) for n, asked in order]
-        keys = [(0, 0, 0, 0, n) for n, _, _ in visits]
-        facts = {"more": 1, "m_block": row, "head": 0, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tiles.tile_m,
+        visited = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
+        visits = [(n, asked, bool(asked and config.partial)) for n, asked in visited]
+        keys = [(kv_head, 0, 0, 0, n) for n, _, _ in visits]
+        facts = {"more": heads, "m_block": m_block, "head": head, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tile_q,
                  "seqlen_k": seqlen_k, "q_row": 0, "q_start": 0, "q_first": 0, "left": 0, "right": 0}  # fmt: skip
-        return RowTile(facts, visits, ((0, 0, 0, row, 0), keys, keys), None)
+        return RowTile(facts, visits, (q_place, keys, keys), None)
 
-    tables = {}
+    tables = {"order": Table(order)} if config.by_kv_head else {}
     for name, which in (("partial", 0), ("full", 1)):
         if which == 0 or has_full:
-            tables[f"{name}_count"] = Table([[[len(r[which]) for r in rows]]])
-            tables[f"{name}_index"] = Table([[[r[which] or [0] for r in rows]]])
-    return tables, (sizes.rows * config.tiles.tile_m, seqlen_k), [], tile
+            tables[f"{name}_count"] = Table([[[len(r[which]) for r in rows] for rows in lists]])
+            tables[f"{name}_index"] = Table([[[r[which] or [0] for r in rows] for rows in lists]])
+    return tables, (sizes.rows * config.tile_q, seqlen_k), [], tile
+
+
+def _add_lists(draw: random.Random, rows: list, exist: int) -> None:
+    listed = draw.sample(range(exist), min(draw.choice(_VISITS), exist))
+    cut = draw.randint(0, len(listed))
+    rows.append((sorted(listed[:cut]), sorted(listed[cut:])))

@@ -160,6 +160,20 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "short straight": ([straight, document], {**short, "score": straight.expr, "partial": each}),
         "short ragged": ([document], {**short, "lists": "ragged", "partial": each, **entries, "page": 48}),
         "highest of capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,), "is_bounded": True, "has_max": True}),
+        "short of key heads": ([], {**short, "per_head": True, "by_kv_head": True, "spread": "none"}),
+        "packed lists of key heads": (
+            [document],
+            {
+                "lists": "dense",
+                "partial": each,
+                "has_order": True,
+                "heads_per_tile": 8,
+                "per_head": True,
+                "by_kv_head": True,
+                "spread": "none",
+            },
+        ),
+        "ragged lists of key heads": ([document], {"lists": "ragged", "partial": each, **entries, "per_head": True, "by_kv_head": True}),
     }
 
 

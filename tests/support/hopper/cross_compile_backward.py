@@ -163,6 +163,8 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "short capped": ([capped], {**short, "score": with_derivatives(capped.expr)[0], "is_deterministic": True}),
         "short parts": ([], {**short, "stores_float32": True}),
         "one tile, sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True), "stores_dq": True}),
+        "short of key heads": ([], {**short, "per_head": True, "by_kv_head": True}),
+        "parts of key heads": ([], {**lists, "per_head": True, "by_kv_head": True, "stores_float32": True}),
     } | summed(head_dim)
 
 

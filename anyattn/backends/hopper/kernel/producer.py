@@ -46,7 +46,8 @@ class Loads:
                     visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
                     plan = last
                 else:
-                    (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
+                    of_lists = self.head_of_lists(head, sizes)
+                    (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, of_lists, seqlen_k, tables)
                 facts = Facts(
                     heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
                 )  # fmt: skip

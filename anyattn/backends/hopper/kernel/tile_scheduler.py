@@ -185,6 +185,11 @@ class Visits:
         return (total, masked, bare, Int32(0)), (partials, full_first, lists, sizes, skips)
 
     @cute.jit
+    def head_of_lists(self, head, sizes):
+        """The head whose lists a query head's row tiles visit: itself, or its K/V head."""
+        return head // sizes.ratio if const_expr(self.config.by_kv_head) else head
+
+    @cute.jit
     def _lists(self, row, entry, head, seqlen_k, tables):
         kind = self.config.lists
         found = []

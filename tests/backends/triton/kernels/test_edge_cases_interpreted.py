@@ -21,7 +21,7 @@ from tests.entry_points import test_flash_cache as cache_tests
 from tests.entry_points import test_flash_packed as packed_tests
 from tests.entry_points import test_flash_varlen as varlen_tests
 from tests.entry_points.test_flash_cache import Setting
-from tests.support import cases
+from tests.support import cases, chosen_blocks
 from tests.support import flash_calls as calls
 from tests.support import sequences as seq
 from tests.support.covering import few
@@ -316,3 +316,22 @@ def test_20_threads_with_packed_sequences_and_caches() -> None:
         together = list(pool.map(call, range(6)))
     for at, got in enumerate(together):
         assert all(calls.same_bits(a, b) for a, b in zip(got, call(at), strict=True)), at
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_21_chosen_blocks_of_packed_sequences(layout: str) -> None:
+    """Each sequence is an edge case; two have no queries, or no keys."""
+    named = [chosen_blocks.edge(name, 16) for name in chosen_blocks.EDGES]
+    most = max(indices.shape[3] for _, indices in named)
+    each = [torch.nn.functional.pad(indices[0], (0, most - indices.shape[3]), value=-1) for _, indices in named]
+    lengths = [*(pair for pair, _ in named), (0, 20), (20, 0)]
+    each += [torch.zeros(1, 0, most, dtype=torch.int64), torch.full((1, 2, most), -1)]
+    made = calls.ragged(*zip(*lengths, strict=True), seed=3)  # type: ignore[arg-type]
+    stored = packed_tests.packed(made)
+    lists = anyattn.VarlenBlockSparseTensors.from_topk(torch.cat(each, 1), tile=(16, 16), layout=layout, **stored.where)
+    table = torch.zeros(len(each), 1, 4, 4, dtype=torch.bool)
+    for b, ((_, keys), indices) in enumerate(zip(lengths, each, strict=True)):
+        own = chosen_blocks.table_of(indices[None], -(-keys // 16))
+        table[b, :, : own.shape[2], : own.shape[3]] = own[0]
+    whole = chosen_blocks.mask_of(table, (16, 16), 4, (0, 0))
+    packed_tests.judged(made, stored, Recipe(lambda t: {"mask_mod": whole}), mask_mod=None, block_sparse_tensors=lists)

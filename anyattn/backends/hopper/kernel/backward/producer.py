@@ -38,7 +38,7 @@ class LoadsRows:
             seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
             visits, of_each = Int32(0), Int32(0)  # of_each: of each head, 0 if heads differ
             for which in cutlass.range(sizes.ratio, unroll=1):
-                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, seqlens, tables, captured)
+                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, seqlens, tables, captured, sizes)
                 of_each = select((which == 0) | (of_each == of_head), of_head, Int32(0), "int")
                 visits += of_head
             facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
@@ -51,7 +51,7 @@ class LoadsRows:
             # interleaved heads have the same plan, and one loop over all visits
             for which in cutlass.range(1 if const_expr(self.config.interleaves_heads) else sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
-                of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured)
+                of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured, sizes)
                 for i in cutlass.range(visits if const_expr(self.config.interleaves_heads) else of_head, unroll=1):
                     at = i
                     if const_expr(self.config.interleaves_heads):

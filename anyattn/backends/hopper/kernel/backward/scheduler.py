@@ -134,7 +134,7 @@ class VisitsRows:
         return n_block, inner % heads, inner // heads
 
     @cute.jit
-    def plan_of(self, n_block, head, entry, lengths, tables, captured):
+    def plan_of(self, n_block, head, entry, lengths, tables, captured, sizes):
         """(number of visits of a query head, plan from which ``visit_of`` makes them)."""
         seqlen_q, seqlen_k = lengths
         left, right = Int32(0), Int32(0)
@@ -143,7 +143,7 @@ class VisitsRows:
             span = self.row_span(n_block, seqlen_q, seqlen_k, left, right)
             visits, plan = span[1] - span[0], span
         else:
-            visits, plan = self.listed_rows(n_block, head, entry, seqlen_q, tables)
+            visits, plan = self.listed_rows(n_block, self.head_of_lists(head, sizes), entry, seqlen_q, tables)
         return visits, (plan, left, right)
 
     @cute.jit
@@ -210,6 +210,13 @@ class VisitsRows:
         if (m >= bare_first) & (m < bare_last):
             is_masked = Int32(0)
         return m, is_masked
+
+    @cute.jit
+    def head_of_lists(self, head, sizes):
+        """The head whose lists are those of a query head: itself, or its K/V head."""
+        if const_expr(not self.config.by_kv_head):
+            return head
+        return head // (sizes.ratio if const_expr(sizes.parts is None) else sizes.ratio * sizes.parts)
 
     @cute.jit
     def listed_rows(self, n_block, head, entry, seqlen_q, tables):
