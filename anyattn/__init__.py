@@ -14,6 +14,7 @@ from anyattn.mods.tracing.dynamo_import import call_when_imported
 
 if TYPE_CHECKING:
     from anyattn.block_masks import create_block_mask
+    from anyattn.determinism import batch_invariant
     from anyattn.explanation import explain
     from anyattn.flash import (
         flash_attn_combine,
@@ -52,6 +53,7 @@ _HOME = {
     "VarlenBlockSparseTensors": "anyattn.sparsity.varlen_block_sparse",
     "and_masks": "anyattn.mods.algebra",
     "apply_rotary_emb": "anyattn.kvcache.rotary",
+    "batch_invariant": "anyattn.determinism",
     "compute_block_sparsity": "anyattn.sparsity.compute",
     "compute_varlen_block_sparsity": "anyattn.sparsity.varlen_block_sparse",
     "create_block_mask": "anyattn.block_masks",
@@ -90,6 +92,7 @@ __all__ = [
     "__version__",
     "and_masks",
     "apply_rotary_emb",
+    "batch_invariant",
     "compute_block_sparsity",
     "compute_varlen_block_sparsity",
     "create_block_mask",

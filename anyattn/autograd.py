@@ -43,7 +43,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     if _is_autocast():
         with autocast.disabled():
             return backward(problem, plan, *results)
-    chosen = plan
+    problem, chosen = problem.in_any_batch, plan
     if plan.backward != plan.backend:  # that plan depends on the same properties of the call as ``plan``
         if plan.backward_plan is None:
             plan.keep(backward_plan=for_backward(plan, problem, hardware.of(problem.q.device.type)))

@@ -112,7 +112,7 @@ def explain(
     mask_mod: Callable | None = None,
     aux_tensors: list[Tensor] | None = None,
     sink: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     skip_below: float | Tensor | None = None,
     dropout_p: float = 0.0,
     kernel_options: dict[str, Any] | None = None,

@@ -54,7 +54,7 @@ def flash_attn_func(
     mask_mod: Callable | None = None,
     block_sparse_tensors: BlockSparseTensors | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
     mask_mod: Callable | None = None,
     block_sparse_tensors: VarlenBlockSparseTensors | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     return_lse: bool = False,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -274,6 +274,7 @@ def flash_attn_with_kvcache(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
     saturated: Tensor | None = None,
+    deterministic: bool | str = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     validate: bool | None = None,
@@ -313,8 +314,8 @@ def flash_attn_with_kvcache(
 
     Only the appended rows of the cache, their factors and ``saturated`` are written, and nothing if an error is raised; rows past those in
     use never matter. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
-
-    out: memory for the result, as in ``flash_attn_varlen_func``.
+    deterministic: "batch" as in ``flex_attention``: the bits are those that a prefill, or training, gives the same query. A decoding step
+    is bitwise equal over reruns in any case. out: memory for the result, as in ``flash_attn_varlen_func``.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: in grad mode
     no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
@@ -338,7 +339,7 @@ def flash_attn_with_kvcache(
     if others:
         return_lse, page_table = flash.other_names("flash_attn_with_kvcache", others, return_lse, page_table)
     option_values = (
-        softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, deterministic, return_lse,
         num_splits, pack_gqa, None, k_descale, v_descale,
     )  # fmt: skip
     if not is_compiling() and autocast.is_on():

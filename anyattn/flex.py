@@ -45,7 +45,7 @@ def flex_attention(
     mask_mod: Callable | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
     sink: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     skip_below: float | Tensor | None = None,
     dropout_p: float = 0,  # an int: torch.compile(dynamic=True) makes 0.0 a symbolic float and compiles twice
     backend: str | None = None,
@@ -70,8 +70,9 @@ def flex_attention(
     to multiples of 2^-14. As in ``scaled_dot_product_attention`` the caller passes 0 outside of training.
     skip_below: a threshold t, or one for each query head, float32 (Hq,): a tile of keys is left out where in every row of the tile all
     probabilities are below t times that of the row's greatest score so far; docs/reductions.md. None and 0 skip nothing. No gradients.
-    deterministic: bitwise equal results over reruns (always so on the CPU). backend: one of ``anyattn.plan.BACKENDS``, which must then run
-    the call.
+    deterministic: True: bitwise equal results over reruns (always so on the CPU). "batch", or a call inside ``anyattn.batch_invariant()``:
+    also bitwise equal whatever else is in the batch, docs/invariance.md. backend: one of ``anyattn.plan.BACKENDS``, which must then run the
+    call.
 
     The contents of captured tensors that an index is computed from (``table[ids[q_idx]]``) are checked; on a GPU the host waits for that
     once per tensor and write to it, not while a CUDA graph is captured, and the index is clamped too.

@@ -33,6 +33,7 @@ class MaskAbilities(NamedTuple):
     drops_blocks: block lists that follow from the mask are ignored if the tiles of every predicate follow from row ranges.
     most_lists: 1: the backend reads one set of block lists and evaluates the other predicates in every tile. None: any number of sets.
     lists_caches: lists are made for the few rows of a call with a KV cache; if False, its predicates are evaluated in every tile.
+    lists_in_order: a batch-invariant call can visit lists of a varlen batch in the order of the keys; if False, the same.
     """
 
     most_ranges: int
@@ -42,6 +43,7 @@ class MaskAbilities(NamedTuple):
     drops_blocks: bool = True
     most_lists: int | None = 1
     lists_caches: bool = True
+    lists_in_order: bool = True
 
 
 class MaskPart(NamedTuple):
@@ -102,7 +104,8 @@ def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
         return _beside_blocks(problem, abilities, parts if count == 1 or not abilities.joins else None)
     if not others or abilities.most_lists is None:
         return MaskPlan(ranged, listed=others, always=always)
-    if not abilities.lists_caches and problem.sequences is not None and problem.sequences.is_cache:
+    has_no_lists = not abilities.lists_caches and problem.sequences is not None and problem.sequences.is_cache
+    if has_no_lists or (not abilities.lists_in_order and problem.sequences is not None and problem.is_batch_invariant):
         return _without_lists(problem, abilities)
     return MaskPlan(listed=others[:1], always=_hiding([part for part in parts if part is not others[0]]))
 

@@ -73,6 +73,8 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     warn_of_newer_torch()
     check_backend(backend)
     possible = available(hardware)
+    if problem.is_batch_invariant:
+        _check_batch_invariant(problem, options or {})
     _check_native(problem, backend, possible["hopper"])
     if backend is not None:
         reason = possible[backend]
@@ -97,14 +99,32 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
             if isinstance(over, Plan):
                 return over
             against = _beside(against, problem, over)
-        may_hopper |= name == "hopper" and not against
+        may_hopper |= name == "hopper" and not (possible[name] or _reason_against_problem(name, problem.in_any_batch))
         if not against and name == "hopper" and not possible["triton"]:
             against = _slower(problem, hardware)
         if not against:
             reasons.append(f"{hardware.name} has it, and the call is of its kind")
             return _plan_of(name, problem, hardware, "; ".join(reasons), options or {}, may_hopper)
         reasons.append(f"for {name}, {against}")
+    if problem.is_batch_invariant and hardware.device != "cpu":
+        why = "; ".join((*reasons, f"for torch, its products on {hardware.device} depend on their shapes"))
+        raise BackendError(f'deterministic="batch" cannot have this call: {why}; deterministic=True has it')
     return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def _check_batch_invariant(problem: Problem, options: dict[str, int]) -> None:
+    """Raises ``ValueError`` for what a call cannot have whose rows' bits must not depend on the batch."""
+    asked = [name for name in ("tile_m", "tile_n", "autotune") if options.get(name)]
+    splits = max(problem.num_splits, options.get("num_splits", 1))
+    refused = (
+        (problem.dropout is not None, "dropout_p above 0, which drops weights by b, an entry's place in the batch", "dropout_p=0"),
+        (problem.skip is not None, "skip_below, which leaves out tiles by what all of their rows see", "no skip_below"),
+        (splits > 1, f"num_splits={splits}, whose parts move with the number of keys", "num_splits left out, 0 or 1"),
+        (bool(asked), f"kernel_options {', '.join(asked)}, and has tiles of its own", "kernel_options without them"),
+    )
+    for is_given, what, cure in refused:
+        if is_given:
+            raise ValueError(f'deterministic="batch" is given beside {what}; wanted {cure}, or deterministic=True')
 
 
 def _over_gathered_keys(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], is_asked: bool = False) -> Plan | str:
@@ -205,7 +225,7 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     """The plan of the backward pass after ``plan``'s forward pass, which another backend computes."""
     options = {"autotune": 1} if plan.is_tuned else None
     # packed row tiles are a choice of the forward pass alone
-    return choose(problem.like(packs=None), hardware, plan.backward, options)
+    return choose(problem.in_any_batch.like(packs=None), hardware, plan.backward, options)
 
 
 def _backward_of(name: str, problem: Problem, hardware: Hardware, may_hopper: bool | None) -> Backward:
@@ -217,6 +237,7 @@ def _backward_of(name: str, problem: Problem, hardware: Hardware, may_hopper: bo
     if name == "torch":
         return Backward("torch")
     why = ""
+    problem = problem.in_any_batch
     if name == "hopper" if may_hopper is None else may_hopper:
         from anyattn.backends.hopper.make_backward_config import reason_against_backward as reason_against_hopper
         from anyattn.backends.hopper.slower import slower_backward
@@ -243,6 +264,8 @@ def _against_triton_backward(problem: Problem, hardware: Hardware) -> str | None
 def _reason_against_problem(name: str, problem: Problem) -> str | None:
     if name == "torch":
         return None
+    if name == "hopper" and problem.is_batch_invariant:
+        return 'with deterministic="batch" one kernel computes prefill and decoding, and that is Triton\'s'
     found: str | None = importlib.import_module(f"anyattn.backends.{name}.plan").reason_against(problem)
     return found
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from anyattn.determinism import Determinism
 from anyattn.fast_dataclass import OfFields
 from anyattn.mods.analysis.row_ranges import NO_KEYS, RowRanges, limits, limits_of_rows, row_ranges
 from anyattn.mods.dropout import Dropout
@@ -66,7 +67,7 @@ class Problem(OfFields):
     sink: Tensor | None = None
     wants_lse: bool = False
     wants_max: bool = False
-    deterministic: bool = False
+    deterministic: Determinism = Determinism.NONE
     sequences: Sequences | None = None
     num_splits: int = 1
     blocks_follow: bool = False
@@ -75,6 +76,16 @@ class Problem(OfFields):
     wide_kv_grads: bool = False
     kv_scales: KVScales | None = None
     skip: Skip | None = None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's bits must not depend on the rest of the batch."""
+        return self.deterministic is Determinism.BATCH
+
+    @property
+    def in_any_batch(self) -> Problem:
+        """The problem without that demand, which only a forward pass meets."""
+        return self.like(deterministic=Determinism.RERUNS) if self.is_batch_invariant else self
 
     @property
     def batch(self) -> int:

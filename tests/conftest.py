@@ -103,7 +103,8 @@ def _backend():
             pytest.skip(f"{name} has no float64")
         if not problem.may_have_pairs:  # a named backend refuses what it has no part in
             return choose(problem, hardware, None, options)
-        return choose(problem, hardware, name, tiles | (options or {}))
+        own = {} if problem.is_batch_invariant else tiles  # that mode has tiles of its own
+        return choose(problem, hardware, name, own | (options or {}))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "choose", insisting)

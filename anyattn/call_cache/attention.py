@@ -16,7 +16,7 @@ from anyattn import autograd, planner
 from anyattn.call_cache import latest
 from anyattn.call_cache.calls import RememberedCall, clear, known, remember, remember_again, score_of_user, size
 from anyattn.call_cache.replays import Replays, Results
-from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
+from anyattn.call_cache.signature import OPTIONS, PLAIN, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, exact_signature, signature_of_varlen
 from anyattn.kvcache.scales import kv_scales
 from anyattn.mods.dropout import Seeded
@@ -58,7 +58,7 @@ class FlexCall(NamedTuple):
 _FLEX = fields(
     FlexCall, query=Kind.OPERANDS.format(x="query, key, value"), key=Kind.ELSEWHERE, value=Kind.ELSEWHERE, score_mod=Kind.SCORE_MOD,
     block_mask=Kind.BLOCK_MASK, mask_mod=Kind.MASK_MOD, aux_tensors=Kind.TENSORS, scale=Kind.SCALE, enable_gqa=Kind.FLAG,
-    sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.FLAG, dropout=Kind.DROPOUT,
+    sink=Kind.TENSOR, wants_lse=Kind.FLAG, wants_max=Kind.FLAG, deterministic=Kind.DETERMINISTIC, dropout=Kind.DROPOUT,
     listed=Kind.ELSEWHERE, skip=Kind.SKIP,
 )  # fmt: skip
 _signature_of_flex = signature("flex_attention", call=_FLEX, backend=Kind.VALUE, kernel_options=Kind.NAMED_VALUES)
@@ -170,7 +170,7 @@ def varlen(q: Any, k: Any, v: Any, places: Places, options: Options, backend: st
     warm = known(exact)
     if warm is not None and exact is not None and warm.replays is not None:
         _sizes.unknown = 0
-        tensors = [x for x in (q, k, v, *places.tables, *options) if isinstance(x, Tensor)]
+        tensors = [x for x in (q, k, v, *places.tables, *options) if type(x) in PLAIN]  # a signature has no others
         values = warm.values(tensors, options.softmax_scale, exact, (options.alibi_slopes, *places.tables))
         results = warm.replays.results(values)
         if results is not None:

@@ -18,7 +18,7 @@ from anyattn import autograd, planner
 from anyattn.call_cache import latest
 from anyattn.call_cache.calls import RememberedCall, known, remember, remember_again, score_of_user
 from anyattn.call_cache.replays import Replays, Results, Values
-from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
+from anyattn.call_cache.signature import OPTIONS, PLAIN, Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.kvcache.quantise import is_written
 from anyattn.kvcache.scales import kv_scales
@@ -175,7 +175,7 @@ def _repeated(arguments: CacheArguments, options: Options, backend: str | None, 
     if replays is None:
         with torch.no_grad():
             return attended(_warm_call(arguments, options, warm, call_signature), warm.plan, is_packed)
-    tensors = [x for x in (*arguments, *options) if isinstance(x, Tensor)]
+    tensors = [x for x in (*arguments, *options) if type(x) in PLAIN]  # a signature has no others; isinstance takes longer
     values = warm.values(tensors, options.softmax_scale, call_signature, (options.alibi_slopes,))
     results = replays.results(values)
     if results is not None:

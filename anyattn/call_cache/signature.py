@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anyattn.determinism import mode_of
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.cute_mod import native_reading
@@ -106,6 +107,7 @@ class Kind:
     NAMED_VALUES = "(None if {x} is None else tuple([(n, type(v), v) for n, v in {x}.items()]))"
     DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
     FLAG = "(True if {x} else False)"  # the truth value of any object
+    DETERMINISTIC = f"{mode_of.__name__}({{x}})"
     SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, signature))"
     LISTED_MASK = "_mod({x}, False, signature)"  # a mask whose numbers are read at every call, to make its lists
@@ -126,7 +128,7 @@ def fields(of: Any, **kinds: str) -> dict[str, str]:
 OPTIONS = fields(
     Options, softmax_scale=Kind.SCALE, causal=Kind.VALUE, window_size=Kind.VALUES, softcap=Kind.VALUE, alibi_slopes=Kind.TENSOR,
     sink=Kind.TENSOR, score_mod=Kind.SCORE_MOD, mask_mod=Kind.MASK_MOD, block_sparse_tensors=Kind.ABSENT, aux_tensors=Kind.TENSORS,
-    deterministic=Kind.FLAG, return_lse=Kind.FLAG, num_splits=Kind.VALUE, pack_gqa=Kind.VALUE, dropout=Kind.DROPOUT,
+    deterministic=Kind.DETERMINISTIC, return_lse=Kind.FLAG, num_splits=Kind.VALUE, pack_gqa=Kind.VALUE, dropout=Kind.DROPOUT,
     k_descale=Kind.DESCALE, v_descale=Kind.DESCALE, reads_captured=Kind.ELSEWHERE,
 )  # fmt: skip
 

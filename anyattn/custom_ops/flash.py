@@ -19,6 +19,7 @@ from anyattn.custom_ops.flex import masks_of_operands, mods_of_operands, operand
 from anyattn.custom_ops.flops import count_operator, decode_pairs, flash_pairs
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
+from anyattn.determinism import backend_and_mode, backend_text
 from anyattn.kvcache.quantise import check_saturated, is_written
 from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods.tracing.trace import TracedMod
@@ -117,7 +118,7 @@ class Counted(NamedTuple):
 _NO_DESCALES = Descales(None, None)
 
 
-def _options(shared: Shared, deterministic: bool, is_cuda: bool, descales: Descales, blocks: Any = None) -> Options:
+def _options(shared: Shared, deterministic: bool | str, is_cuda: bool, descales: Descales, blocks: Any = None) -> Options:
     score = next(iter(mods_of_operands("score", *shared.score)), None)
     masks, dropout = masks_of_operands(*shared.mask)
     return Options(
@@ -130,8 +131,8 @@ def _call(operands: Flash, lists: BlockSparse | None = None, descales: Descales 
     """The problem and the plan of an operator's call, from the call cache if the call is warm."""
     q, k, v, tables = operands[:4]
     blocks = None if lists is None else blocks_of_operands(lists)
-    options = _options(operands.shared, operands.deterministic, q.is_cuda, descales, blocks)
-    backend = operands.backend or None
+    backend, deterministic = backend_and_mode(operands.backend, operands.deterministic)
+    options = _options(operands.shared, deterministic, q.is_cuda, descales, blocks)
     if all(t is None for t in tables) and k.dtype not in EIGHT_BITS:  # which are of a call of ``flash_attn_varlen_func``
         return attention.flash_call(q, k, v, options, backend, is_operator=True)  # type: ignore[return-value]
     places = attention.Places(tuple(tables), (operands.max_seqlen_q, operands.max_seqlen_k), operands.validate)  # type: ignore[arg-type]
@@ -256,10 +257,11 @@ def decode_appending_8_bits(operands: Decode, descales: Descales, counted: Count
 def _decoded(operands: Decode, descales: Descales, saturated: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from anyattn.call_cache.kvcache import decode as decoded
 
-    options = _options(operands.shared, False, operands.q.is_cuda, descales)
+    backend, deterministic = backend_and_mode(operands.backend)
+    options = _options(operands.shared, deterministic, operands.q.is_cuda, descales)
     arguments = CacheArguments(*operands[:12], operands.max_seqlen_q, operands.rotary_interleaved, operands.validate, saturated)
     with torch.no_grad():
-        out, lse = decoded(arguments, options, operands.backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
+        out, lse = decoded(arguments, options, backend, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return out, lse  # type: ignore[return-value]
 
 
@@ -291,7 +293,8 @@ def flash_with_mods(
     q, k, v = autocast.arguments(q, k, v)
     shared = shared_options(q, flash_options, score, mask)
     most_q, most_k = map(_number, longest)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(flash_options.deterministic), most_q, most_k, validate, backend or "")
+    text = backend_text(backend, flash_options.deterministic)
+    call = Flash(q, k, v, Tables(*tables), shared, bool(flash_options.deterministic), most_q, most_k, validate, text)
     descales = _descales(flash_options, k)
     if k.dtype in EIGHT_BITS and torch.is_grad_enabled():
         _refuse_gradients(call, flash_options)
@@ -346,7 +349,8 @@ def decode_with_mods(
         check_no_gradients(cache_args, Options(*options))
         check_no_captured_gradients(score)
     longest = _number(cache_args.max_seqlen_q)
-    call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, backend or "")
+    text = backend_text(backend, Options(*options).deterministic)
+    call = Decode(q.detach(), *cache_args[1:12], shared, cache_args.rotary_interleaved, longest, cache_args.validate, text)
     descales = _descales(Options(*options), cache_args.k_cache)
     saturated = cache_args.saturated if cache_args.k_cache.dtype in EIGHT_BITS else None
     if cache_args.k is not None and (descales is not None or saturated is not None):

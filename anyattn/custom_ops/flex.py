@@ -23,6 +23,7 @@ from anyattn.custom_ops.flops import count_operator, flex_pairs
 from anyattn.custom_ops.graph_nodes import captures_in_graph
 from anyattn.custom_ops.operators import called, differentiable, operator, returned
 from anyattn.custom_ops.own_lists import own_lists
+from anyattn.determinism import backend_and_mode, backend_text
 from anyattn.errors import ModError
 from anyattn.mods.dropout import KEEP_PROGRAM, Seeded, dropout_of
 from anyattn.mods.ir import codec
@@ -158,7 +159,7 @@ def options_of(text: str) -> dict[str, Any] | None:
 
 
 class Attend(NamedTuple):
-    """The arguments of ``anyattn::attend``. options: ``options_text``. backend: empty for none.
+    """The arguments of ``anyattn::attend``. options: ``options_text``. backend: ``determinism.backend_text``.
 
     masks: the block mask's first, if block_size says that there is one; the last may be that of dropout. block_lists: its two or four
     lists. exactness: whether they follow from its mask (``list_operands``), which holds only while they are not written to.
@@ -182,7 +183,7 @@ class Attend(NamedTuple):
 
 def call_of(operands: Attend, skip: Skip | None = None) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm. skip: of ``attend_skipping``."""
-    q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, backend = operands
+    q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, text = operands
     has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
     is_exact = has_lists and list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
     is_remembered = skip is None and warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
@@ -199,10 +200,11 @@ def call_of(operands: Attend, skip: Skip | None = None) -> tuple[Problem, Plan]:
     if blocks is not None:
         listed, *masks = masks
     mask = masks[0] if masks else None
-    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, dropout, listed, skip)
-    problem, plan = attention.flex_call(call, backend or None, options_of(options), is_operator=True)  # type: ignore[misc]
+    backend, mode = backend_and_mode(text, deterministic)
+    call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, mode, dropout, listed, skip)
+    problem, plan = attention.flex_call(call, backend, options_of(options), is_operator=True)  # type: ignore[misc]
     is_remembered = is_remembered and has_lists is (lists is not None) and attend.direct.may_pass(*values)
-    if is_remembered and (remembered := attention.known_flex(call, backend or None, options_of(options))) is not None:
+    if is_remembered and (remembered := attention.known_flex(call, backend, options_of(options))) is not None:
         read = (*mods_and_places("score", *of_score[:2]), *mods_and_places("mask", *of_masks[:2]))
         readers = [warm_attend.Reader(mod.kind == "score", list(mod.scalars), start, stop) for mod, start, stop in read]
         warm_attend.remember(values, is_exact, lists, remembered, tuple(readers), problem)
@@ -313,7 +315,7 @@ def operands_of_call(
     return Attend(
         query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask, dropout=flex_call.dropout)),
         never_empty(block_lists, nothing), block_size, exactness, flex.scale_of("scale", flex_call.scale, query.shape[3], query.dtype),
-        flex_call.wants_max, bool(flex_call.deterministic), options_text(options), backend or "",
+        flex_call.wants_max, bool(flex_call.deterministic), options_text(options), backend_text(backend, flex_call.deterministic),
     )  # fmt: skip
 
 

@@ -112,6 +112,7 @@ def sharded_with_mods(
     query, key, value = autocast.arguments(flex_call.query, flex_call.key, flex_call.value)
     key, value = flex.tensors(query, key, value, bool(flex_call.enable_gqa))
     attention.refuse_dropout(flex_call.dropout)
+    attention.refuse_batch_invariance(flex_call.deterministic)
     sink = flex.sink_logits(flex_call.sink, query)
     for mod in (score, mask):
         if mod is not None:

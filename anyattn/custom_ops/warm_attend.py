@@ -21,6 +21,7 @@ from anyattn.call_cache.signature import Signature, bypasses_cache, identical
 from anyattn.custom_ops import list_operands
 from anyattn.custom_ops.direct import needs_dispatcher
 from anyattn.custom_ops.list_operands import Known
+from anyattn.determinism import is_batch_invariant
 from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.plan import Plan
@@ -84,7 +85,7 @@ def _parts(values: tuple, is_exact: bool) -> tuple[tuple, tuple[Tensor, ...], li
     captured = [*score_tensors, *mask_tensors] if score_tensors or mask_tensors else []
     constants = (
         score, *score_numbers, masks, *mask_numbers, *block_size, is_exact, *rest, sink is None, q.shape, k.shape, v.shape,
-        _is_grad_enabled(), _default_dtype(),
+        _is_grad_enabled(), _default_dtype(), is_batch_invariant(),
     )  # fmt: skip
     return constants, (q, k, v, *captured, *block_lists) if sink is None else (q, k, v, sink, *captured, *block_lists), captured
 

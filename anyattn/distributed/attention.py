@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anyattn import autograd
 from anyattn.call_cache.attention import FlexCall
+from anyattn.determinism import Determinism, mode_of
 from anyattn.distributed import by_heads, local_attention
 from anyattn.distributed.by_documents import runs_documents
 from anyattn.distributed.early_keys import ending_on_error, taken
@@ -27,7 +28,7 @@ from anyattn.tensors import kinds
 from anyattn.tensors.strides import innermost
 from anyattn.validate import flex
 
-__all__ = ["attend", "backward", "checked", "forward", "refuse_dropout"]
+__all__ = ["attend", "backward", "checked", "forward", "refuse_batch_invariance", "refuse_dropout"]
 
 
 def attend(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -90,6 +91,7 @@ def checked(call: FlexCall, backend: str | None, options: Any, is_started: bool 
     _check_shard(share, query, key)
     flex.check_shared(mask._lists_4d()["kv_num_blocks"], query)
     refuse_dropout(call.dropout)
+    refuse_batch_invariance(call.deterministic)
     query, key, value = innermost(query), innermost(key), innermost(value)  # rows of which are moved
     if not share.is_unwritten:
         raise ValueError(
@@ -130,6 +132,15 @@ def _calls(
         if documents is not None and runs_documents(score, call.query.shape[1], share.first_head):
             return documents
     return share.by_pieces if score is not None and reads(score.expr, "q_idx") else share.by_lists
+
+
+def refuse_batch_invariance(deterministic: Any) -> None:
+    """Raises for the mode: ranks' parts of a row's keys are merged in an order that depends on their number."""
+    if mode_of(deterministic) is Determinism.BATCH:
+        raise ValueError(
+            'deterministic="batch" is asked for, and block_mask is sharded over ranks, whose parts of a row are merged in an order that '
+            "depends on their number; wanted a block mask without a plan, or deterministic=True"
+        )
 
 
 def refuse_dropout(dropout: Seeded | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from anyattn import autograd, planner
 from anyattn.call_cache.attention import FlexCall, flex_call
 from anyattn.call_cache.signature import NotCacheable, identical, tensor_key
+from anyattn.determinism import mode_of
 from anyattn.distributed.by_documents import DocumentRows
 from anyattn.distributed.channel import Channel
 from anyattn.distributed.exchange import Pending, Piece, awaited, key_moves
@@ -182,7 +183,7 @@ def _over_documents(
     score = None if score is None else rows.inside(score)
     predicates = () if rows.rest is None else (rows.rest,)
     scale = flex.scale_of("scale", call.scale, q.shape[3], q.dtype)
-    problem = Problem(q, keys, values, scale, score, predicates, None, sink, True, False, call.deterministic, rows.sequences)
+    problem = Problem(q, keys, values, scale, score, predicates, None, sink, True, False, mode_of(call.deterministic), rows.sequences)
     key = _plan_key(problem)
     plan = None if key is None else call.share.kept.get(key)
     if plan is None:

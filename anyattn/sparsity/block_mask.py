@@ -28,8 +28,8 @@ from anyattn.sparsity.compute import lists_of_mask
 from anyattn.sparsity.drawing import as_svg
 from anyattn.sparsity.grid import BLOCK_MASK, TileGrid
 from anyattn.sparsity.lists import both_ways, check_counts, grid_of_lists, lists_of_grid, with_partial_tails
-from anyattn.sparsity.made_of import MadeOf, captures, made_of, note
-from anyattn.sparsity.slices import as_map, positions_of, sliced, take
+from anyattn.sparsity.made_of import MadeOf, captures, counted_anew, made_of, note
+from anyattn.sparsity.slices import as_map, positions_of, sliced, take, widened
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import has_memory, not_scriptable, refuse_torchscript
 
@@ -318,6 +318,11 @@ class BlockMask(torch_flex.BlockMask, OfFields):
         """uint8 (..., M, N): the classes of blocks by four lists, which may have room for fewer than N."""
         return grid_of_lists(cnt, idx, full_cnt, full_idx, max(idx.shape[-1], ceil_div(self.seq_lengths[1], self.BLOCK_SIZE[1])))
 
+    def as_tuple(self, flatten: bool = True) -> Any:  # type: ignore[override]
+        """torch's, with room for all key blocks in the rows' lists, which torch's kernel for CPUs takes for the number of keys."""
+        fields: Any = torch_flex.BlockMask.as_tuple(self, flatten)  # type: ignore[call-overload]
+        return widened(fields, (self.kv_indices, self.full_kv_indices), ceil_div(self.seq_lengths[1], self.BLOCK_SIZE[1]))
+
     def to(self, device: torch.device | str) -> BlockMask:
         """The lists on another device; tensors that ``mask_mod`` captures stay where they are."""
         return _like(self, {n: t.to(device) for n, t in self._tensors().items()})
@@ -376,22 +381,16 @@ def are_unwritten(*lists: Tensor | None) -> bool:
 
 
 def marked(mask: BlockMask, is_exact: bool) -> BlockMask:
-    """Records whether the lists follow from the mask; if so, ``_counted_anew`` replaces lists whose write counter is not 0."""
+    """Records whether the lists follow from the mask; if so, ``counted_anew`` replaces lists whose write counter is not 0."""
     if is_exact and not mask._lists_are_unwritten():
         for name in LISTS[:4]:
             t = getattr(mask, name)
             if not are_unwritten(t):
-                setattr(mask, name, _counted_anew(t))
+                setattr(mask, name, counted_anew(t))
     mask._exact = is_exact
     mask._made_of = made_of(captures(mask.mask_mod)) if is_exact else None
     note(mask)
     return mask
-
-
-def _counted_anew(t: Tensor) -> Tensor:
-    """A tensor of the same memory with a write counter that starts at 0; for an inference tensor, which has none, a copy."""
-    with torch.inference_mode(False):
-        return (t.clone() if t.is_inference() else t).data
 
 
 def _with_write_order(block_mask: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:

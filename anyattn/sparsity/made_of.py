@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from anyattn.mods.tracing.fingerprint import recognise
 from anyattn.mods.tracing.trace import TracedMod, trace
 
-__all__ = ["MadeOf", "captures", "follow", "made_of", "note", "note_lists", "still_holds"]
+__all__ = ["MadeOf", "captures", "counted_anew", "follow", "made_of", "note", "note_lists", "still_holds"]
 
 _Captures = tuple[Any, Sequence[int | float], Sequence[Tensor]]  # a mask's structure, the numbers and the tensors that it captures
 
@@ -64,6 +65,12 @@ def made_of(now: _Captures) -> MadeOf | None:
     if any(t.is_inference() for t in tensors):
         return None
     return MadeOf(structure, tuple(numbers), tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
+
+
+def counted_anew(t: Tensor) -> Tensor:
+    """A tensor of the same memory with a write counter that starts at 0; for an inference tensor, which has none, a copy."""
+    with torch.inference_mode(False):
+        return (t.clone() if t.is_inference() else t).data
 
 
 class _Noted(NamedTuple):

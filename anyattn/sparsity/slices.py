@@ -1,4 +1,4 @@
-"""Slices of block masks: the picked positions, and a ``mask_mod`` that counts b, h and q_idx from the slice's beginning."""
+"""Slices of block masks: the picked positions, and a ``mask_mod`` that counts b, h and q_idx from the slice's beginning; wider lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyattn.mods.tracing.pickling import Recipe
 from anyattn.mods.tracing.trace import name_of
 from anyattn.sparsity.arguments import length
 
-__all__ = ["as_map", "positions_of", "sliced", "take"]
+__all__ = ["as_map", "positions_of", "sliced", "take", "widened"]
 
 
 def positions_of(name: str, size: int, item: Any, device: torch.device) -> Tensor:
@@ -36,6 +36,16 @@ def take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
         if len(pick) != tensor.shape[dim] or not torch.equal(pick, torch.arange(len(pick), device=pick.device)):
             tensor = tensor.index_select(dim, pick)
     return tensor
+
+
+def widened(fields: tuple, rows: tuple[Tensor | None, ...], width: int) -> tuple:
+    """The fields, with zeros after the entries of those that are ``rows``, up to ``width`` entries."""
+
+    def wide(t: Any) -> Any:
+        is_narrow = t is not None and any(t is own for own in rows) and t.shape[-1] < width
+        return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if is_narrow else t
+
+    return tuple([wide(t) for t in fields])
 
 
 def as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from anyattn.determinism import mode_of
 from anyattn.kvcache.append import check_pages
 from anyattn.kvcache.scales import EIGHT_BITS
 from anyattn.mods import masks, scores
@@ -76,7 +77,7 @@ class Options(NamedTuple):
     mask_mod: Any = None
     block_sparse_tensors: Any = None
     aux_tensors: Sequence[Tensor] | None = None
-    deterministic: bool = False
+    deterministic: Any = False
     return_lse: bool = False
     num_splits: Any = 1
     pack_gqa: Any = None
@@ -315,7 +316,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         sink,
         bool(options.return_lse),
         False,
-        bool(options.deterministic),
+        mode_of(options.deterministic),
         sequences,
         _splits(options.num_splits),
         packs=_packs(options.pack_gqa),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from anyattn.determinism import mode_of
 from anyattn.mods.analysis.row_ranges import check_positions
 from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
 from anyattn.mods.dropout import Seeded, dropout_of
@@ -114,7 +115,7 @@ def flex_problem(
     sink: Any,
     wants_lse: bool,
     wants_max: bool,
-    deterministic: bool,
+    deterministic: Any,
     dropout: Seeded | None = None,
     listed: TracedMod | None = None,
     skip: Skip | None = None,
@@ -166,7 +167,7 @@ def flex_problem(
         sink_logits(sink, query),
         wants_lse,
         wants_max,
-        bool(deterministic),
+        mode_of(deterministic),
         num_splits=_splits_of(query, key),
         blocks_follow=follows,
         dropout=dropout_of(dropout),

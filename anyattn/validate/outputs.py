@@ -13,6 +13,8 @@ from anyattn.tensors.kinds import has_memory
 
 __all__ = ["check_out", "check_out_memory", "write_out"]
 
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, tuple))  # isinstance takes half a microsecond to say no
+
 
 def check_out(out: Any, q: Any, v: Any) -> None:
     """Raises ``TypeError`` or ``ValueError`` for an ``out`` that is not as the result of queries q and values v.
@@ -51,7 +53,7 @@ out is written while q is read; wanted memory of its own: out=torch.empty_like(o
         return
     start, (reach,) = out.data_ptr(), reaches(out)
     for name, x in tensors:
-        if isinstance(x, Tensor) and _reaches_into(x, start, start + reach):
+        if type(x) not in _NO_TENSORS and isinstance(x, Tensor) and _reaches_into(x, start, start + reach):
             text = shared("out", out, name, x)
             if text is not None:
                 raise ValueError(f"{text}, and out is written while {name} is read; wanted memory of its own: out=torch.empty_like(out)")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,8 @@ from unittest import mock
 import torch
 
 import anyattn
-from anyattn import masks
+from anyattn import masks, planner
+from anyattn.call_cache import attention
 from anyattn.validate import sequences as check_lengths
 from tests.entry_points import test_8_bit_append as appending
 from tests.entry_points import test_8_bit_caches as eight_bits
@@ -20,7 +23,7 @@ from tests.entry_points import test_dropout as dropout
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_reductions as reductions
 from tests.entry_points import test_skipping as skipping
-from tests.support import cases, flash_reference
+from tests.support import batches, cases, flash_reference
 from tests.support import eight_bits as quantised
 from tests.support import sequences as seq
 from tests.support.chosen_blocks import choice, mask_of, table_of
@@ -104,6 +107,48 @@ def sorted_choices() -> None:
     indices = torch.tensor([[[[4, 1, 4, -1, 9], [2, 2, 2, 3, 2], [-1, -5, 7, 8, 3]]]])
     counts, tiles = sorted_choice(indices, torch.tensor([[[5, 2, 4]]]), 8, 5)
     assert [row[:n].tolist() for row, n in zip(tiles[0, 0], counts[0, 0].tolist(), strict=True)] == [[1, 4], [2], [7]]
+def in_sections(check: Callable[[], None], processors: int = 1) -> Callable[[], None]:
+    """A check of batch-invariant calls whose sections have 128 keys. processors: with many, each section has a program."""
+
+    def checked() -> None:
+        shape = importlib.import_module("anyattn.backends.triton.launch_shape")
+        machine = planner.machines.of
+        attention.clear()
+        with (
+            mock.patch.object(shape, "SECTION", 128),
+            mock.patch.object(planner.machines, "of", lambda kind: dataclasses.replace(machine(kind), sm_count=processors)),
+        ):
+            check()
+        attention.clear()
+
+    return checked
+
+
+def in_every_batch(name: str) -> Callable[[], None]:
+    """The bits of a sequence among others are those that it has alone, which are right."""
+
+    def check() -> None:
+        g = torch.Generator().manual_seed(2)
+        batch = [batches.draw(g, n, (2, 1), (16, 16), torch.float32) for n in (300, 140)]
+        call = {**batches.OPTIONS[name](2, g), "deterministic": "batch"}
+        assert not batches.differing(g, batch, call)
+
+    return check
+
+
+def lists_in_every_batch() -> None:
+    """Full tiles of lists, in which the mask hides keys; a row tile whose rows see lists of its own."""
+    hides = lambda b, h, i, j: (i + j) % 3 != 0
+    one, chosen = torch.ones(1, 1, 3).int(), torch.tensor([0, 2, 1])
+    index = ((chosen[:, None] + torch.arange(3)) % 3).int()[None, None]
+    lists = one, index, one, index.roll(-1, -1)
+    made = anyattn.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=hides, seq_lengths=(300, 300))
+
+    def meant(b: Any, h: Any, i: Any, j: Any) -> Any:
+        first = chosen[i // 128]
+        return ((j // 128 == first) & hides(b, h, i, j)) | (j // 128 == (first + 1) % 3)
+
+    judge(*qkv(1, 2, 1, 300, 300, 16, 16), mask=meant, block_mask=made, deterministic="batch")
 
 
 def beside_lists() -> None:
@@ -342,6 +387,11 @@ def gathered() -> None:
 
 
 KILLERS: dict[str, Callable[[], Any]] = {
+    "batch": in_sections(judged((1, 2, 1, 300, 300, 16, 16), mask=masks.causal(), deterministic="batch")),
+    "batch_of_windows": in_sections(in_every_batch("window")),
+    "batch_of_two_ranges": in_sections(judged((1, 2, 1, 200, 300, 16, 16), mask=masks.sink_window(3, 40), deterministic="batch")),
+    "batch_of_lists": in_sections(lists_in_every_batch),
+    "batch_of_parts": in_sections(lists_in_every_batch, 1000),
     "full": variant("full"),
     "causal": variant("causal", LONG),
     "window": judged((1, 2, 1, 70, 90, 16, 16), mask=masks.sliding_window(37, 5)),

@@ -34,6 +34,9 @@ _PACKAGES = (
 )
 _INSIDE = tuple(f"{name}." for name in _PACKAGES)
 _FORWARD = "backends.triton.kernels.forward"
+_WEIGHTS = "backends.triton.kernels.softmax.weights"
+_ASCENDING = "backends.triton.kernels.softmax.ascending"
+_SECTIONS = "backends.triton.kernels.softmax.sections"
 _APPEND = "backends.triton.kernels.append_rotary"
 _QUANTISE = "backends.triton.kernels.quantise"
 _KEY_TILES = "backends.triton.kernels.key_tiles"
@@ -67,6 +70,17 @@ MUTANTS = by_name(
     Mutant("hidden_probability_in_key_sums", f"{_REDUCTIONS}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "reductions"),
     Mutant("key_sums_without_full_tiles", f"{_REDUCTIONS}:key_sums_tile", "range(skipped, fulls)", "range(skipped, skipped)", "reductions"),
     Mutant("sums_over_all_queries", f"{_REDUCTIONS}:_visit_rows", "first + m_lane >= first_query", "first + m_lane >= 0", "last_queries"),
+    # a row's bits in every batch
+    Mutant("sections_not_rescaled", f"{_SECTIONS}:merged", "tl.fma(sums, before, row_sum * own)", "sums + row_sum * own", "batch"),
+    Mutant("maxima_of_what_hides_all", f"{_SECTIONS}:settled", "tl.where(row_sum == 0, _LOWEST, row_max)", "row_max + 1.0", "batch"),
+    Mutant(
+        "sections_from_the_first_visit", f"{_FORWARD}:visit_sections",
+        "(first // c.SECTION + 1) * c.SECTION", "first + c.SECTION", "batch_of_windows",
+    ),
+    Mutant("cut_tiles_not_masked", f"{_FORWARD}:visit_in_order", "is_whole == 0", "is_whole == 2", "batch"),
+    Mutant("second_run_from_the_first", f"{_ASCENDING}:visit_at", "visits.second + i", "visits.first + i", "batch_of_two_ranges"),
+    Mutant("listed_tiles_all_masked", f"{_ASCENDING}:visit_at", "listed >= _WHOLE", "listed < 0", "batch_of_lists"),
+    Mutant("sections_that_overlap", f"{_FORWARD}:visit_sections", "(part + 1) * c.SECTION", "(part + 2) * c.SECTION", "batch_of_parts"),
     # skipped tiles
     Mutant(
         "skipped_if_a_row_skips", f"{_FORWARD}:visit_or_skip", "__ > 0", "tl.min((distance < below).to(tl.int32) ^ 1, 0) > 0", "skipping"
@@ -135,8 +149,8 @@ MUTANTS = by_name(
         "output_not_rescaled", f"{_DROPOUT}:plus_product",
         "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky",
     ),
-    Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
-    Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
+    Mutant("sum_not_rescaled", f"{_WEIGHTS}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
+    Mutant("stale_maximum", f"{_WEIGHTS}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
     Mutant("kept_weights_not_scaled", f"{_FORWARD}:visited", "total = total * factor_of(mods)", "pass", "dropout"),
     Mutant(
         "dropped_lanes_of_the_first_tile", f"{_DROPOUT}:kept_of",
@@ -156,12 +170,12 @@ MUTANTS = by_name(
         "dk_of_dropped_weights", f"{_BACKWARD}:_visit_rows",
         "kept_of(dp, b, h, n_first, rows, mods.dropout, True)", "dp", "dropout",
     ),
-    Mutant("sink_counted_twice", f"{_RESULTS}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
-    Mutant("sink_does_not_rescale", f"{_RESULTS}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
+    Mutant("sink_counted_twice", f"{_RESULTS}:finished", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
+    Mutant("sink_does_not_rescale", f"{_RESULTS}:finished", "acc = acc * rescale[:, None]", "pass", "sink"),
     Mutant("sink_in_base_2", f"{_RESULTS}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),
     Mutant("sink_of_another_head", f"{_RESULTS}:store_results", "tensors.sink + h", "tensors.sink + h * 0", "sink"),
-    Mutant("lse_in_base_2", f"{_RESULTS}:store_results", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
-    Mutant("nan_of_a_row_that_sees_nothing", f"{_RESULTS}:store_results", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
+    Mutant("lse_in_base_2", f"{_RESULTS}:finished", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
+    Mutant("nan_of_a_row_that_sees_nothing", f"{_RESULTS}:finished", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
     # heads and storage
     Mutant(
         "wrong_gqa_head", f"{_ADDRESSING}:work_of",
@@ -190,7 +204,7 @@ MUTANTS = by_name(
         "factors_of_keys_left_out", f"{_FORWARD}:scores_of",
         "s * factors_at(key, first, end, numbers, c, False, IS_CUT)[None, :]", "s", "factors_of_keys",
     ),
-    Mutant("factors_of_values_left_out", f"{_FORWARD}:scaled_weights_of", "p * factors", "p", "factors_of_keys"),
+    Mutant("factors_of_values_left_out", f"{_WEIGHTS}:scaled_weights_of", "p * factors", "p", "factors_of_keys"),
     Mutant("factors_of_keys_for_values", f"{_KEY_TILES}:factors_at", "key.factors.v", "key.factors.k", "factors_of_keys"),
     Mutant(
         "factor_of_the_first_head", f"{_FORWARD}:visited",

@@ -140,6 +140,25 @@ def test_forms_of_indices() -> None:
     assert again[:, :, 1:3].shape == (2, 2, 32, 50) and again._adjust(40, 40).seq_lengths == (40, 40)
 
 
+def test_torch_gets_lists_with_room_for_all_blocks() -> None:
+    _, _, mask, _ = Case((64, 90)).made()
+    assert [t.shape[-1] for t in (mask.kv_indices, mask.full_kv_indices)] == [3, 3]
+    fields = [t for t in mask.as_tuple() if isinstance(t, Tensor) and t.ndim == 4]
+    assert [t.shape[-1] for t in fields] == [6, 6, 4, 4]
+    assert torch.equal(fields[0][..., :3], mask.kv_indices) and not fields[0][..., 3:].any()
+    wide = anyattn.create_block_mask(masks.causal(), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
+    assert any(t is wide.kv_indices for t in wide.as_tuple())
+
+
+@pytest.mark.slow
+def test_torch_computes_with_chosen_blocks() -> None:
+    """It sees the same keys: values name them, and all scores are equal."""
+    mask = BlockMask.from_topk(choice((1, 2), (128, 192), (32, 32), 2), BLOCK_SIZE=32, seq_lengths=(128, 192), causal=True)
+    q, k, v = torch.zeros(1, 2, 128, 16), torch.zeros(1, 2, 192, 16), torch.eye(192).expand(1, 2, 192, 192)
+    found = torch.compile(torch_flex.flex_attention)(q, k, v, block_mask=mask)
+    assert torch.equal(found != 0, anyattn.flex_attention(q, k, v, block_mask=mask) != 0)
+
+
 def test_lists_that_are_written_to_are_read_again() -> None:
     case = Case((64, 64))
     _, _, mask, _ = case.made()

@@ -96,7 +96,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
     is_bare = score is None and not asks and listed is None and not has_dropout
     is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asks))
     is_packed = problem.sequences is not None
-    tiles = backward_tiles_for(d, dv, is_plain, is_bare, problem.deterministic, is_packed)
+    tiles = backward_tiles_for(d, dv, is_plain, is_bare, bool(problem.deterministic), is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     stores_dq = _has_one_key_tile(problem, tiles)
@@ -114,7 +114,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
         kind = "dense" if problem.sequences is None else _layout(problem.blocks)
         fields |= {"lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
-    is_deterministic = problem.deterministic and not stores_dq  # one key tile has no order
+    is_deterministic = bool(problem.deterministic) and not stores_dq  # one key tile has no order
     parts = _parts_of(problem)[listed is not None or bool(fields.get("bands"))]
     config = BackwardConfig(
         d, dv, is_bf16, tiles, score, **fields, is_deterministic=is_deterministic, sums=sums, stores_dq=stores_dq, has_dropout=has_dropout,
@@ -232,7 +232,7 @@ def tall_pays(problem: Problem) -> tuple[bool, bool]:
     pairs at a causal edge that no row sees. The lengths decide, which the signature of a varlen call does not have."""
     sequences = problem.sequences
     if sequences is not None and sequences.batch == 0:  # no sequence, or documents whose lengths are known on the device only
-        return problem.deterministic, problem.deterministic
+        return bool(problem.deterministic), bool(problem.deterministic)
     entries = None if sequences is None else sequences.batch / max(problem.q.shape[0], 1)
     return _tall_pays(_padded(problem), entries, problem.q.shape[2], problem.k.shape[2])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from anyattn import plan
 from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
-from anyattn.backends.torch import decode, reductions, unstreamed
+from anyattn.backends.torch import decode, in_order, reductions, unstreamed
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.compiled import forward as compiled
@@ -18,7 +18,7 @@ from anyattn.backends.torch.compiled.work import work_of
 from anyattn.backends.torch.coverage import Coverage, cover, split_of
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.plan import TorchPlan
-from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries, statistic_of_queries
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, results_of, rows_of_queries
 from anyattn.backends.torch.workspace import Workspace
 from anyattn.problem import Problem
 
@@ -40,13 +40,15 @@ class Repeater(plan.Repeater):
 
     def forward(self, problem: Problem) -> Result:
         plan = self.plan
+        if problem.is_batch_invariant:
+            return in_order.forward(problem, plan) if problem.has_pairs else forward_pass.forward(_call(problem, plan, self.coverage))
         if plan.num_splits > 1:
             return _forward_by_splits(problem, plan)
         if not plan.is_reusable and plan.has_loops:
             self.coverage = _cover(problem, plan)
             self._work = work_of(problem, self.coverage)
         if plan.has_loops:
-            result = _results(problem)
+            result = results_of(problem)
             if compiled.forward(problem, self._work or work_of(problem, _cover(problem, plan)), result):
                 return result
         if problem.skip is None and (decoded := decode.forward(problem, plan)) is not None:
@@ -88,12 +90,6 @@ def _cover(problem: Problem, plan: TorchPlan) -> Coverage:
 def _call(problem: Problem, plan: TorchPlan, coverage: Coverage | None = None) -> Call:
     coverage = coverage or _cover(problem, plan)
     return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device), Drops(problem))
-
-
-def _results(problem: Problem) -> Result:
-    """Tensors for the results, uninitialised except in storage rows of no sequence."""
-    out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
-    return Result(out, *(statistic_of_queries(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
 def _forward_by_splits(problem: Problem, plan: TorchPlan) -> Result:

@@ -35,7 +35,7 @@ from anyattn.backends.torch.lower import steady, with_choices
 from anyattn.backends.torch.vectors import BY_BITS, by_bits
 from anyattn.mods.analysis.evaluate import TORCH_OPS, Positions, apply, as_operand, run
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.expr import Builder, Expr, Node, category, is_weak
 from anyattn.problem import Problem
 
 if TYPE_CHECKING:
@@ -113,12 +113,28 @@ class Staging:
     last_use: tuple[int, ...]
 
 
+# Float operations whose result is the exact one, rounded, or one of their operands: an element has the same bits in every vector.
+_ROUNDED_ONCE = frozenset(
+    ("add", "sub", "mul", "div", "neg", "abs", "sign", "sqrt", "floor", "ceil", "trunc", "round", "min", "max", "where", "cast", "detach")
+)
+_READ = frozenset(("index", "bound", "score", "const", "scalar", "load", "tensor"))
+
+
+def _is_approximate(node: Node) -> bool:
+    """Whether torch may round the operation's result in another way at the end of a vector, where it computes element by element."""
+    is_float = category(node.dtype) == "float" and not is_weak(node.dtype)
+    return is_float and node.op not in _ROUNDED_ONCE and node.op not in _READ
+
+
 @lru_cache(maxsize=1024)
-def staging_of(expr: Expr, is_ragged: bool) -> Staging:
-    deps = dependence(expr)
+def staging_of(expr: Expr, is_ragged: bool, in_pairs: bool = False) -> Staging:
+    """in_pairs: what torch rounds by an element's place in a vector, and what depends on it, is computed for each pair."""
+    deps, by_place = dependence(expr), [False] * len(expr.nodes)
+    for at, node in enumerate(expr.nodes):
+        by_place[at] = in_pairs and (_is_approximate(node) or any(by_place[a] for a in node.args))
     stage = []
-    for d in deps:
-        if d.score:
+    for at, d in enumerate(deps):
+        if d.score or by_place[at]:
             stage.append("tile")
         elif d.per_head:
             stage.append("per_head")
@@ -161,10 +177,11 @@ class Bound:
         seqlen_k: int,
         device: torch.device,
         sequences: Sequences | None = None,
+        in_pairs: bool = False,
     ):
         expr = expr.without_detach  # a detach result would share the operand's memory
         self.expr, self.tensors = expr, tensors
-        self.staging = staging_of(expr, sequences is not None)
+        self.staging = staging_of(expr, sequences is not None, in_pairs)
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
         self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
         self.hoisted: dict[int, Any] = {}
@@ -334,11 +351,11 @@ def stage_of(expr: Expr, is_ragged: bool) -> str:
     return staging_of(expr, is_ragged).stage[expr.outputs[0]]
 
 
-def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
+def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem, in_pairs: bool = False) -> Bound:
     """``expr`` prepared for the tiles of ``problem``; for a KV cache with operations whose
-    rounding does not depend on the rest of the batch."""
+    rounding does not depend on the rest of the batch. in_pairs: of ``staging_of``."""
     expr = with_choices(expr, tensors)
-    if problem.sequences is not None and problem.sequences.is_cache:
+    if problem.sequences is not None and problem.sequences.is_cache and not in_pairs:
         expr = steady(expr)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    return Bound(expr, scalars, tensors, *sizes, problem.q.device, problem.sequences)
+    return Bound(expr, scalars, tensors, *sizes, problem.q.device, problem.sequences, in_pairs)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.compiled.decision import why_not
+from anyattn.backends.torch.compiled.decision import why_not, why_not_in_order
+from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
 from anyattn.plan import Backward, Plan
 from anyattn.problem import Problem
@@ -43,6 +44,8 @@ class TorchPlan(Plan):
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> TorchPlan:
     """The torch backend's plan, whose gradients are its own. options: ``validate.flex.kernel_options``. reason: for choosing torch, for
     people. Reads the row ranges of masks."""
+    if problem.is_batch_invariant:
+        return _in_order(_torch_plan(problem, hardware, reason), problem)
     plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
     reason_not = why_not(problem, plan.product_dtype, plan.num_splits)
     how = f"no compiled loops: {reason_not}" if reason_not else "compiled loops: each pass is one C++ function, written from the mods"
@@ -50,6 +53,17 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
         plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
     return plan
+
+
+def _in_order(plan: TorchPlan, problem: Problem) -> TorchPlan:
+    """The plan of a call whose rows' bits must not depend on the batch."""
+    if reason := why_not_in_order(problem):
+        raise BackendError(
+            f'deterministic="batch" cannot have this call: {reason}; on a CPU its bits come from loops that a C++ compiler makes, on a GPU '
+            "from Triton's kernels; deterministic=True has every call"
+        )
+    how = 'compiled loops in the order of the keys\' positions: deterministic="batch"'
+    return replace(plan, num_splits=1, needs_lse=True, has_loops=problem.has_pairs, product_dtype=torch.float32, why=(*plan.why, how))
 
 
 def _with_options(plan: TorchPlan, problem: Problem, options: dict[str, int]) -> TorchPlan:
@@ -82,7 +96,9 @@ def _divisor(number: int, most: int) -> int:
 def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> TorchPlan:
     why = [f"torch: {reason}"]
     dtype = problem.q.dtype
-    if dtype not in hardware.fast_dtypes:
+    if problem.is_batch_invariant:
+        dtype = torch.float32
+    elif dtype not in hardware.fast_dtypes:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
         dtype = torch.float32
     elif problem.kv_scales is not None and dtype.itemsize == 2:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
+from anyattn.backends.result import Result
 from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.drops import Drops
 from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
@@ -166,6 +167,12 @@ def statistic_of_queries(problem: Problem) -> Tensor:
     """(B, Hq, Sq), contiguous; uninitialised, except that storage rows of no sequence are -inf."""
     out = empty(tuple(problem.q.shape[:3]), problem.stat_dtype, problem.q.device)
     return out.fill_(-math.inf) if _has_unused_rows(problem) else out
+
+
+def results_of(problem: Problem) -> Result:
+    """Tensors for the results, uninitialised except in storage rows of no sequence."""
+    out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
+    return Result(out, *(statistic_of_queries(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
 def blank_unused_rows(problem: Problem, lse: Tensor) -> None:

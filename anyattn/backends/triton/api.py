@@ -14,7 +14,7 @@ from anyattn.backends.triton import autotune, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import CallProgram, captured_of, program_of
-from anyattn.backends.triton.combine import merge, merge_shares
+from anyattn.backends.triton.combine import merge, merge_sections, merge_shares
 from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
@@ -93,7 +93,7 @@ def forward(problem: Problem, forms: Sequence[FormPlan]) -> Result:
     # rows of no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if forms[0].plan.num_splits > 1:
-        return _forward_by_splits(problem, forms[0], fill)
+        return (_forward_by_sections if forms[0].plan.section else _forward_by_splits)(problem, forms[0], fill)
     out = empty_in_order(problem.q, last=problem.v.shape[3])
     if fill:
         out.zero_()
@@ -154,6 +154,20 @@ def _forward_by_splits(problem: Problem, form: FormPlan, fill: bool) -> Result:
     sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
     merge(outs, lses, sink, out, lse, fill)
     return Result(out, lse, None if highest is None else highest.amax(0))
+
+
+def _forward_by_sections(problem: Problem, form: FormPlan, fill: bool) -> Result:
+    """Forward pass with a program for each section of a row tile's keys: each writes its sums of every row, in float32."""
+    q, count, shape = problem.q, form.plan.num_splits, _out_shape(problem)
+    outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((count, 2, *shape[:3]), dtype=torch.float32, device=q.device)
+    if fill:
+        statistics.fill_(-1.0)  # a sum that no program writes
+    _launch(form, _Target(outs[0], statistics[0, 0], statistics[0, 1], (count, statistics.stride(0), outs.stride(0))))
+    out = empty_in_order(q, last=shape[3])
+    lse, highest = (_statistic(problem, (), None) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
+    merge_sections(outs, statistics, _contiguous(problem.sink), out, lse, highest)
+    return Result(out, lse, highest)
 
 
 def _forward_by_shares(problem: Problem, form: FormPlan, shares: EvenShares, out: Tensor, lse: Tensor | None) -> None:
@@ -246,6 +260,8 @@ def _launch_spec(
     )  # fmt: skip
     num_stages = stages_of_gathered(plan.num_stages) if constants["JOINS"] else plan.num_stages
     options = constants | {"num_warps": plan.num_warps, "num_stages": num_stages}
+    if plan.section:
+        options["enable_fp_fusion"] = False  # which products become part of an fma would depend on the code around them
     captured = captured_of(call_program)
     return LaunchSpec(_FORWARD, call_program, call_program.program, captured, is_aligned, grid, numbers, options, described)
 
@@ -266,14 +282,16 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     # tiles begin at multiples of their size, and so do pages
     fits = page > 0 and not is_padded and list_n % plan.tile_n == 0 and (plan.tile_n % page == 0 or page % plan.tile_n == 0)
     tma = _tma_use(min(pipeline.tma, TmaUse.KV) if is_packed else pipeline.tma, form, plan, tables, target) if is_aligned else TmaUse.NONE
+    has_own_loops = problem.skip is None and not plan.section  # for whole tiles, or for all of them
     return {
         **constants_of(problem, call_program, tables), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
+        "SECTION": plan.section, "IS_PART": plan.section > 0 and splits > 1,
         "HAS_SKIP": problem.skip is not None, "COUNTS_SKIPS": _skips(problem) is True,
-        "IS_LATE": pipeline.is_late and tables.pages is None and problem.skip is None,
-        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and problem.skip is None,
+        "IS_LATE": pipeline.is_late and tables.pages is None and has_own_loops,
+        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and has_own_loops,
         "JOINS": joined_tiles(problem, list_n, plan.tile_n), "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
         "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip

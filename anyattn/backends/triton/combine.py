@@ -8,9 +8,10 @@ from torch import Tensor
 from anyattn.arithmetic import next_power_of_2
 from anyattn.triton_tools.launch import run_plain
 
-__all__ = ["combine", "merge", "merge_shares"]
+__all__ = ["combine", "merge", "merge_sections", "merge_shares"]
 
 _PARTS_AT_ONCE, _SHARES_AT_ONCE = 8, 1024  # parts; elements of parts
+_ELEMENTS_AT_ONCE = 1024  # of the outputs of a program that merges sections
 
 
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,33 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
             "num_warps": 1 if at_once * block <= 512 else 4,
         },
     )  # fmt: skip
+
+
+def merge_sections(
+    outs: Tensor, statistics: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None, max_scores: Tensor | None
+) -> None:
+    """Writes out, lse and max_scores, as in ``merge``, from the sums of the keys' sections: outs (sections, B, H, S, Dv), statistics
+    (sections, 2, B, H, S), as ``store_results`` with IS_PART stores them, all contiguous; a first sum below 0 marks a row of no sequence.
+    sink: (H,). The numbers are those of one program that visits all sections."""
+    sections, _, heads, positions, width = outs.shape
+    rows = statistics[0, 0].numel()
+    if rows == 0:
+        return
+    from anyattn.backends.triton.kernels.softmax.sections import combine_sections
+
+    block = max(16, next_power_of_2(width))
+    at_once = max(1, _ELEMENTS_AT_ONCE // block)
+    given = (
+        outs, statistics, statistics if sink is None else sink.detach(), out, statistics if lse is None else lse,
+        statistics if max_scores is None else max_scores, rows, heads, positions, sections, outs.stride(0), statistics.stride(0),
+        0, int(sink is not None), 0, *out.stride()[:3],
+    )  # fmt: skip
+    options = {
+        "WIDTH": width, "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "HAS_MAX": max_scores is not None,
+        "PRECISION": "ieee" if out.dtype is torch.float32 else None, "ROWS": at_once, "BLOCK": block, "num_warps": 4,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    run_plain(combine_sections, -(-rows // at_once), given, (), outs.device, options)
 
 
 def merge_shares(parts: Tensor, sums: Tensor, rows: Tensor, used: int, sink: Tensor | None, out: Tensor, lse: Tensor | None) -> None:

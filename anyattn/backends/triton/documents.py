@@ -26,8 +26,14 @@ class Form(NamedTuple):
 
 def form_of_documents(problem: Problem, divides_keys: bool) -> DocumentForm | None:
     """The document form with which a call is run; None if it is not: if tiles are skipped, if several programs visit a row tile's keys,
-    and if a document's own mask has more ranges than a kernel keeps. The result is the same for all calls of one signature."""
-    if divides_keys or problem.skip is not None or (form_and_problem := over_unknown_documents(problem)) is None:
+    if a document's own mask has more ranges than a kernel keeps, and if keys must keep their places in tiles. The result is the same for
+    all calls of one signature."""
+    if (
+        divides_keys
+        or problem.skip is not None
+        or problem.is_batch_invariant
+        or (form_and_problem := over_unknown_documents(problem)) is None
+    ):
         return None
     form, over_documents = form_and_problem
     return None if masks_of(over_documents).has_lists else form

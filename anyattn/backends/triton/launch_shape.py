@@ -23,6 +23,7 @@ from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = [
     "MOST_BLOCKS",
+    "SECTION",
     "EvenShares",
     "Layout",
     "Reading",
@@ -39,6 +40,7 @@ __all__ = [
     "positions_per_tile",
     "rows_of",
     "stages_of_gathered",
+    "tiles_in_order",
     "tiles_per_group",
 ]
 
@@ -71,6 +73,10 @@ _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads in the time of
 _MERGED = 6  # cost of writing, reading and starting the program of a partial output, in multiples of its bytes
 _BEGUN = 16 << 10  # bytes that other programs read while a program starts, for each tile that it loads ahead but one
 _UNEVEN = 0.25
+SECTION = 1024  # keys: enough that merging takes no time, few enough that decoding has a program for each
+_MANY_ROWS = 4096  # for which tiles are not made smaller
+_WIDE = 128  # head dimension from which a tile of 64 rows takes eight warps
+_MOST_PARTIAL = 1 << 30  # bytes of the sections' results
 _CLOSE = 1.015  # within this factor of the best, fewer splits are preferred, since they take less memory
 
 
@@ -87,17 +93,21 @@ class EvenShares(NamedTuple):
 
 class Layout(NamedTuple):
     """packed: most query heads of a K/V head whose rows share a tile. shares: None: a program for each row tile, or split of one. why: one
-    line per decision, for people."""
+    line per decision, for people. section: keys of a section of the sums (``kernels.softmax.sections``), of which each split is one; 0
+    without."""
 
     tiles: Tiles
     packed: int
     num_splits: int
     shares: EvenShares | None
     why: tuple[str, ...]
+    section: int = 0
 
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are requirements and pack_gqa is a preference."""
+    if problem.is_batch_invariant:
+        return _layout_in_order(problem, hardware, options)
     requested = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
     splits, shares = options.get("num_splits", problem.num_splits), None
@@ -130,6 +140,37 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
         why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
         splits = most
     return Layout(tiles, packed, splits, shares, tuple(why))
+
+
+def _layout_in_order(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
+    """The layout of a call whose rows have the same bits in every batch. Heads share a tile, and sections of the keys have programs of
+    their own, where that is faster: neither changes a bit."""
+    tiles = tiles_in_order(forward_shape(problem), hardware.capability)
+    choices = _allowed_choices(problem, hardware.capability, options)
+    packed = next(n for n in (*choices, 1) if padded_group(n) <= tiles.tile_m)
+    sections = ceil_div(problem.bound_k, SECTION)
+    row_tiles = ceil_div(problem.bound_q, positions_per_tile(tiles.tile_m, packed)) * problem.heads_kv * tiles_per_group(problem, packed)
+    programs = row_tiles * problem.batch
+    partial = sections * problem.q.shape[:3].numel() * tile_config.padded(problem.v.shape[3]) * 4
+    fits = problem.batch * sections <= MOST_BLOCKS and partial <= _MOST_PARTIAL
+    is_divided = sections > 1 and fits and programs < 2 * max(1, hardware.sm_count)
+    why = [f'sums by sections of {SECTION} keys, tiles of {tiles.tile_m} x {tiles.tile_n} in their order: deterministic="batch"']
+    if packed > 1:
+        why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries")
+    if is_divided:
+        why.append(f"a program for each of {sections} sections: for {max(1, hardware.sm_count)} multiprocessors")
+    return Layout(tiles, packed, sections if is_divided else 1, None, tuple(why), SECTION)
+
+
+def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
+    """The tiles of a forward pass whose rows have the same bits in every batch: functions of the head dimensions, the dtypes and the mods
+    alone, for a single query as for many. Lists of 64 keys and multiples can be visited."""
+    plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0))
+    tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
+    if shape.dtype.itemsize == 2:
+        warps, stages = (4, 3) if max(shape.d, shape.dv) <= _WIDE else (8, tiles.num_stages)
+        tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, 64), warps, stages)
+    return tile_config.fitting("forward", tiles, plain, capability)
 
 
 def forward_shape(problem: Problem) -> Shape:

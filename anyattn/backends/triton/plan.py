@@ -11,7 +11,7 @@ from anyattn.backends.triton.codegen import row_families
 from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.backends.triton.documents import form_of_documents
-from anyattn.backends.triton.launch_shape import MOST_BLOCKS, EvenShares, layout_of
+from anyattn.backends.triton.launch_shape import MOST_BLOCKS, EvenShares, forward_shape, layout_of, listed_tile, tiles_in_order
 from anyattn.hardware import Hardware
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
@@ -45,8 +45,21 @@ def reason_against(problem: Problem) -> str | None:
         if count > MOST_BLOCKS:
             return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"
     shape, capability = shape_of(problem), tile_config.capability_of(q.device)
+    if problem.is_batch_invariant:
+        return _reason_against_order(problem, capability)
     # tiles for few rows are not larger
     return tile_config.reason_against("forward", tile_config.forward_tiles(shape, capability, _MANY, False), shape, capability)
+
+
+def _reason_against_order(problem: Problem, capability: tuple[int, int] | None) -> str | None:
+    """The reason against visiting a call's tiles in the order of the keys, at multiples of one number of them."""
+    shape, keys = forward_shape(problem), listed_tile(problem)[1]
+    tiles = tiles_in_order(shape, capability)
+    if keys and problem.sequences is not None:
+        return "lists of a varlen batch are not in the order of the keys: pass the mask as mask_mod alone"
+    if keys % tiles.tile_n:
+        return f"its tiles have {tiles.tile_n} keys, and the block lists' have {keys}: make them with blocks of a multiple, such as 128"
+    return tile_config.reason_against("forward", tiles, shape, capability)
 
 
 def _reason_against_8_bits(k: torch.Tensor) -> str | None:
@@ -71,13 +84,14 @@ def reason_against_backward(problem: Problem) -> str | None:
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan(Plan):
     """has_asked_tiles: kernel_options set the tiles, for both passes. num_warps, num_stages: of the forward kernel's programs. shares: see
-    ``Layout``."""
+    ``Layout``. section: the same."""
 
     backend: str = "triton"
     has_asked_tiles: bool
     num_warps: int
     num_stages: int
     shares: EvenShares | None = None
+    section: int = 0
 
     @property
     def divides_keys(self) -> bool:
@@ -87,7 +101,7 @@ class TritonPlan(Plan):
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> TritonPlan:
     """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: for choosing Triton, for people."""
-    tiles, packed, splits, shares, reasons = layout_of(problem, hardware, options)
+    tiles, packed, splits, shares, reasons, section = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
     if form_of_documents(problem, splits > 1 or shares is not None) is not None:
         why.append(BY_DOCUMENT)
@@ -97,7 +111,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     return TritonPlan(
         tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_splits=splits, backward=backward.backend,
         why=(*why, *backward.why), has_asked_tiles="tile_m" in options or "tile_n" in options, heads_per_tile=packed, is_tuned=is_tuned,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, shares=shares,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, shares=shares, section=section,
     )  # fmt: skip
 
 

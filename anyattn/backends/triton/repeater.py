@@ -54,11 +54,13 @@ class Repeater(plan.Repeater):
         return backward_pass.backward(problem, [(form, self._passes_of(form, *results)) for form in forms], *results)
 
     def key_sums(self, problem: Problem, lse: Tensor, first: int) -> Tensor:
+        problem = problem.in_any_batch
         return reductions.key_sums(problem, self._reductions_of(problem), lse, first)
 
     def block_reductions(
         self, problem: Problem, lse: Tensor, block: tuple[int, int], wants_sums: bool, wants_max: bool
     ) -> tuple[Tensor | None, Tensor | None]:
+        problem = problem.in_any_batch
         return reductions.block_reductions(problem, self._reductions_of(problem), lse, block, wants_sums, wants_max)
 
     def _reductions_of(self, problem: Problem) -> Passes:

@@ -17,12 +17,16 @@ from anyattn.sequences.tile_order_device import can_order, sequences_ordered
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.block_sparse import tensors_of
+from anyattn.sparsity.derived import derived
 from anyattn.sparsity.grid import TileGrid
 from anyattn.sparsity.lists import kept_transposed
 
-__all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
+__all__ = ["WHOLE", "Tables", "cache_read", "in_key_order", "key_tables_of", "may_be_padded", "tables_of"]
 
 _LIST_TILE = (128, 128)  # tile of lists made for a mask without lists
+
+
+WHOLE = 1 << 30  # marks the full tiles of ``in_key_order``
 
 
 class Tables(NamedTuple):
@@ -46,6 +50,8 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
     """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
+    if problem.is_batch_invariant and lists is not None:
+        lists = in_key_order(lists)
     tensors, strides = _of_lists(lists, sequences is not None, problem.heads_q)
     if sequences is None:
         row_tiles = ceil_div(problem.q.shape[2], tile_m) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)
@@ -60,6 +66,32 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
         return Tables(*_of_documents(documents, tile_m, bool(problem.predicates)), pages, tensors, tile, strides)
     order, entries = _ordered(sequences, lists, problem.q.shape, (tile_m, tile[0]), False)
     return Tables(len(order), entries, order, pages, tensors, tile, strides)
+
+
+class InOrder(NamedTuple):
+    """Lists as ``block_sparse.tensors_of`` reads them, with the full tiles among the partial ones."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: None = None
+    full_block_idx: None = None
+
+
+def in_key_order(lists: Any) -> InOrder:
+    """Lists of a dense call with one line of ascending tiles, in which ``WHOLE`` marks the full ones; kept with the lists."""
+    kept = derived(lists)
+    if "triton, in key order" not in kept:
+        counts, indices = [lists.mask_block_cnt], [lists.mask_block_idx]
+        if lists.full_block_cnt is not None:
+            counts, indices = [*counts, lists.full_block_cnt], [*indices, lists.full_block_idx]
+        parts = []
+        for mark, (count, index) in enumerate(zip(counts, indices, strict=True)):
+            is_listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+            parts.append(torch.where(is_listed, index.to(torch.int32) * 2 + mark, torch.iinfo(torch.int32).max))
+        joined = torch.cat(parts, -1).sort(-1).values
+        kept["triton, in key order"] = InOrder(sum(counts[1:], counts[0]).to(torch.int32), (joined >> 1) + (joined & 1) * WHOLE)
+    found: InOrder = kept["triton, in key order"]
+    return found
 
 
 def cache_read(sequences: Sequences, has_lists: bool) -> StoredCache | None:

@@ -128,7 +128,7 @@ def _computed(
         raise ValueError("return_attn_probs=True is given with dropout_p above 0; wanted dropout_p=0.0: the probabilities are never stored")
     options = common(causal, window_size, softcap, dropout_p) | others
     result = computed(
-        function, *arguments, softmax_scale=softmax_scale, alibi_slopes=slopes, deterministic=bool(deterministic),
+        function, *arguments, softmax_scale=softmax_scale, alibi_slopes=slopes, deterministic=deterministic,
         return_lse=bool(return_attn_probs), **options,
     )  # fmt: skip
     return (*result, torch.empty(0, dtype=result[0].dtype, device=result[0].device)) if return_attn_probs else result

@@ -26,7 +26,7 @@ def flash_attn_func(
     return computed(
         flash.flash_attn_func, q, k, v, softmax_scale=softmax_scale, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
-        deterministic=bool(deterministic), sm_margin=sm_margin, return_lse=bool(return_attn_probs), **common(causal, window_size, softcap),
+        deterministic=deterministic, sm_margin=sm_margin, return_lse=bool(return_attn_probs), **common(causal, window_size, softcap),
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of qkv (B, S, 3, H, D), or with num_heads_q (B, S, Hq + 2 Hkv, D)."""
     return computed(
         flash.flash_attn_qkvpacked_func, qkv, num_heads_q=num_heads_q, softmax_scale=softmax_scale, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, deterministic=bool(deterministic), sm_margin=sm_margin,
+        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, deterministic=deterministic, sm_margin=sm_margin,
         return_lse=bool(return_attn_probs), **common(causal, window_size, softcap),
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
     return computed(
         flash.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
         seqused_k=seqused_k, softmax_scale=softmax_scale, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, deterministic=bool(deterministic), sm_margin=sm_margin,
+        attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin,
         return_lse=bool(return_attn_probs), **common(causal, window_size, softcap),
     )  # fmt: skip
 

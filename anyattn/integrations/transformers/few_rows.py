@@ -12,13 +12,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from anyattn.backends.torch import aten_flash
+from anyattn.determinism import is_batch_invariant
 from anyattn.integrations.transformers.description import Aligned, Cached, MaskDescription
 
 __all__ = ["attention", "serves"]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, sink: Tensor | None) -> bool:
-    """Whether the kernel can compute this call: one dtype, one head_dim, no gradients; in a compiled graph also one row and no sink."""
+    """Whether the kernel can compute this call: one dtype, one head_dim, no gradients; in a compiled graph also one row and no sink. Its
+    bits are not those of a prefill, which ``anyattn.batch_invariant`` asks for."""
+    if is_batch_invariant():
+        return False
     if query.shape[3] != value.shape[3] or not query.dtype == key.dtype == value.dtype:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):

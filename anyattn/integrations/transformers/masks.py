@@ -13,6 +13,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from anyattn.block_masks import create_block_mask
+from anyattn.determinism import is_batch_invariant
 from anyattn.integrations.transformers import forward_passes, hooks
 from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
 from anyattn.integrations.transformers.mask_functions import Form, form_of
@@ -65,6 +66,11 @@ def describe_mask(
     if planned is not None:
         forward_passes.expect(planned)
         return planned
+    if kv_offset and is_batch_invariant():
+        raise ValueError(
+            f"inside anyattn.batch_invariant() a cache has dropped its first {kv_offset} keys, behind a layer's window, and with them the "
+            "places that the others had in tiles; wanted one that keeps all keys: past_key_values=DynamicCache(), without a config"
+        )
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     description = _described(sizes, mask_function, attention_mask, is_read, config)
     if hooks.lacks_positions() and 1 < q_length == kv_length and sizes.is_aligned and form_of(mask_function).depends_on_places:
@@ -200,7 +206,10 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
         return Aligned(form.causal, form.window)
     # rows after the queries, as in a static cache, are ignored by that call; causality hides them
     has_one_end = sizes.is_aligned or form.causal
-    if has_one_end and form.documents is None and (sizes.queries == 1 or (not sizes.is_aligned and not form.rest)):
+    # keys behind padding then have the places in tiles that they have without
+    moves_keys = padding.leftpad is not None and padding.visible is None and is_batch_invariant()
+    is_cached = sizes.queries == 1 or ((not sizes.is_aligned or moves_keys) and not form.rest)
+    if has_one_end and form.documents is None and is_cached:
         mods = [_on_cache(f, padding.leftpad, sizes.kv_offset) for f in form.rest]
         if padding.visible is not None:
             mods.append(_on_cache(_visible(padding.visible), padding.leftpad, sizes.kv_offset))
@@ -214,6 +223,11 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
 
 def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
     """Block lists over query and key rows. Recognised parts are expressed by the library's own masks."""
+    if padding.leftpad is not None and is_batch_invariant():
+        raise ValueError(
+            "inside anyattn.batch_invariant() a batch that is padded on the left has gradients or a mask with holes, and there the longest "
+            "text decides where in tiles the others' keys are; wanted padding on the right (tokenizer.padding_side), or packed texts"
+        )
     distance = sizes.distance
     parts: list[Callable] = []
     is_shared = padding is NO_PADDING and not form.rest  # by all batch entries
@@ -250,6 +264,11 @@ def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attentio
     whole = _on_rows(mask_function, sizes.q_offset, sizes.kv_offset)
     if attention_mask is None:
         return Masked(whole)
+    if is_batch_invariant():
+        raise ValueError(
+            "inside anyattn.batch_invariant() a compiled graph has an attention_mask, which it does not read: whether padding moves keys "
+            "in tiles is unknown; wanted no attention_mask (packed texts, or one text), or the model uncompiled"
+        )
     seen = _on_rows(_visible(padding_of(attention_mask, sizes.kv_offset, sizes.keys).positions), sizes.q_offset, sizes.kv_offset)
 
     def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

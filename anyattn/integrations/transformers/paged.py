@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import anyattn
+from anyattn.determinism import is_batch_invariant
 
 __all__ = ["IMPLEMENTATION", "paged_attention", "register"]
 
@@ -69,6 +70,11 @@ def paged_attention(
     """
     _check(module, dropout, is_causal, kwargs)
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    if window is not None and is_batch_invariant():
+        raise ValueError(
+            f"inside anyattn.batch_invariant() a layer has a window of {window} keys, outside of which continuous batching drops keys, and "
+            "with them the places that the others had in tiles; wanted model.generate with past_key_values=DynamicCache(), without a config"
+        )
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "causal": True,

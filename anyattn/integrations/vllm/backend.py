@@ -23,8 +23,8 @@ _INLINE_SCALES = (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEA
 class AnyAttentionBackend(AttentionBackend):
     """vLLM's attention back end ``CUSTOM`` (``--attention-backend CUSTOM``).
 
-    The base class refuses what is not said here to be supported: MLA, sparse attention, context parallelism of one request, batch
-    invariance, and formats of the KV cache that are not listed. Any layout of the cache is read.
+    The base class refuses what is not said here to be supported: MLA, sparse attention, context parallelism of one request, and formats of
+    the KV cache that are not listed. Any layout of the cache is read.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -67,6 +67,11 @@ class AnyAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With ``VLLM_BATCH_INVARIANT=1`` layers pass ``deterministic="batch"``."""
         return True
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,8 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
             "sink": sinks,
             "alibi_slopes": self.alibi_slopes,
         }
+        if _is_batch_invariant():
+            self._options["deterministic"] = "batch"
 
     def forward(
         self,
@@ -134,6 +137,14 @@ class AnyAttentionImpl(AttentionImpl[AnyAttentionMetadata]):
         return anyattn.flash_attn_varlen_func(  # type: ignore[no-any-return]
             q, k, v, starts, starts, longest, longest, **seen._asdict(), **options
         )
+
+
+def _is_batch_invariant() -> bool:
+    """What vLLM reads from its environment, by the same rule: a number that is not 0."""
+    try:
+        return int(os.environ.get("VLLM_BATCH_INVARIANT", "0")) != 0
+    except ValueError:
+        return False
 
 
 def _of_layer(layer: Any, name: str) -> Any:

@@ -85,6 +85,7 @@ PARTS = {
         has_slow=False,
         insists=False,
     ),
+    "batch invariance": Part(("backends/triton/test_batch_invariance_interpreted.py",), has_slow=False, insists=False),
     "8-bit caches": Part(
         ("entry_points/test_8_bit_caches.py",),
         "oracle or far_apart or varlen or matter or without_scales",
@@ -117,6 +118,7 @@ PROCESSES = {
     "small parts": (
         "kernels alone",
         "decoding",
+        "batch invariance",
         "operations",
         "edge cases",
         "dropout",

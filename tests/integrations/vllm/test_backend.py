@@ -102,7 +102,6 @@ def test_supported(vllm: Any, change: dict[str, Any]) -> None:
         ({"block_size": 8}, "block_size not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"use_dcp": True}, "DCP not supported"),
     ],

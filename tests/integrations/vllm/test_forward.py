@@ -64,6 +64,19 @@ def test_options(vllm: Any) -> None:
     run(vllm, meaning, impl_of(vllm, **every), page_size=64, layout="BLHNC")
 
 
+def test_batch_invariance_is_asked_by_the_environment(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm.backend.AnyAttentionBackend.supports_batch_invariance()
+    asked = []
+    decode = anyattn.flash_attn_with_kvcache
+    for value, mode in (("1", "batch"), ("0", None), ("no number", None)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        impl = impl_of(vllm)
+        with monkeypatch.context() as patch:
+            patch.setattr(anyattn, "flash_attn_with_kvcache", lambda *t, **o: asked.append(o.get("deterministic")) or decode(*t, **o))
+            run(vllm, Meaning(causal=True), impl, dtype=torch.float32)
+        assert asked.pop() == mode
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_requests_that_see_in_both_directions(vllm: Any, window: int | None) -> None:
     """All of a batch, or some: vLLM then says it per request, in a tensor."""

@@ -14,7 +14,7 @@ from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["KINDS", "loops", "masks", "mods", "source_of", "why_not"]
+__all__ = ["KINDS", "loops", "masks", "mods", "source_of", "why_not", "why_not_in_order"]
 
 _LEAST_SCORES = 2**18
 _LEAST_ROWS = 16
@@ -25,6 +25,27 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def why_not(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> str | None:
     """Why a call is not computed by compiled loops, for people; None if it is. Reads no tensor but the row ranges' limits."""
+    return _why_not_of_sizes(problem, product_dtype, num_splits) or _why_not_of_mods(problem)
+
+
+def why_not_in_order(problem: Problem) -> str | None:
+    """``why_not`` for a call whose rows' bits must not depend on the batch, which has no other way of being computed: keys in pages and
+    8-bit keys are copied first (``in_order``), and no size is too small."""
+    q = problem.q
+    if q.device.type != "cpu":
+        return f"on {q.device.type} torch chooses a matrix product's kernel by its shape"
+    if q.dtype not in KINDS:
+        return (
+            f"its loops compute float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}: convert q, k and v with .float()"
+        )
+    if not problem.has_pairs:
+        return None
+    if max(problem.seqlen_q, problem.seqlen_k) >= MOST_POSITIONS:
+        return "positions do not fit 28 bits"
+    return _why_not_of_storage(problem) or build.reason_against() or _why_not_written(problem)
+
+
+def _why_not_of_sizes(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> str | None:
     q, sequences = problem.q, problem.sequences
     if q.device.type != "cpu" or q.dtype not in KINDS or product_dtype is not torch.float32:
         return f"they compute float32, and 16 bits where the CPU has no instructions for it, not {q.dtype} on {q.device.type}"
@@ -40,15 +61,27 @@ def why_not(problem: Problem, product_dtype: torch.dtype, num_splits: int) -> st
         return f"the call is small: they pay from {_LEAST_SCORES} scores on"
     if max(problem.seqlen_q, problem.seqlen_k) >= MOST_POSITIONS:
         return "positions do not fit 28 bits"
-    if max(q.shape[3], problem.v.shape[3]) > _MOST_DIM:
+    return _why_not_of_storage(problem)
+
+
+def _why_not_of_storage(problem: Problem) -> str | None:
+    if max(problem.q.shape[3], problem.v.shape[3]) > _MOST_DIM:
         return f"a head dimension is above {_MOST_DIM}"
     if any(n >= _MOST_ENTRIES for mod in mods(problem).values() for t in mod.tensors for n in t.shape):
         return "indices of a captured tensor do not fit 32 bits"
+    return None
+
+
+def _why_not_of_mods(problem: Problem) -> str | None:
     if (reason := build.reason_against()) is not None:
         return reason
     bias = None if problem.score is None else additive_bias(problem.score.expr)
-    if bias is not None and stage_of(bias, sequences is not None) in ("per_head", "row"):
+    if bias is not None and stage_of(bias, problem.sequences is not None) in ("per_head", "row"):
         return "the score mod adds the same to all of a row"  # which torch keeps out of the probabilities
+    return _why_not_written(problem)
+
+
+def _why_not_written(problem: Problem) -> str | None:
     found = loops(problem)
     if isinstance(found, str):
         return f"they have no {found}"
@@ -79,13 +112,14 @@ def source_of(at: int, mod: TracedMod) -> Source:
 
 def loops(problem: Problem) -> Loops | str:
     """The loops of a problem's mods, or what they lack."""
-    return _written(tuple([source_of(at, m) for at, m in mods(problem).items()]), problem.sequences is not None)
+    sources = tuple([source_of(at, m) for at, m in mods(problem).items()])
+    return _written(sources, problem.sequences is not None, problem.is_batch_invariant)
 
 
 @lru_cache(maxsize=256)
-def _written(sources: tuple[Source, ...], is_ragged: bool) -> Loops | str:
+def _written(sources: tuple[Source, ...], is_ragged: bool, in_order: bool) -> Loops | str:
     try:
-        return loops_of(sources, is_ragged)
+        return loops_of(sources, is_ragged, in_order)
     except NotCompiledError as reason:
         return str(reason)
 

@@ -16,7 +16,7 @@ import torch
 
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.torch.compiled.backward_kernel import BACKWARD
-from anyattn.backends.torch.compiled.forward_kernel import FORWARD
+from anyattn.backends.torch.compiled.forward_kernel import FORWARD, FORWARD_IN_ORDER
 from anyattn.backends.torch.compiled.kernel import COMMON, PRELUDE
 from anyattn.backends.torch.mod_runner import staging_of
 from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
@@ -60,6 +60,10 @@ _WHOLE = {
     "max": "{0} > {1} ? {0} : {1}",
 }
 _SINGLE = {"exp2": "exp2_({0})", "exp": "exp_({0})", "tanh": "tanh_({0})", "sigmoid": "sigmoid_({0})"}
+# Functions of the C library for numbers that torch rounds by their place in a vector; never vectorised, for -ffast-math is not set
+_OF_LIBRARY = (
+    "exp", "exp2", "log", "log2", "log1p", "expm1", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh", "erf", "pow", "atan2", "hypot",
+)  # fmt: skip
 _AHEAD = 6  # rows of a table of pairs that are asked from memory in advance
 _MATH = r"""
 INLINE f32 absolute(f32 x) { return __builtin_fabsf(x); }
@@ -172,11 +176,13 @@ class _Lines:
     pair: list[str] = field(default_factory=list)
 
 
-def loops_of(sources: tuple[Source, ...], is_ragged: bool) -> Loops:
-    """The forward pass with a score mod, if any, and the predicates that are evaluated. Raises ``NotCompiledError``."""
-    shared = _Shared()
+def loops_of(sources: tuple[Source, ...], is_ragged: bool, in_order: bool = False) -> Loops:
+    """The forward pass with a score mod, if any, and the predicates that are evaluated. in_order: a row's bits do not depend on other rows
+    (``forward_kernel``). Raises ``NotCompiledError``."""
+    shared = _Shared(in_pairs=in_order)
     text, _ = _modify(sources, is_ragged, shared, has_derivative=False)
-    return Loops(PRELUDE + _constants(sources) + _MATH + text + COMMON + FORWARD, tuple(shared.leaves), tuple(shared.slots))
+    forward = FORWARD_IN_ORDER if in_order else FORWARD
+    return Loops(PRELUDE + _constants(sources) + _MATH + text + COMMON + forward, tuple(shared.leaves), tuple(shared.slots))
 
 
 def backward_loops_of(sources: tuple[Source, ...], captured: Source | None, loads: tuple[Load, ...], is_ragged: bool) -> Loops:
@@ -282,6 +288,9 @@ def _loop(lines: list[str], condition: str, pragma: str = "#pragma GCC ivdep") -
 
 @dataclass
 class _Shared:
+    """in_pairs: of ``mod_runner.staging_of``."""
+
+    in_pairs: bool = False
     leaves: list[tuple[int, int]] = field(default_factory=list)
     slots: list[tuple[int, int]] = field(default_factory=list)
     sizes: int = 0  # numbers of ``Args.tables`` so far: of each slot the address, then stride and size of each dimension
@@ -292,7 +301,7 @@ class _Writer:
 
     def __init__(self, source: Source, is_ragged: bool, shared: _Shared) -> None:
         self.source, self.expr, self.mod, self.shared = source, source.expr, source.mod, shared
-        self.staging = staging_of(source.expr, is_ragged)
+        self.staging = staging_of(source.expr, is_ragged, shared.in_pairs)
         self.nodes, self.stages = source.expr.nodes, self.staging.stage
         self.prefix = {SCORE: "v", CAPTURED: "c"}.get(source.mod, f"m{source.mod}_")
         self.extents = extents(self.expr, Box.of_sizes(MOST_POSITIONS, None))
@@ -377,6 +386,8 @@ class _Writer:
             if text is None and node.op == "pow":
                 cube = None if node.dtype in _WIDENED else "{0} * {0} * {0}"  # torch rounds some squares on the way, by dtype and CPU
                 text = {2: "{0} * {0}", 3: cube}.get(self._constant(node.args[1]))  # type: ignore[call-overload]
+            if text is None and self.shared.in_pairs and node.op in _OF_LIBRARY and node.dtype in (torch.float32, torch.float64):
+                text = f"__builtin_{node.op}{'f' * (node.dtype is torch.float32)}({', '.join(f'{{{n}}}' for n in range(len(args)))})"
         elif node.op == "not":
             text = "!{0}" if kind == "bool" else "~{0}"
         elif node.op in ("shl", "shr"):

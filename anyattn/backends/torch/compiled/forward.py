@@ -26,7 +26,7 @@ def forward(problem: Problem, work: Work, result: Result) -> bool:
     function = None if isinstance(found, str) else build.function_of(found.text)
     if function is None or isinstance(found, str):
         return False
-    bounds = {at: bind(m.expr, m.scalars, m.tensors, problem) for at, m in mods(problem).items()}
+    bounds = {at: bind(m.expr, m.scalars, m.tensors, problem, problem.is_batch_invariant) for at, m in mods(problem).items()}
     arguments = Arguments(problem, work, problem.q)
     _add_forward(arguments, problem, work, result)
     arguments.values(found, bounds)

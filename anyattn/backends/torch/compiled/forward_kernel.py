@@ -2,13 +2,16 @@
 
 A work item is 64 query rows of one head with all keys that they see. Threads take items from a counter, so a busy core delays one item
 only, and every item is computed by one thread in a fixed order, so results do not depend on the number of threads.
+
+``FORWARD`` begins its tiles of keys at the first key that some row of an item sees. In ``FORWARD_IN_ORDER`` they begin at multiples of
+KEYS, each is visited once, and keys hidden from a row, with weight 0, change none of its bits: so these do not depend on the other rows.
 """
 
 from __future__ import annotations
 
-__all__ = ["FORWARD"]
+__all__ = ["FORWARD", "FORWARD_IN_ORDER"]
 
-FORWARD = r"""
+_BEFORE = r"""
 #if VL == 8
 INLINE f32 greatest(vf x) {
   x = greater(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
@@ -121,6 +124,9 @@ static void compute(Args *a, i64 item, Thread *thread) {
   for (i64 x = 0; x < ROOM * width; ++x) o[x] = 0.0f;
   const Place start = {b, e->asked, h, e->q_first + q_lo, e->row_base + q_lo, e->key_base};
   const Segment *segments = (const Segment *)a->segments + record->segment;
+"""
+
+_BY_SEGMENTS = r"""
   for (i64 n = 0; n < record->segment_count;) {
     i64 last = n + 1;
     Segment one = narrowed(a, segments[n], &start, rows);
@@ -134,7 +140,37 @@ static void compute(Args *a, i64 item, Thread *thread) {
     }
     for (i64 t = lo / NR * NR; t < hi && lo < hi; t += KEYS) {
       const i64 t_end = t + KEYS < padded(hi) ? t + KEYS : padded(hi), from = t > lo ? t : lo, to = t_end < hi ? t_end : hi;
-      for (i64 j = t; j < t_end; j += NR)
+"""
+
+_IN_ORDER = r"""
+  const i64 count = record->segment_count;
+  for (i64 n = 0, t = count ? segments[0].lo / KEYS * KEYS : 0; n < count; t += KEYS) {
+    while (n < count && segments[n].hi <= t) ++n;
+    if (n == count) break;
+    if (segments[n].lo >= t + KEYS) t = segments[n].lo / KEYS * KEYS;
+    i64 last = n, from = t + KEYS, to = t, asked = 0;
+    for (; last < count && segments[last].lo < t + KEYS; ++last) {
+      const Segment one = narrowed(a, segments[last], &start, rows);
+      asked |= one.asked;
+      const i64 low = one.lo > t ? one.lo : t, high = one.hi < t + KEYS ? one.hi : t + KEYS;
+      if (low >= high) continue;
+      from = low < from ? low : from;
+      to = high;
+    }
+    const i64 t_end = t + padded(to - t);
+    if (from < to) {
+"""
+
+# of a row of a tile: the keys that are in no segment
+_GAPS = r"""          i64 seen = t;
+          for (i64 x = n; x < last; ++x) {
+            hide(row - t, seen, segments[x].lo < t_end ? segments[x].lo : t_end);
+            seen = segments[x].hi;
+          }
+"""
+
+_TILE, _REST_OF_TILE = (
+    r"""      for (i64 j = t; j < t_end; j += NR)
         for (i64 r = 0; r < rows; r += TALL) products(q + r * a->d, a->d, keys + j * a->d, s + r * LINE + j - t, scale);
       for (i64 block = 0; block < rows; block += VL) {
         const i64 end = block + VL < rows ? block + VL : rows;
@@ -144,7 +180,8 @@ static void compute(Args *a, i64 item, Thread *thread) {
           f32 *row = s + r * LINE;
           hide(row - t, t, from);
           hide(row - t, to, t_end);
-          if (HAS_SCORE || asked) visit_segments(a, &start, r, row - t, nullptr, from, to, segments + n, last - n);
+""",
+    r"""          if (HAS_SCORE || asked) visit_segments(a, &start, r, row - t, nullptr, from, to, segments + n, last - n);
           high[r - block] = row_greatest(row, t_end - t, row_max[r]);
         }
         store(rescale + block, exp2_vector(load(row_max + block) - load(high)));
@@ -155,10 +192,19 @@ static void compute(Args *a, i64 item, Thread *thread) {
         for (i64 r = 0; r < rows; r += TALL)
           accumulate<TALL, LINE, 1>(s + r * LINE + from - t, to - from, values + from * line + x, o + r * width + x, width, line,
                                     rescale + r);
-    }
+""",
+)
+
+_AFTER_SEGMENTS = r"""    }
     n = last;
   }
-  const i64 out_at = e->q_row * a->out_b + h * a->out_h + (e->q_start + q_lo) * a->out_s;
+"""
+
+_AFTER_TILES = r"""    }
+  }
+"""
+
+_AFTER = r"""  const i64 out_at = e->q_row * a->out_b + h * a->out_h + (e->q_start + q_lo) * a->out_s;
   const i64 stat_at = e->q_row * a->stat_b + h * a->stat_h + e->q_start + q_lo;
   for (i64 r = 0; r < rows; ++r) {
     f32 row_sum = 0.0f;
@@ -205,3 +251,6 @@ extern "C" i64 anyattn_pass(Args *a) {
   return a->bad;
 }
 """
+
+FORWARD = _BEFORE + _BY_SEGMENTS[1:] + _TILE + _REST_OF_TILE + _AFTER_SEGMENTS + _AFTER
+FORWARD_IN_ORDER = _BEFORE + _IN_ORDER[1:] + _TILE + _GAPS + _REST_OF_TILE + _AFTER_TILES + _AFTER

@@ -53,7 +53,7 @@ __all__ = [
 
 # A kernel keeps the limits of two ranges per row. For a KV cache's few rows with more ranges, evaluating the
 # mask is cheaper than listing tiles.
-_ABILITIES = MaskAbilities(most_ranges=2, joins=True, lists_caches=False)
+_ABILITIES = MaskAbilities(most_ranges=2, joins=True, lists_caches=False, lists_in_order=False)
 _ANY_NUMBERS = Box.of_sizes(2**MOST_INDEX_BITS, None)
 _SCALED = {**LEAVES, "score_2": "score_2"}
 

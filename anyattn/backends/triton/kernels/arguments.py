@@ -107,9 +107,8 @@ class HeadGroups(NamedTuple):
 
 class Shares(NamedTuple):
     """Even shares of all key tiles (``kernels.even_shares``): int32. items: row tiles per query head, of all batch entries. most: most key
-    tiles that a row tile visits. least: fewest key tiles of a program that has any. merged: tiles of keys that a program reads in the
-    time of adding one more part. spared: tiles that one reads in the time of merging. saturating: programs that together read at the
-    memory's rate."""
+    tiles that a row tile visits. least: fewest key tiles of a program that has any. merged: tiles read in the time of adding one more
+    part. spared: tiles read in the time of merging. saturating: programs that together read at the memory's rate."""
 
     items: Any
     most: Any
@@ -164,7 +163,8 @@ class Mods(NamedTuple):
 # what addresses of rows of q, and of k and v, are multiples of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of
 # a block whose sum is stored. HAS_PAIRS: see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED:
 # see ``eight_bits.halved``. WRAP: see ``wrapped_rows``. JOINS: listed tiles that one tile of keys gathers; 0 if it is one of them or a
-# part of one. GROUP: rows per position of a tile that has the query heads of a K/V head; 0 if a tile has one head.
+# part of one. GROUP: rows per position of a tile that has the query heads of a K/V head; 0 if a tile has one head. SECTION, IS_PART:
+# ``softmax.sections``.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
     "HAS_FOURS", "TILE_M", "TILE_N", "JOINS",
@@ -178,7 +178,7 @@ def _constants(name: str, *more: str) -> Any:
 ForwardConstants = _constants(
     "ForwardConstants", "IS_PACKED", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "PAGES_FIT", "HAS_SINK", "HAS_LSE", "HAS_MAX",
     "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "IS_RISING", "SUMS", "IS_SHARED", "K_SCALE", "V_SCALE", "Q_BYTES", "KV_BYTES",
-    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "WRAP", "HAS_SKIP", "COUNTS_SKIPS",
+    "HAS_PAIRS", "IS_HALVED", "IS_NVIDIA", "WRAP", "HAS_SKIP", "COUNTS_SKIPS", "SECTION", "IS_PART",
 )  # fmt: skip
 DqConstants = _constants("DqConstants", "IS_NEAR", "SLOT_M", "HAS_DQ", "GROUP")
 PairConstants = _constants("PairConstants", "IS_NEAR", "IS_CUT", "HAS_DQ", "HAS_DK", "HAS_DV", "HAS_DLSE", "HAS_DELTA", "TERMS")
@@ -428,11 +428,12 @@ class KeyStorage(NamedTuple):
 
 class Scales(NamedTuple):
     """Factors, float32. score: of a product, to get the score that the score mod receives. base_2: of a score, to get base 2. rows: of the
-    rows' products, [rows, 1], see ``eight_bits.halved``."""
+    rows' products, [rows, 1], see ``eight_bits.halved``. output: of a section's output, if ``V_SCALE`` is ``OF_HEAD``."""
 
     score: Any
     base_2: Any
     rows: Any
+    output: Any = 1.0
 
 
 class RowsOfParts(NamedTuple):

@@ -16,6 +16,9 @@ from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, 
 from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
 from anyattn.backends.triton.kernels.results import no_output, no_results, store_results, whole_output
+from anyattn.backends.triton.kernels.softmax.ascending import ascending, visit_at, visits_before
+from anyattn.backends.triton.kernels.softmax.sections import merged, nothing_yet, settled
+from anyattn.backends.triton.kernels.softmax.weights import scaled_weights_of, weights_of
 from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, inside_of, lanes_of, partial_at, sure_of, visits_of
 from anyattn.backends.triton.kernels.wrapped_rows import wraps_of
 
@@ -24,7 +27,6 @@ __all__ = ["forward_tile", "rows_of"]
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 _OF_HEAD: tl.constexpr = tl.constexpr(OF_HEAD)
 _OF_KEY: tl.constexpr = tl.constexpr(OF_KEY)
-_MOST_SHIFT: tl.constexpr = tl.constexpr(60)  # beyond it all of a value's products are 0 or infinite in float16
 
 
 @triton.jit
@@ -109,60 +111,6 @@ def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def sums_of(p, row_sum):
-    """[rows, parts]: the sums of every row's weights, in as many partial sums as row_sum has."""
-    PARTS: tl.constexpr = row_sum.shape[1]
-    if PARTS == 1:
-        return tl.sum(p, 1, keep_dims=True)
-    elif p.shape[1] == PARTS:
-        return p
-    else:
-        return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS)), 1)
-
-
-@triton.jit
-def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
-    """(exponentials of scores, factor for earlier ones, row_sum, row_max).
-
-    With IS_RAW neither scores nor row_max are in base 2: the factor is part of the exponential's argument, and both are one instruction.
-    """
-    highest = tl.maximum(row_max, tl.max(s, 1))
-    if IS_RAW:
-        top = highest * scale
-        p = tl.exp2(s * scale - top[:, None])
-        # a fused multiply-subtract rounds once: for an unchanged maximum the difference might not be 0, and 2 **
-        # 100 off in a row that saw no key
-        rescale = tl.exp2(tl.where(row_max == highest, 0.0, row_max * scale - top))
-    else:
-        p = tl.exp2(s - highest[:, None])
-        rescale = tl.exp2(row_max - highest)
-    return p, rescale, row_sum * rescale[:, None] + sums_of(p, row_sum), highest
-
-
-@triton.jit
-def scaled_weights_of(s, factors, row_sum, row_max, scale, HAS_SCORE: tl.constexpr, IS_RAW: tl.constexpr, IS_NARROW: tl.constexpr):
-    """``weights_of``, with exponentials that are multiplied by the factors of the keys' values, [1, TILE_N]; their sums are not.
-
-    IS_NARROW: the products are rounded to float16, whose range is small. Then a row's reference is not its greatest score but that of the
-    scores plus the factors' exponents, so that the greatest product is between 1 and 2; it is in base 2, and IS_RAW is False.
-    """
-    if IS_NARROW:
-        if HAS_SCORE:
-            s = s * scale
-        exponents = (
-            factors.to(tl.int32, bitcast=True) >> 23 & 255
-        ) - 127  # of a hidden key's factor, which may be anything, it is a number
-        shift = tl.minimum(tl.maximum(exponents, -_MOST_SHIFT), _MOST_SHIFT).to(tl.float32)
-        highest = tl.maximum(row_max, tl.max(s + shift, 1))
-        p = tl.exp2(s - highest[:, None])
-        rescale = tl.exp2(row_max - highest)
-        row_sum, row_max = row_sum * rescale[:, None] + sums_of(p, row_sum), highest
-    else:
-        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
-    return tl.where(p == 0, 0.0, p * factors), rescale, row_sum, row_max
-
-
-@triton.jit
 def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE: tl.constexpr, c, IS_CUT: tl.constexpr):
     """(acc, row_sum, row_max) with the values of one tile of keys, weighed by their scores ``s``; see ``scores_of``. DTYPE: of products."""
     if c.V_SCALE == _OF_KEY:
@@ -172,7 +120,7 @@ def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scal
             s, factors, row_sum, row_max, scales.base_2, mods.score.exists, c.IS_RAW, IS_NARROW
         )
     else:
-        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
+        p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW, c.SECTION > 0)
     if c.HAS_PAIRS:
         even, odd = pairs_at(key, first, end, numbers, DTYPE, c, IS_CUT)
         even = plus_kept(acc[0], rescale, p, even, b, h, first, rows, mods, c.PRECISION)
@@ -281,6 +229,46 @@ def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, k
 
 
 @triton.jit
+def visit_in_order(row_max, q, begin, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c):
+    """(acc, row_sum, row_max) of the visits ``begin`` to ``stop`` alone, in the order of the keys. row_max: before the first key. Whole and
+    cut tiles are computed alike, and one that hides all keys from a row changes none of its bits: so these are the same in every tile."""
+    acc, row_sum = no_output(c), tl.zeros((c.TILE_M, c.SUMS), tl.float32)
+    for i in range(begin, stop):
+        first, is_shown, is_whole = visit_at(visits, i, seqlen_k, c)
+        numbers = 0
+        if c.PAGE_SIZE > 0:
+            numbers = inside(page_numbers(key.start + first, key.start + seqlen_k - 1, pages, c, True), cache.last_page)
+        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, numbers, scales, mods, c, False, False, True)
+        if is_whole == 0:
+            lanes = first + tl.arange(0, c.TILE_N)[None, :]
+            s = tl.where(seen_in(lanes, seqlen_k, is_shown, rows, b, h, mods, c, False), s, float("-inf"))
+        DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, seqlen_k, key, rows, b, h, numbers, scales, mods, DTYPE, c, True)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def visit_sections(lowest, q, part, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c):
+    """(acc, row_sum, row_max in base 2) of all sections of the keys, merged in their order; with IS_PART of section ``part`` alone.
+    lowest: row_max before the first key."""
+    if c.IS_PART:
+        begin, stop = visits_before(visits, part * c.SECTION, c), visits_before(visits, (part + 1) * c.SECTION, c)
+        acc, row_sum, row_max = visit_in_order(lowest, q, begin, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
+        total, sums, top = settled(acc, row_sum, row_max, scales, c)
+    else:
+        total, sums, top = nothing_yet(c)
+        i = visits.count * 0
+        while i < visits.count:
+            first, _is_shown, _is_whole = visit_at(visits, i, seqlen_k, c)
+            stop = tl.maximum(visits_before(visits, (first // c.SECTION + 1) * c.SECTION, c), i + 1)
+            acc, row_sum, row_max = visit_in_order(lowest, q, i, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
+            acc, row_sum, row_max = settled(acc, row_sum, row_max, scales, c)
+            total, sums, top = merged(total, sums, top, acc, row_sum, row_max)
+            i = stop
+    return total, sums, top
+
+
+@triton.jit
 def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
     """(output times sums in ``output_columns``, row_sum, row_max in base 2) of a portion of the keys of ``tile``, which has some."""
     sequence, b, position, heads, first_row = tile.sequence, tile.b, tile.position, tile.heads, tile.first
@@ -304,7 +292,11 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     of_rows = 1.0
     if c.IS_HALVED:
         q, of_rows = halved(q)
-    scales = Scales(score=scale, base_2=factor, rows=of_rows)
+    of_values = 1.0
+    if c.V_SCALE == _OF_HEAD and c.SECTION > 0:
+        v_factors = tensors.v_factors + b.to(tl.int64) * spans.v_factors.rows
+        of_values = tl.load(v_factors + tile.kv_head.to(tl.int64) * spans.v_factors.head)
+    scales = Scales(score=scale, base_2=factor, rows=of_rows, output=of_values)
     q_idx = (position + sequence.q_first)[:, None]
     if c.IS_PACKED:
         q_head = heads[:, None]
@@ -365,7 +357,13 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         )  # fmt: skip
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
     nearby = 0
-    if c.IS_SHARED and c.RANGES > 0:
+    if c.SECTION > 0:
+        visits = ascending(runs, full, partial, c)
+        acc, row_sum, row_max = visit_sections(
+            row_max, q, portion.first, visits, seqlen_k, key, pages, kept, b, q_head, cache, scales, mods, c
+        )
+        row_sum = row_sum[:, None]
+    elif c.IS_SHARED and c.RANGES > 0:
         acc, row_sum, row_max, nearby = visit_portion(
             acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, pages, kept, b, q_head, cache, scales, mods, c
         )
@@ -425,17 +423,20 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + c.TILE_N, True, key, kept, b, q_head, of_tile, scales, mods, c, False
             )
-    for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
-        first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
-        if c.PAGE_SIZE > 0:
-            of_tile = inside(page_numbers(key.start + first, key.start + end - 1, pages, c, True), cache.last_page)
-        else:
-            of_tile = 0
-        acc, row_sum, row_max = visit(acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, mods, c, True)
-    if c.IS_RAW:
+    if c.SECTION == 0:
+        for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
+            first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
+            if c.PAGE_SIZE > 0:
+                of_tile = inside(page_numbers(key.start + first, key.start + end - 1, pages, c, True), cache.last_page)
+            else:
+                of_tile = 0
+            acc, row_sum, row_max = visit(
+                acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, q_head, of_tile, scales, mods, c, True
+            )
+    if c.IS_RAW and c.SECTION == 0:
         row_max = row_max * factor
-    total = whole_output(acc, c)
-    if c.V_SCALE == _OF_HEAD:  # of a row that sees no key it may be anything
+    total = acc if c.SECTION > 0 else whole_output(acc, c)
+    if c.V_SCALE == _OF_HEAD and c.SECTION == 0:  # of a row that sees no key it may be anything
         of_head = tl.load(tensors.v_factors + b.to(tl.int64) * spans.v_factors.rows + kv_head * spans.v_factors.head)
         total = tl.where(tl.sum(row_sum, 1)[:, None] == 0, 0.0, total * of_head)
     if mods.dropout.exists:

@@ -1,0 +1,80 @@
+"""``deterministic="batch"`` by the Triton backend, in Triton's interpreter on the CPU: random batches, and a program for each section.
+
+Run by test_in_the_interpreter.py, for the interpreter has to be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import BackendError, planner
+from anyattn.backends.triton import launch_shape
+from anyattn.call_cache import attention
+from tests.entry_points.test_batch_invariance import (  # noqa: F401
+    MODE,
+    test_a_cache_that_is_appended_to,
+    test_a_neighbour_that_grows,
+    test_a_sequence_without_keys_beside_others,
+    test_block_lists_that_do_not_follow_from_a_mask,
+    test_dense_varlen_lists_and_mods_agree,
+    test_eight_bits_in_pages_and_not,
+    test_every_chunking_of_a_prefill,
+    test_inside_the_context_every_call_is_in_the_mode,
+    test_random_batches,
+    test_the_default_is_not_invariant,
+    test_training_gives_the_bits_of_serving,
+)
+from tests.support import batches
+
+
+@pytest.fixture(autouse=True)
+def short_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred keys are several sections."""
+    monkeypatch.setattr(launch_shape, "SECTION", 128)
+
+
+def _as_if(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    machine = planner.machines.of
+    monkeypatch.setattr(planner.machines, "of", lambda kind: replace(machine(kind), sm_count=processors))
+    attention.clear()
+
+
+@pytest.mark.parametrize("name", batches.OPTIONS)
+def test_a_program_for_each_section(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of one program that visits all sections: with a program for each, for the first sequence alone and among others."""
+    g = torch.Generator().manual_seed(3)
+    batch = [batches.draw(g, n, (4, 2), (32, 32), torch.bfloat16) for n in (300, 140)]
+    call = {**batches.OPTIONS[name](4, g), **MODE}
+    out, lse = batches.alone(batch[0], call)
+    _as_if(monkeypatch, 1000)
+    plan = planner.choose
+    divided = []
+    monkeypatch.setattr(planner, "choose", lambda *given: divided.append(plan(*given)) or divided[-1])
+    for way, rows, own, own_lse in batches.ways(g, batch, call):
+        assert torch.equal(own, out[rows]), way
+        assert torch.equal(own_lse, lse[:, rows]), way
+    assert max(p.num_splits for p in divided) > 1
+
+
+def test_rows_of_no_sequence_with_a_program_for_each_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_if(monkeypatch, 1000)
+    g = torch.Generator().manual_seed(4)
+    own = batches.draw(g, 300, (4, 2), (32, 32), torch.float32)
+    ends, used = torch.tensor([0, 300]), torch.tensor([290])
+    more: dict[str, Any] = {"causal": True, "return_lse": True, "sink": torch.randn(4), **MODE}
+    out, lse = anyattn.flash_attn_varlen_func(own.q[0], own.k[0], own.v[0], ends, ends, seqused_q=used, seqused_k=used, **more)
+    assert (out[290:] == 0).all()
+    assert (lse[:, 290:] == -torch.inf).all()
+    assert (out[:290] != 0).any()
+
+
+def test_lists_of_other_blocks_are_refused() -> None:
+    q = torch.randn(1, 2, 300, 32)
+    lists = anyattn.BlockMask.from_topk(torch.zeros(1, 2, 10, 1, dtype=torch.int32), BLOCK_SIZE=(32, 24), seq_lengths=(300, 300))
+    with pytest.raises(BackendError, match=r"its tiles have 64 keys, and the block lists' have 24: make them with blocks of a multiple"):
+        anyattn.flex_attention(q, q, q, block_mask=lists, **MODE)
