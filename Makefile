@@ -61,6 +61,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/finetune.py
 	$(BIN)/python examples/sparse.py --check
 	$(BIN)/python examples/invariant.py
+	$(BIN)/python examples/latent.py
 	$(BIN)/python examples/context_parallel.py
 
 style: $(STAMP)

@@ -275,6 +275,7 @@ def flash_attn_with_kvcache(
     v_descale: float | Tensor | None = None,
     saturated: Tensor | None = None,
     deterministic: bool | str = False,
+    rotary_last: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     validate: bool | None = None,
@@ -302,7 +303,10 @@ def flash_attn_with_kvcache(
     0 and counts as beyond the range.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j``, and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else to all of them at ``cache_seqlens``. rotary_interleaved: True pairs dimensions
-    (0, 1), (2, 3), ...; False pairs (0, rotary_dim / 2), ...
+    (0, 1), (2, 3), ...; False pairs (0, rotary_dim / 2), ... rotary_last: the last rotary_dim of D are rotated, not the first (multi-head
+    latent attention); not under ``torch.compile``.
+    One cache: v_cache may be ``k_cache[..., :Dv]``, a view. Then k is appended once, v is None, and values are what is stored of the keys,
+    rotation included; k_descale and v_descale are one, and the Triton kernel reads a tile of 16 bits once.
     validate: None checks the contents of the tables where that costs nothing (on the CPU); True checks them everywhere, and also refuses
     packed rows behind the last entry; False does not check cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on
     the host: the call does not synchronise, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents
@@ -346,7 +350,7 @@ def flash_attn_with_kvcache(
         q, k, v = autocast.beside(k_cache, q, k, v)
     cached = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
-        max_seqlen_q, rotary_interleaved, validate, saturated,
+        max_seqlen_q, rotary_interleaved, validate, saturated, rotary_last,
     )  # fmt: skip
     if is_compiling():
         from anyattn.custom_ops.entry_points import decode as compiled

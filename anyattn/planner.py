@@ -22,7 +22,7 @@ from anyattn.tensors.tested_versions import warn_of_newer_torch
 
 __all__ = ["appender", "available", "check_backend", "choose", "combiner", "for_backward", "misfits", "planned"]
 
-_WIDEST = 256  # head_dim of the GPU backends' kernels
+_WIDEST, _WIDEST_V = 576, 512  # head dimensions of q and k, and of v, of the GPU backends' kernels
 _warned: set[str] = set()  # kinds of calls without kernels that have been warned about
 
 
@@ -181,12 +181,11 @@ def planned(problem: Problem, backend: str | None, options: dict[str, int] | Non
 def _warn_of_torch(problem: Problem, plan: Plan) -> None:
     if not problem.may_have_pairs or (plan.backend != "torch" and not problem.needs_grad):
         return
-    widest = max(problem.q.shape[3], problem.v.shape[3])
     kind, cure = "", "change that, or name a backend to get an error instead"
     if problem.q.dtype is torch.float64:
         kind, cure = "dtype", "convert q, k and v with .float() or .bfloat16() if their precision is enough"
-    elif widest > _WIDEST:
-        kind, cure = "head_dim", f"use more heads of at most {_WIDEST} dimensions"
+    elif problem.q.shape[3] > _WIDEST or problem.v.shape[3] > _WIDEST_V:
+        kind, cure = "head_dim", f"use more heads of at most {_WIDEST} dimensions, {_WIDEST_V} of them for v"
     elif any(t.stride(3) != 1 and t.shape[3] > 1 for t in (problem.q, problem.k, problem.v)):
         kind, cure = (
             "strides",

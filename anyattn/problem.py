@@ -17,6 +17,7 @@ from anyattn.mods.dropout import Dropout
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import negative_zeros
 from anyattn.tensors.by_contents import kept
+from anyattn.tensors.strides import begins
 
 if TYPE_CHECKING:
     from anyattn.kvcache.scales import KVScales
@@ -86,6 +87,11 @@ class Problem(OfFields):
     def in_any_batch(self) -> Problem:
         """The problem without that demand, which only a forward pass meets."""
         return self.like(deterministic=Determinism.RERUNS) if self.is_batch_invariant else self
+
+    @property
+    def has_one_kv(self) -> bool:
+        """Whether the values are the first columns of the keys, in one memory: ``v = k[..., :Dv]``."""
+        return begins(self.v, self.k)
 
     @property
     def batch(self) -> int:

@@ -25,7 +25,7 @@ BACKENDS = {
     "hopper": ("`hopper`", "H100, H200", H200),
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HEAD_DIMS = (1, 8, 20, 64, 72, 128, 192, 256, 264, 512)
+HEAD_DIMS = (1, 8, 20, 64, 72, 128, 192, 256, 264, 512, 520)
 PASSES = ("gradients", "captured gradients", "deterministic")
 COLUMNS = ("backend", "runs on", "dtypes", "head dims", "varlen", "paged", "decoding", *PASSES, "compile")
 

@@ -90,7 +90,7 @@ def test_queries_of_a_cache_are_copied_and_the_cache_is_not(gpu: None) -> None:
     ("shape", "dtype", "words"),
     [
         ((1, 2, 32, 64), torch.float64, ["float64", "Cure: convert q, k and v"]),
-        ((1, 2, 32, 264), torch.bfloat16, ["head_dim is 264", "Cure: use more heads"]),
+        ((1, 2, 32, 584), torch.bfloat16, ["head_dim is 584", "Cure: use more heads"]),
     ],
     ids=["float64", "wide heads"],
 )

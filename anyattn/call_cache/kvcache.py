@@ -29,7 +29,7 @@ from anyattn.sequences.batch import OnHost
 from anyattn.sequences.host_lists import ListedSequences, bases
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.tensors import kinds
-from anyattn.tensors.strides import innermost
+from anyattn.tensors.strides import begins, innermost
 from anyattn.validate import sequences as check_lengths
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import (
@@ -40,6 +40,7 @@ from anyattn.validate.kvcache import (
     check_no_captured_gradients,
     check_no_gradients,
     with_own_pages,
+    with_values,
 )
 from anyattn.validate.window import band
 
@@ -53,7 +54,7 @@ _ARGUMENTS = fields(
     CacheArguments, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
     rotary_sin=Kind.ABSENT, cache_seqlens=Kind.LENGTHS, cache_batch_idx=Kind.STORAGE, cache_leftpad=Kind.STORAGE,
     page_table=Kind.STORAGE, cu_seqlens_q=Kind.ABSENT, max_seqlen_q=Kind.ABSENT, rotary_interleaved=Kind.ELSEWHERE, validate=Kind.VALUE,
-    saturated=Kind.STORAGE,
+    saturated=Kind.STORAGE, rotary_last=Kind.ELSEWHERE,
 )  # fmt: skip
 _signature = signature("flash_attn_with_kvcache", arguments=_ARGUMENTS, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
 
@@ -73,7 +74,8 @@ class KnownCall(NamedTuple):
             k, v, first, second = self.new
             entry = torch.arange(len(k), device="cpu")[:, None] if self.k_cache.dtype in EIGHT_BITS else None
             append.append(self.k_cache, k, first, second, self.scaling[0], entry)
-            append.append(self.v_cache, v, first, second, self.scaling[1], entry)
+            if not begins(self.v_cache, self.k_cache):
+                append.append(self.v_cache, v, first, second, self.scaling[1], entry)
         return self.problem
 
 
@@ -82,7 +84,7 @@ def decode(arguments: CacheArguments, options: Options, backend: str | None, is_
 
     Raises as ``decode_call``, and ``ValueError`` for a tensor that requires grad in grad mode.
     """
-    arguments = with_own_pages(arguments)
+    arguments = with_values(with_own_pages(arguments))
     if _is_unread(arguments):
         return kvcache_step.decode(arguments, options, backend, is_operator)
     is_grad_mode = torch.is_grad_enabled()
@@ -102,7 +104,7 @@ def decode_call(
 
     Raises as ``validate.kvcache.cache_call`` and the planner.
     """
-    arguments = with_own_pages(arguments)
+    arguments = with_values(with_own_pages(arguments))
     if planner.misfits((arguments.q,), backend):  # the caches are written in place, and are not copied
         arguments = arguments._replace(q=innermost(arguments.q))
     if _is_unread(arguments):

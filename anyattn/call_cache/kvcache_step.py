@@ -18,7 +18,7 @@ from anyattn import autograd, planner
 from anyattn.call_cache import latest
 from anyattn.call_cache.calls import RememberedCall, known, remember, remember_again, score_of_user
 from anyattn.call_cache.replays import Replays, Results, Values
-from anyattn.call_cache.signature import OPTIONS, PLAIN, Kind, Signature, fields, signature
+from anyattn.call_cache.signature import OPTIONS, PLAIN, Kind, Signature, fields, signature, values_of
 from anyattn.kvcache import append
 from anyattn.kvcache.quantise import is_written
 from anyattn.kvcache.scales import kv_scales
@@ -45,14 +45,15 @@ __all__ = ["OPTIONS_WITHOUT_MODS", "attended", "decode", "extents_of", "named_te
 
 OPTIONS_WITHOUT_MODS = OPTIONS | dict.fromkeys(("score_mod", "mask_mod", "alibi_slopes", "aux_tensors"), Kind.ABSENT)
 _ARGUMENTS = fields(
-    CacheArguments, q=Kind.TENSOR, k_cache=Kind.TENSOR, v_cache=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, rotary_cos=Kind.TENSOR,
-    rotary_sin=Kind.TENSOR, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.TENSOR, cache_leftpad=Kind.TENSOR,
-    page_table=Kind.TENSOR, cu_seqlens_q=Kind.TENSOR, max_seqlen_q=Kind.INT_OR_NONE, rotary_interleaved=Kind.FLAG, validate=Kind.VALUE,
-    saturated=Kind.TENSOR,
+    CacheArguments, q=Kind.TENSOR, k_cache=Kind.TENSOR, v_cache=values_of(Kind.TENSOR, "k_cache"), k=Kind.TENSOR, v=Kind.TENSOR,
+    rotary_cos=Kind.TENSOR, rotary_sin=Kind.TENSOR, cache_seqlens=Kind.ALIGNED_LENGTHS, cache_batch_idx=Kind.TENSOR,
+    cache_leftpad=Kind.TENSOR, page_table=Kind.TENSOR, cu_seqlens_q=Kind.TENSOR, max_seqlen_q=Kind.INT_OR_NONE,
+    rotary_interleaved=Kind.FLAG, validate=Kind.VALUE, saturated=Kind.TENSOR, rotary_last=Kind.FLAG,
 )  # fmt: skip
 _of_call = signature("flash_attn_with_kvcache, unread", arguments=_ARGUMENTS, options=OPTIONS, backend=Kind.VALUE)
 _of_room = signature(
-    "flash_attn_with_kvcache, unread and growing", arguments=_ARGUMENTS | dict.fromkeys(("k_cache", "v_cache"), Kind.GROWING),
+    "flash_attn_with_kvcache, unread and growing",
+    arguments=_ARGUMENTS | {"k_cache": Kind.GROWING, "v_cache": values_of(Kind.GROWING, "k_cache")},
     options=OPTIONS | dict.fromkeys(("k_descale", "v_descale"), Kind.GROWING_DESCALE), backend=Kind.VALUE,
 )  # fmt: skip
 
@@ -228,5 +229,6 @@ def _warm_call(arguments: CacheArguments, options: Options, warm: RememberedCall
     step = CacheStep(
         q, arguments.k_cache, arguments.v_cache, arguments.k, arguments.v, tables, sizes, arguments.rotary_cos, arguments.rotary_sin,
         bool(arguments.rotary_interleaved), warm.follows, options.k_descale, options.v_descale, arguments.saturated,
+        bool(arguments.rotary_last),
     )  # fmt: skip
     return CacheCall(Problem.of_fields(filled), step, arguments)

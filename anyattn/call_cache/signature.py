@@ -42,6 +42,7 @@ __all__ = [
     "identical",
     "signature",
     "tensor_key",
+    "values_of",
 ]
 
 
@@ -116,6 +117,7 @@ class Kind:
     DROPOUT = "(None if {x} is None else _dropout({x}, signature))"
     SKIP = "(None if {x} is None else {x}.counts is not None)"  # ``problem.Skip``, whose tensors are of one kind
     ABSENT = "(None if {x} is None else _refuse())"
+    BEGINS_AT = "{x}.data_ptr() == {keys}.data_ptr()"  # of values, which may be the first columns of keys (``Problem.has_one_kv``)
     ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 
 
@@ -239,8 +241,8 @@ tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format
 class _Operands:
     """The part of a call's key that stands for query, key and value: one object for all calls with the same properties of the three.
 
-    alignment: the part of ``Kind.TENSOR`` that ``comparison`` does not compare. comparisons: the ``comparison`` functions of such tensors,
-    by the dispatch keys that the thread includes and excludes, which differ in inference mode.
+    alignment: the properties that ``comparison`` does not compare, of ``Kind.TENSOR`` and ``Kind.BEGINS_AT``. comparisons: the
+    ``comparison`` functions of such tensors, by the dispatch keys that the thread includes and excludes, which differ in inference mode.
     """
 
     __slots__ = ("__weakref__", "alignment", "comparisons")
@@ -255,6 +257,11 @@ _operands_by_properties: WeakValueDictionary[tuple, _Operands] = WeakValueDictio
 _latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()
 
 
+def values_of(kind: str, keys: str) -> str:
+    """The kind of an argument of values, by that of its memory. keys: the name of the argument of keys."""
+    return f"{kind}, {Kind.BEGINS_AT}".replace("{keys}", keys)
+
+
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
     """The object that stands for the properties of q, k and v.
 
@@ -264,11 +271,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:
     global _latest_operands
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
         raise NotCacheable
-    places = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15  # raises for tensors without memory, such as sparse ones
+    at_k, at_v = k.data_ptr(), v.data_ptr()  # raises for tensors without memory, such as sparse ones
+    places = q.data_ptr() & 15, at_k & 15, at_v & 15, at_k == at_v
     for are_alike, alignment, latest in _latest_operands:
         if places == alignment and are_alike(q, k, v):
             return latest
-    properties = (tensor_key(q), tensor_key(k), tensor_key(v))
+    properties = (tensor_key(q), tensor_key(k), tensor_key(v), at_k == at_v)
     operands = _operands_by_properties.get(properties)
     if operands is None:  # the first call with these properties; a comparison is made at the second one
         return _operands_by_properties.setdefault(properties, _Operands(places))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, fields, signature
+from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, fields, signature, values_of
 from anyattn.kvcache.gathered import gathering, line_of
 from anyattn.sequences.unread_varlen import StoredSizes, queries_each
 from anyattn.validate import sequences
@@ -34,16 +34,17 @@ class Places(NamedTuple):
 
 
 _signature = signature(
-    "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, options=OPTIONS,
-    backend=Kind.VALUE,
+    "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=values_of(Kind.PACKED_ROWS, "k"), of_places=Kind.VALUE,
+    options=OPTIONS, backend=Kind.VALUE,
 )  # fmt: skip
 _PLACES = fields(
     Places, tables=", ".join((*(Kind.TENSOR.format(x=f"{{x}}[{i}]") for i in range(5)), "{x}[0] is {x}[1]", "{x}[2] is {x}[3]")),
     most=", ".join(Kind.INT_OR_NONE.format(x=f"{{x}}[{i}]") for i in range(2)), validate=Kind.VALUE,
 )  # fmt: skip
 _exact = signature(
-    "flash_attn_varlen_func, exact", q=Kind.TENSOR, k=Kind.TENSOR, v=Kind.TENSOR, places=_PLACES, options=OPTIONS, backend=Kind.VALUE
-)
+    "flash_attn_varlen_func, exact", q=Kind.TENSOR, k=Kind.TENSOR, v=values_of(Kind.TENSOR, "k"), places=_PLACES, options=OPTIONS,
+    backend=Kind.VALUE,
+)  # fmt: skip
 
 
 def exact_signature(q: Any, k: Any, v: Any, places: Places, options: Options, backend: str | None) -> Signature | None:

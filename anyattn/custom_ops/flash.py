@@ -342,6 +342,11 @@ def decode_with_mods(
     ``Options`` without mods."""
     check_backend(backend)
     cache_args = CacheArguments(*arguments)
+    if cache_args.rotary_last and cache_args.rotary_cos is not None:
+        raise ValueError(
+            "rotary_last=True is not an argument of the compiled operator; rotate the last columns of q and k before the call, with "
+            "apply_rotary_emb, and pass no rotary_cos and rotary_sin"
+        )
     q, k, v = autocast.beside(cache_args.k_cache, cache_args.q, cache_args.k, cache_args.v)
     cache_args = cache_args._replace(q=q, k=k, v=v)
     shared = shared_options(q, Options(*options), score, mask)

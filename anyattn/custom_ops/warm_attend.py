@@ -91,9 +91,10 @@ def _parts(values: tuple, is_exact: bool) -> tuple[tuple, tuple[Tensor, ...], li
 
 
 def _alignment(values: tuple, captured: list[Tensor]) -> tuple:
-    """The alignment of a call's tensors, which ``are_alike`` does not compare."""
+    """The alignment of a call's tensors, and whether v may be a view of k, which ``are_alike`` does not compare."""
     q, k, v, sink, *_ = values
-    aligned = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    at_k, at_v = k.data_ptr(), v.data_ptr()
+    aligned = q.data_ptr() & 15, at_k & 15, at_v & 15, at_k == at_v
     if sink is None and not captured:
         return aligned
     return *aligned, *[t.data_ptr() & 15 for t in (*(() if sink is None else (sink,)), *captured)]

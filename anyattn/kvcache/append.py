@@ -15,6 +15,7 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.kvcache.quantise import LIMITS, UNSCALED, Scaling, check_written, is_written, quantised, row_scales
 from anyattn.sequences.batch import end_to_end
+from anyattn.tensors.strides import begins
 
 __all__ = [
     "append",
@@ -172,7 +173,8 @@ appended to; wanted a cache with memory of its own: .contiguous()
 def check_step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, extents: tuple[int, ...] | None = None) -> None:
     """Raises ``ValueError`` if a cache shares an element with the other cache, or with q, k or v, which are read after the first write.
 
-    Interleaved views of one tensor are allowed. extents: ``reaches`` of the five tensors, if the caller has computed it.
+    Interleaved views of one tensor are allowed, and a cache whose values are the first columns of its keys: there v is the same of k, and
+    is not written. extents: ``reaches`` of the five tensors, if the caller has computed it.
 
     >>> k_cache, v_cache, q, k = (torch.zeros(1, n, 2, 4) for n in (16, 16, 1, 1))
     >>> check_step(q, k, k, k_cache, v_cache)
@@ -184,7 +186,13 @@ behind k_cache), and k_cache is written before v is read; wanted memory of its o
     of_q, of_k, of_v, of_keys, of_values = extents or reaches(q, k, v, k_cache, v_cache)
     keys, values = k_cache.data_ptr(), v_cache.data_ptr()
     keys_end, values_end = keys + of_keys, values + of_values
-    if keys < values_end and values < keys_end:
+    if begins(v_cache, k_cache):
+        if not begins(v, k):
+            raise ValueError(
+                f"k_cache and v_cache share memory: v_cache is the first {v_cache.shape[-1]} columns, so that only k is written, but v is "
+                f"not the same of k; wanted v=None or v = k[..., :{v_cache.shape[-1]}], or caches of their own"
+            )
+    elif keys < values_end and values < keys_end:
         check_disjoint(k_cache, v_cache)
     for name, x, of_x in (("q", q, of_q), ("k", k, of_k), ("v", v, of_v)):
         at = x.data_ptr()
@@ -232,8 +240,15 @@ behind k_descale), and appending writes k_descale; wanted memory of its own for 
     """
     if k_cache.dtype not in LIMITS:
         return
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    if begins(v_cache, k_cache):
+        if not _are_one(k_descale, v_descale):
+            raise ValueError(
+                "k_descale and v_descale differ, and v_cache is the first columns of k_cache, whose numbers have one scale each; wanted "
+                "v_descale=k_descale, or caches of their own"
+            )
+        caches, descales = {"k_cache": k_cache}, {"k_descale": k_descale}
+    else:
+        caches, descales = {"k_cache": k_cache, "v_cache": v_cache}, {"k_descale": k_descale, "v_descale": v_descale}
     for name, cache in zip(descales, caches.values(), strict=True):
         if not is_written(descales[name], cache):
             check_written(name, descales[name], cache)
@@ -246,6 +261,12 @@ behind k_descale), and appending writes k_descale; wanted memory of its own for 
                 raise ValueError(
                     f"{text}, and appending writes {name}; wanted memory of its own for each, as scales[0] and scales[1] of a tensor have"
                 )
+
+
+def _are_one(descale: Any, other: Any) -> bool:
+    if isinstance(descale, Tensor) and isinstance(other, Tensor):
+        return descale.numel() == other.numel() and begins(descale, other)
+    return not isinstance(descale, Tensor) and not isinstance(other, Tensor) and descale == other
 
 
 def shared(name: str, x: Tensor, other_name: str, other: Tensor) -> str | None:

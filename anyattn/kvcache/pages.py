@@ -39,8 +39,10 @@ class PagedKVCache:
     """Keys and values of many growing sequences, in pages that are allocated as needed and returned when a sequence is freed.
 
     num_pages, page_size: the pool, which all sequences share; a page holds page_size tokens in every layer. num_heads_kv, head_dim: of the
-    keys. head_dim_v: of the values, the same if None. num_layers: pools of that shape, which are filled together and share one page table.
-    dtype, device: of the pools. dtype: a float dtype, or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8`` for a cache of 8 bits.
+    keys. head_dim_v: of the values, the same if None. v_dim: the values are the first v_dim columns of the keys (multi-head latent
+    attention, shared keys and values), which are held and appended once; then ``v_cache`` is a view of ``k_cache``. num_layers: pools of
+    that shape, which are filled together and share one page table. dtype, device: of the pools. dtype: a float dtype, or ``float8_e4m3fn``,
+    ``float8_e5m2`` or ``int8`` for a cache of 8 bits.
 
     k_descale, v_descale: the scales of an 8-bit cache, whose values are stored numbers times scale. None: a scale for each token and head,
     four bytes, which appending computes and the cache keeps. Given scales are constant: a number, or float32 of one element, (Hkv,) or
@@ -81,6 +83,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         head_dim_v: int | None = None,
+        v_dim: int | None = None,
         num_layers: int = 1,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -90,14 +93,19 @@ class PagedKVCache:
         self.num_pages, self.page_size = length("num_pages", num_pages), length("page_size", page_size, 1)
         self.num_heads_kv, self.num_layers = length("num_heads_kv", num_heads_kv, 1), length("num_layers", num_layers, 1)
         self.head_dim = length("head_dim", head_dim, 1)
-        self.head_dim_v = self.head_dim if head_dim_v is None else length("head_dim_v", head_dim_v, 1)
+        self.v_dim = None if v_dim is None else length("v_dim", v_dim, 1)
+        self.head_dim_v = self.v_dim or (self.head_dim if head_dim_v is None else length("head_dim_v", head_dim_v, 1))
+        _check_v_dim(self.v_dim, head_dim_v, self.head_dim, v_descale)
         _check_dtype(dtype)
         device = usable_device(device)
         shape = (self.num_layers, self.num_pages, self.page_size, self.num_heads_kv)
         self._k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
-        self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)
-        of_keys, of_values = (_descales(*given, self._k) for given in (("k_descale", k_descale), ("v_descale", v_descale)))
-        self._k_descales, self._v_descales = of_keys, of_values
+        self._k_descales = _descales("k_descale", k_descale, self._k)
+        if self.v_dim is None:
+            self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)
+            self._v_descales = _descales("v_descale", v_descale, self._k)
+        else:
+            self._v, self._v_descales = self._k[..., : self.v_dim], self._k_descales
         self._saturated = torch.zeros(1, dtype=torch.int64, device=device) if dtype in LIMITS else None
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: the page freed last is used first, while it is in cache
         self._sequences: dict[int, _Sequence] = {}
@@ -131,16 +139,23 @@ class PagedKVCache:
         counts = _counts("new_tokens", new_tokens, len(sequences))
         self._hand_out(sequences, [self._in_all(s) + n for s, n in zip(sequences, counts)])
 
-    def append(self, handles: Handles, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], layer: int = 0) -> None:
+    def append(self, handles: Handles, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor] | None = None, layer: int = 0) -> None:
         """Appends keys and values of one layer to the sequences, and reserves the pages for them.
 
-        k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ. v: the same with Dv. Both in the cache's
-        dtype, or in any float dtype for an 8-bit cache. A token counts as appended once it is in every layer: until then
-        ``seqlens(handles, layer)`` counts it, and ``advance`` raises.
+        k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ. v: the same with Dv; None for a cache with
+        v_dim, and only there. Both in the cache's dtype, or in any float dtype for an 8-bit cache. A token counts as appended once it is in
+        every layer: until then ``seqlens(handles, layer)`` counts it, and ``advance`` raises.
         """
         sequences, at = self._of(handles, once=True), self._layer(layer)
+        if v is None and self.v_dim is None:
+            raise ValueError("v is None; wanted the values, which only a cache with v_dim has in its keys")
+        if v is not None and self.v_dim is not None:
+            raise ValueError(
+                f"v is given, but the values of this cache are the first v_dim={self.v_dim} columns of its keys; wanted v=None"
+            )
         pools = (self._k[at], self._v[at])
-        (k_rows, new), (v_rows, new_v) = (_rows(n, x, len(sequences), pool) for n, x, pool in zip("kv", (k, v), pools))
+        k_rows, new = _rows("k", k, len(sequences), pools[0])
+        v_rows, new_v = (None, new) if v is None else _rows("v", v, len(sequences), pools[1])
         if new != new_v:
             raise ValueError(f"k has {new} new tokens by sequence but v has {new_v}; wanted the same")
         held = [s.lengths[at] for s in sequences]
@@ -149,7 +164,8 @@ class PagedKVCache:
         first, second = append.slots(start, rows, start, self._table(sequences), self.page_size)
         with torch.no_grad():
             append.append(pools[0], k_rows, first, second, Scaling(self._k_descales[at], self._saturated))
-            append.append(pools[1], v_rows, first, second, Scaling(self._v_descales[at], self._saturated))
+            if v_rows is not None:
+                append.append(pools[1], v_rows, first, second, Scaling(self._v_descales[at], self._saturated))
         for sequence, count in zip(sequences, new):
             sequence.lengths[at] += count
 
@@ -201,8 +217,8 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory on the device: keys, values and their scales."""
-        own = [t for t in (*self._k_descales, *self._v_descales) if isinstance(t, Tensor)]
-        return sum(t.numel() * t.element_size() for t in (self._k, self._v, *own))
+        held = (self._k, *self._k_descales) if self.v_dim is not None else (self._k, self._v, *self._k_descales, *self._v_descales)
+        return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
 
     def quantised(
         self, dtype: torch.dtype, *, k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None
@@ -224,8 +240,9 @@ class PagedKVCache:
         if self._k.dtype in LIMITS:
             raise TypeError(f"the cache is {self._k.dtype} already; wanted a cache of a float dtype, whose values are still known exactly")
         made = PagedKVCache(
-            self.num_pages, self.page_size, self.num_heads_kv, self.head_dim, head_dim_v=self.head_dim_v, num_layers=self.num_layers,
-            dtype=dtype, device=self._k.device, k_descale=k_descale, v_descale=v_descale,
+            self.num_pages, self.page_size, self.num_heads_kv, self.head_dim, num_layers=self.num_layers, dtype=dtype,
+            head_dim_v=None if self.v_dim is not None else self.head_dim_v, v_dim=self.v_dim, device=self._k.device, k_descale=k_descale,
+            v_descale=v_descale,
         )  # fmt: skip
         sequences = list(self._sequences.values())
         made._free, made._next_handle = list(self._free), self._next_handle
@@ -236,7 +253,8 @@ class PagedKVCache:
             first, second = append.slots(torch.zeros_like(rows), rows, rows, table, self.page_size)
             with torch.no_grad():
                 append.append(made._k[at], self._k[at][first, second], first, second, Scaling(made._k_descales[at], made._saturated))
-                append.append(made._v[at], self._v[at][first, second], first, second, Scaling(made._v_descales[at], made._saturated))
+                if self.v_dim is None:
+                    append.append(made._v[at], self._v[at][first, second], first, second, Scaling(made._v_descales[at], made._saturated))
         return made
 
     def page_table(self, handles: Handles) -> Tensor:
@@ -252,7 +270,8 @@ class PagedKVCache:
         return torch.tensor(held, dtype=torch.int32, device=self._k.device)
 
     def __repr__(self) -> str:
-        width = f"head_dim {self.head_dim}" + (f" (values {self.head_dim_v})" if self.head_dim_v != self.head_dim else "")
+        of_values = f" (values {self.head_dim_v})" if self.head_dim_v != self.head_dim else ""
+        width = f"head_dim {self.head_dim}" + (of_values if self.v_dim is None else f" (values the first {self.v_dim})")
         return (
             f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens, {self.free_pages} of them free; {len(self._sequences)} "
             f"sequences; {self.num_layers} layers, {self.num_heads_kv} heads, {width}, {self._k.dtype} on {self._k.device})"
@@ -307,6 +326,16 @@ def _check_dtype(dtype: Any) -> None:
         return
     hint = ": what its bytes mean must be known, pass torch.float8_e4m3fn" if dtype in (torch.uint8, torch.bool) else ""
     raise TypeError(f"dtype is {dtype!r}; wanted a float dtype, such as torch.bfloat16, or float8_e4m3fn, float8_e5m2 or int8{hint}")
+
+
+def _check_v_dim(v_dim: int | None, head_dim_v: int | None, head_dim: int, v_descale: float | Tensor | None) -> None:
+    if v_dim is None:
+        return
+    if v_dim > head_dim:
+        raise ValueError(f"v_dim={v_dim} columns of keys with head_dim={head_dim}; wanted at most {head_dim}")
+    for name, given in (("head_dim_v", head_dim_v), ("v_descale", v_descale)):
+        if given is not None:
+            raise ValueError(f"{name} is given with v_dim={v_dim}, whose values are keys; wanted {name}=None: k_descale is that of both")
 
 
 def _descales(name: str, given: float | Tensor | None, pool: Tensor) -> list[Tensor | float | None]:

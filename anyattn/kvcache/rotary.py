@@ -79,13 +79,13 @@ def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
     return torch.where(entry < batch, found, 0)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, is_last: bool = False) -> Tensor:
     """``x`` with the pair (a, b) of row r rotated to (a cos - b sin, a sin + b cos), by the angle at ``positions[r]`` of the tables.
 
-    x: (rows, H, D), any float dtype and strides. cos, sin: (seqlen_ro, rotary_dim / 2), any float dtype. positions: int64 (rows,).
-    The first rotary_dim of D are rotated, the rest is unchanged. interleaved: True pairs dimensions (0, 1), (2, 3), ...; False pairs
-    (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Computed in float32 (float64 for float64), rounded once to x's dtype. Returns a new
-    contiguous tensor. Arguments are not checked here, but in ``check_rotary``.
+    x: (rows, H, D), any float dtype and strides. cos, sin: (seqlen_ro, rotary_dim / 2), any float dtype. positions: int64 (rows,). The
+    first rotary_dim of D are rotated, or with is_last the last, and the rest is unchanged. interleaved: True pairs dimensions (0, 1), (2,
+    3), ...; False pairs (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Computed in float32 (float64 for float64), rounded once to x's
+    dtype. Returns a new contiguous tensor. Arguments are not checked here, but in ``check_rotary``.
 
     >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)  # a quarter turn at every position
     >>> apply_rotary(torch.tensor([[[1.0, 2.0, 3.0]]]), zero, one, torch.tensor([1]), interleaved=True).tolist()
@@ -95,7 +95,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interle
     # selects rows before converting the dtype: a table has a row for every position, a call needs a few
     c, s = (table.index_select(0, positions).to(wide)[:, None] for table in (cos, sin))  # (rows, 1, rotary_dim / 2)
     half = cos.shape[1]
-    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    first = x.shape[-1] - 2 * half if is_last else 0
+    turned = x[..., first : first + 2 * half].to(wide)
     if interleaved:
         # one complex product, bitwise equal: 5 times as fast on the CPU as four real products of strided halves
         result = torch.view_as_real(_as_complex(turned) * torch.complex(c, s)).flatten(-2)
@@ -103,7 +104,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interle
         a, b = turned[..., :half], turned[..., half:]
         result = torch.cat((a * c - b * s, a * s + b * c), -1)
     result = result.to(x.dtype)
-    return torch.cat((result, rest), -1) if rest.shape[-1] else result
+    return torch.cat((x[..., :first], result, x[..., first + 2 * half :]), -1) if x.shape[-1] > 2 * half else result
 
 
 def _as_complex(pairs: Tensor) -> Tensor:

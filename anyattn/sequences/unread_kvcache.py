@@ -12,6 +12,7 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import UnreadSequences
+from anyattn.tensors.strides import begins
 
 __all__ = ["CacheSizes", "CacheStep", "CacheTables", "StoredCache", "alike", "room_for"]
 
@@ -73,8 +74,8 @@ class CacheStep:
 
     q: (B, Sq, Hq, D), or (total, Hq, D) packed. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv) or pages (pages, page_size, Hkv, D or
     Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q; None if nothing is appended. cos, sin: (positions, rotary_dim / 2) or
-    None. follows: query i is rotated by the position of its entry's new row i; otherwise all queries by that of row 0. k_descale,
-    v_descale, saturated: of 8-bit caches, as in ``kvcache.quantise.Scaling``.
+    None. rotary_last: they rotate the last rotary_dim columns, not the first. follows: query i is rotated by the position of its entry's
+    new row i; otherwise all queries by that of row 0. k_descale, v_descale, saturated: of 8-bit caches, as in ``kvcache.quantise.Scaling``.
     """
 
     q: Tensor
@@ -91,6 +92,12 @@ class CacheStep:
     k_descale: Tensor | float | None = None
     v_descale: Tensor | float | None = None
     saturated: Tensor | None = None
+    rotary_last: bool = False
+
+    @property
+    def has_one_cache(self) -> bool:
+        """Whether the values are the first columns of the keys in the cache, which are written once."""
+        return begins(self.v_cache, self.k_cache)
 
 
 class StoredCache(UnreadSequences):

@@ -17,6 +17,7 @@ __all__ = [
     "Allocator",
     "Layout",
     "allocator",
+    "begins",
     "contiguous_strides",
     "dense_layout",
     "dense_strides",
@@ -52,6 +53,20 @@ def empty_in_order(like: Tensor, *, last: int | None = None, dtype: torch.dtype 
     """Uninitialised memory with ``dense_strides(like, last)``, on ``like``'s device, in its dtype if none is given."""
     shape = like.shape if last is None else (*like.shape[:-1], last)
     return torch.empty_strided(shape, dense_strides(like, last), dtype=like.dtype if dtype is None else dtype, device=like.device)
+
+
+def begins(part: Tensor, whole: Tensor) -> bool:
+    """Whether ``part`` is the first columns of ``whole``'s rows, in the same memory, as ``whole[..., :n]`` is, and has any element.
+
+    >>> rows = torch.zeros(2, 3, 8)
+    >>> begins(rows[..., :4], rows), begins(rows[..., 4:], rows), begins(rows[..., :4].clone(), rows)
+    (True, False, False)
+    """
+    if part.dtype is not whole.dtype or part.device != whole.device or part.data_ptr() != whole.data_ptr() or part.numel() == 0:
+        return False
+    if part.shape[:-1] != whole.shape[:-1] or part.shape[-1] > whole.shape[-1]:
+        return False
+    return all(a == b for a, b, n in zip(part.stride(), whole.stride(), part.shape, strict=True) if n > 1)
 
 
 def innermost(x: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences, end_to_end
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
-from anyattn.tensors.strides import in_order
+from anyattn.tensors.kinds import has_memory
+from anyattn.tensors.strides import begins, in_order
 from anyattn.validate import flash
 from anyattn.validate import scales as check_scales
 from anyattn.validate import sequences as check_lengths
@@ -36,6 +37,7 @@ __all__ = [
     "check_storage",
     "heads_first",
     "with_own_pages",
+    "with_values",
 ]
 
 
@@ -58,6 +60,7 @@ class CacheArguments(NamedTuple):
     rotary_interleaved: bool = True
     validate: bool | None = None
     saturated: Any = None
+    rotary_last: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +102,12 @@ class CacheCall:
             last = max((int(p.max()) for p in positions if len(p)), default=-1)
             rotary.check_rotary(step.cos, step.sin, step.q.shape[-1], last, step.q.device)
             rows = k, step.q.reshape(-1, *step.q.shape[-2:])
-            k, q = (rotary.apply_rotary(x, step.cos, step.sin, at, step.interleaved) for x, at in zip(rows, positions, strict=True))
+            how = step.interleaved, step.rotary_last
+            k, q = (rotary.apply_rotary(x, step.cos, step.sin, at, *how) for x, at in zip(rows, positions, strict=True))
             problem = problem.like(q=in_order(heads_first(q.view(step.q.shape)), problem.q))
         append.append(step.k_cache, k, *slots, Scaling(step.k_descale, step.saturated), entry)
-        append.append(step.v_cache, v, *slots, Scaling(step.v_descale, step.saturated), entry)
+        if not step.has_one_cache:
+            append.append(step.v_cache, v, *slots, Scaling(step.v_descale, step.saturated), entry)
         return problem
 
 
@@ -144,6 +149,7 @@ def cache_call(arguments: CacheArguments, options: Options) -> CacheCall:
         options.k_descale,
         options.v_descale,
         arguments.saturated,
+        bool(arguments.rotary_last),
     )
     return CacheCall(problem, step, arguments)
 
@@ -180,6 +186,14 @@ def with_own_pages(arguments: CacheArguments) -> CacheArguments:
         _check_cache_rows(rows, len(table), "page_table")
     chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
     return arguments._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
+
+
+def with_values(arguments: CacheArguments) -> CacheArguments:
+    """The call with the new values where only keys are given, for a cache whose values are the first columns of its keys."""
+    _, k_cache, v_cache, k, v, *_ = arguments
+    if v is not None or not all(isinstance(t, Tensor) and has_memory(t) for t in (k, k_cache, v_cache)) or not begins(v_cache, k_cache):
+        return arguments
+    return arguments._replace(v=k[..., : v_cache.shape[-1]])
 
 
 _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")

@@ -75,4 +75,17 @@ def _cross() -> list[Case]:
     return [_case("cross", "flash", "full", shape, (_OTHER, *_FLASH)) for shape in shapes]
 
 
-CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross(), *_chosen_blocks()]
+def _wide_heads() -> list[Case]:
+    """Head dimension 512, of prefill, training and decoding, and 576 with 512 for v, of latent attention."""
+    shape, found = Shape(1, 8, 4, 8192, 8192, 512), []
+    for variant, peer in (("causal", "sdpa"), ("sliding_window", "sdpa-mask")):
+        of_forward = gpu_case("wide-heads", "flash", variant, shape, (peer,), names_shape=True)
+        found += [of_forward, replace(of_forward, group="wide-heads-backward", is_backward=True)]
+    for heads, dim in ((16, 512), (128, 512), (16, 576), (128, 576)):
+        of_cache = Shape(32, heads, 1, 1, 8192, dim, 512)
+        peers = ("copy", "anyattn-paged-64")
+        found.append(gpu_case("wide-heads-decode", "decode", "causal", of_cache, peers, backend="triton", names_shape=True))
+    return found
+
+
+CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross(), *_chosen_blocks(), *_wide_heads()]

@@ -196,7 +196,8 @@ def test_a_cache_that_grows_is_replayed_by_later_layers(replays: list[bool]) -> 
 def test_tensors_at_one_address_that_are_apart_later(replays: list[bool]) -> None:
     """Which of them a launch was passed is not known."""
     arguments = given(replace(ONE_EACH, new=None), "causal", 0)
-    shared = arguments | {"v_cache": arguments["k_cache"]}
+    arguments["cache_leftpad"] = arguments["cache_seqlens"].clone()
+    shared = arguments | {"cache_leftpad": arguments["cache_seqlens"]}
     for _ in range(6):
         together = anyattn.flash_attn_with_kvcache(**shared, backend="triton")
     assert replays == [True]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyattn.call_cache.signature import Kind, fields, signature
+from anyattn.call_cache.signature import Kind, fields, signature, values_of
 
 
 class Subclass(torch.Tensor):
@@ -114,7 +114,20 @@ def test_kinds(name: str) -> None:
 
 
 OPERANDS = Kind.OPERANDS.format(x="q, k, v")
+APART = {"operands": (OPERANDS, Kind.ELSEWHERE), "arguments": (Kind.TENSOR, values_of(Kind.TENSOR, "k"))}
 OF_TENSORS = {name: case for name, case in CASES.items() if case[0] == Kind.TENSOR}
+
+
+@pytest.mark.parametrize("kinds", APART)
+def test_values_in_keys_are_told_apart(kinds: str) -> None:
+    """Equal shapes and strides, in one memory or in two."""
+    first, of_values = APART[kinds]
+    made = signature("test", q=first, k=Kind.ELSEWHERE if first is OPERANDS else first, v=of_values)
+    q, k, v = torch.zeros(3, 2, 4, 8)
+    for _ in range(3):
+        one, two = made(q, k, k[:, :6]), made(q, k, v[:, :6])
+        assert one is not None and two is not None and one.key != two.key
+        assert made(q, k, k[:, :6]).key == one.key and made(q, v, k[:, :6]).key == two.key  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -124,7 +137,7 @@ def test_operands_are_told_apart_as_tensors_are(name: str, place: int) -> None:
     _, one, other, outcome = CASES[name]
     outcome = NONE if other is None else outcome
     made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
-    rest = [one.clone() if one.is_leaf and not one.requires_grad and not one.is_neg() else one for _ in range(3)]
+    rest = [one.detach().clone().requires_grad_(one.requires_grad) if one.is_leaf and not one.is_neg() else one for _ in range(3)]
     changed = [other if i == place else t for i, t in enumerate(rest)]
     first = made(*rest)
     assert first is not None
@@ -135,7 +148,7 @@ def test_operands_are_told_apart_as_tensors_are(name: str, place: int) -> None:
 
 def test_operands_in_any_order_and_state() -> None:
     made = signature("test", q=OPERANDS, k=Kind.ELSEWHERE, v=Kind.ELSEWHERE)
-    calls = [[torch.zeros(1, n, 4) for _ in range(3)] for n in range(1, 6)] + [[X] * 3, [X, X.clone(), X]]
+    calls = [[torch.zeros(1, n, 4) for _ in range(3)] for n in range(1, 6)] + [[X] * 3, [X.clone(), X, X]]
     keys = [made(*given).key for given in calls]
     assert len(set(keys[:5])) == 5 and keys[5] == keys[6]
     for _ in range(3):

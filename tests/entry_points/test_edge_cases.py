@@ -276,7 +276,7 @@ def test_06_one_batch_entry_of_keys_for_all():
 # ---- 7. head dims
 
 
-@pytest.mark.parametrize(("d", "dv"), [(1, 1), (3, 8), (7, 13), (20, 4), (65, 64), (100, 100), (8, 96), (256, 256)])
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (3, 8), (7, 13), (20, 4), (65, 64), (100, 100), (8, 96), (256, 256), (576, 512)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_07_head_dims(d, dv, dtype):
     judge(*qkv(1, 2, 1, 65, 80, d, dv, dtype=DTYPES[dtype]), mask=causal)

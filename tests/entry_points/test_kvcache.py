@@ -349,11 +349,11 @@ def test_an_expanded_cache_is_refused() -> None:
         anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
 
 
-def test_one_cache_for_keys_and_values_is_refused() -> None:
+def test_one_cache_for_keys_and_other_values_is_refused() -> None:
     cache, new = torch.randn(4, 64, 2, 16), torch.randn(4, 1, 2, 16)
     before = cache.clone()
     with pytest.raises(ValueError, match="k_cache and v_cache"):
-        anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
+        anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new.clone(), cache_seqlens=3)
     assert torch.equal(cache, before)
 
 

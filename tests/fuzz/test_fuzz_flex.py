@@ -56,7 +56,7 @@ class Call:
 
 
 lengths = st.one_of(st.sampled_from(LENGTHS), st.sampled_from(LENGTHS), st.sampled_from(RARE_LENGTHS))
-dims = st.sampled_from((1, 4, 8, 16, 20, 33, 64))
+dims, dims_v = (st.sampled_from((1, 4, 8, 16, 20, 33, 64, widest)) for widest in (576, 512))
 calls = st.builds(
     Call,
     mask=st.one_of(st.none(), trees(), trees()),
@@ -67,7 +67,7 @@ calls = st.builds(
     seqlen_q=lengths,
     seqlen_k=lengths,
     head_dim=dims,
-    head_dim_v=dims,
+    head_dim_v=dims_v,
     dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
     kind=st.sampled_from(cases.KINDS),
     strides=st.tuples(*[st.sampled_from(("plain", "transposed", "offset", "expanded"))] * 3),

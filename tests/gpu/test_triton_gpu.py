@@ -69,6 +69,16 @@ def test_head_dims(d: int, dv: int, dtype: torch.dtype) -> None:
         judge(qkv(1, 4, 2, d=d, dv=dv, dtype=dtype), mask=mask)
 
 
+@pytest.mark.parametrize(("d", "dv"), [(320, 300), (512, 512), (576, 512)])
+@pytest.mark.parametrize("dtype", proof.DTYPES, **NAMES)
+def test_wide_heads(d: int, dv: int, dtype: torch.dtype) -> None:
+    """Values apart, and in the keys' memory."""
+    q, k, v = qkv(1, 4, 2, d=d, dv=dv, dtype=dtype)
+    for mask in (None, masks.causal(33), masks.sliding_window(100, 0)):
+        judge((q, k, v), mask=mask)
+        judge((q, k, k[..., :dv]), mask=mask)
+
+
 @pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink", "pair_bias", "head_bias", "relative"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
 def test_deterministic_reruns_agree_bitwise(name: str, dtype: torch.dtype) -> None:

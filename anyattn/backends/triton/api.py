@@ -48,6 +48,7 @@ from anyattn.backends.triton.launch_shape import (
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
 from anyattn.backends.triton.tile_config import Tiles, TmaUse
+from anyattn.backends.triton.wide_tiles import padded
 from anyattn.mods.float32_scores import is_ordinary_scale
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
@@ -173,7 +174,7 @@ def _forward_by_sections(problem: Problem, form: FormPlan, fill: bool) -> Result
 def _forward_by_shares(problem: Problem, form: FormPlan, shares: EvenShares, out: Tensor, lse: Tensor | None) -> None:
     """Forward pass with even shares: row tiles whose keys several programs visited are written when their parts are combined."""
     device, rows = problem.q.device, (shares.programs, 2, form.plan.tile_m)
-    parts, sums = (torch.empty((*rows, n), dtype=torch.float32, device=device) for n in (tile_config.padded(out.shape[3]), 2))
+    parts, sums = (torch.empty((*rows, n), dtype=torch.float32, device=device) for n in (padded(out.shape[3]), 2))
     shared = parts, sums, torch.empty((rows[0], rows[2] + 1), dtype=torch.int64, device=device)
     _launch(form, _Target(out, lse, None, shared=shared))
     used = min(rows[2], problem.bound_q * padded_group(form.plan.heads_per_tile))
@@ -283,16 +284,19 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     fits = page > 0 and not is_padded and list_n % plan.tile_n == 0 and (plan.tile_n % page == 0 or page % plan.tile_n == 0)
     tma = _tma_use(min(pipeline.tma, TmaUse.KV) if is_packed else pipeline.tma, form, plan, tables, target) if is_aligned else TmaUse.NONE
     has_own_loops = problem.skip is None and not plan.section  # for whole tiles, or for all of them
+    is_late = pipeline.is_late and tables.pages is None and has_own_loops
+    is_joined = pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and has_own_loops
+    of_problem = constants_of(problem, call_program, tables)
+    of_problem["ONE_KV"] &= not (is_late or is_joined)  # these loops load values later than keys
     return {
-        **constants_of(problem, call_program, tables), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **of_problem, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "SECTION": plan.section, "IS_PART": plan.section > 0 and splits > 1,
         "HAS_SKIP": problem.skip is not None, "COUNTS_SKIPS": _skips(problem) is True,
-        "IS_LATE": pipeline.is_late and tables.pages is None and has_own_loops,
-        "IS_DESCRIBED": int(tma), "IS_JOINED": pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and has_own_loops,
-        "JOINS": joined_tiles(problem, list_n, plan.tile_n), "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
+        "IS_LATE": is_late, "IS_DESCRIBED": int(tma), "IS_JOINED": is_joined, "JOINS": joined_tiles(problem, list_n, plan.tile_n),
+        "IS_RISING": program.is_rising, "IS_SHARED": plan.shares is not None,
         "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype), **_constants_of_8_bits(problem, plan.tile_m),
     }  # fmt: skip
 

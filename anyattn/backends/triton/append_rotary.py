@@ -58,7 +58,7 @@ def append(step: CacheStep) -> Tensor:
 def _lines(step: CacheStep) -> tuple[int, int, int]:
     """Rows times heads of the new keys, of the new values and of the queries; 0 where there is nothing to do."""
     new = 0 if step.k is None else step.k.shape[:-1].numel()
-    return new, new, 0 if step.cos is None else step.q.shape[:-1].numel()
+    return new, 0 if step.has_one_cache else new, 0 if step.cos is None else step.q.shape[:-1].numel()
 
 
 class _Scales(NamedTuple):
@@ -164,6 +164,7 @@ def _options(step: CacheStep, units: _Units, k_scales: int, v_scales: int) -> di
         "HAS_PAGES": step.tables.page_table is not None,
         "TURNS": step.cos is not None,
         "INTERLEAVED": step.interleaved,
+        "IS_LAST": step.rotary_last,
         "FOLLOWS": step.follows,
         "UNIT": units.inputs,
         "CACHE_UNIT": units.caches,

@@ -17,7 +17,8 @@ from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.programs import Program
 from anyattn.backends.triton.launch_shape import forward_shape, has_few_rows, padded_group, rows_of
 from anyattn.backends.triton.tables import cache_read, may_be_padded
-from anyattn.backends.triton.tile_config import Shape, Tiles, candidates, padded
+from anyattn.backends.triton.tile_config import Shape, Tiles, candidates
+from anyattn.backends.triton.wide_tiles import padded
 from anyattn.disk_cache import Payload
 from anyattn.problem import Problem
 

@@ -58,7 +58,8 @@ from anyattn.backends.triton.pair_tiles import launch_pairs, pair_tiles_of, pair
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.single_queries import gathers_queries, tables_of_queries, tiles_of_queries
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
-from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
+from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn
+from anyattn.backends.triton.wide_tiles import is_wide, padded
 from anyattn.problem import Problem
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
@@ -214,7 +215,8 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
             continue
         statistics = _row_statistics(form, passes, results, delta)
         for name in _kernels_of(problem):
-            _launch(name, form, passes, shared, statistics, totals if name == "dq" else ())
+            for part in _parts(name, shared):
+                _launch(name, form, passes, part, statistics, totals if name == "dq" else ())
     captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
@@ -226,6 +228,14 @@ def _kernels_of(problem: Problem) -> tuple[str, ...]:
     """The kernels of the needed gradients, in launch order. dq's kernel also adds to captured tensors' gradients."""
     has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
+
+
+def _parts(name: str, shared: _Shared) -> tuple[_Shared, ...]:
+    """The launches of a kernel, each with the gradients that it computes: for wide heads a multiprocessor has no registers for dk and dv
+    together, and the scores are computed for each of them."""
+    if name != "dkdv" or shared.dk is None or shared.dv is None or not is_wide(padded(shared.k.shape[3]), padded(shared.v.shape[3])):
+        return (shared,)
+    return shared._replace(dv=None), shared._replace(dk=None)
 
 
 def _gradient_of_captured(total: Tensor, own: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.kernels.arguments import NO_FACTOR, OF_HEAD, OF_KEY
-from anyattn.backends.triton.tile_config import padded
+from anyattn.backends.triton.wide_tiles import padded
 from anyattn.kvcache.gathered import FEW, MANY, MOST_BYTES, Gathering, gathering, line_of
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.compose import behind, chained

@@ -15,7 +15,7 @@ from torch import Tensor
 from anyattn.backends.triton.codegen.entry import Signature, entry_of, run_entry, sizes_of_captured
 from anyattn.backends.triton.codegen.programs import CallProgram, CapturedValues, Program
 from anyattn.backends.triton.tables import Tables
-from anyattn.backends.triton.tile_config import padded
+from anyattn.backends.triton.wide_tiles import padded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
@@ -268,8 +268,8 @@ def launch_key(problem: Problem, tables: Tables, *tensors: Tensor) -> list[Any]:
         address |= t.data_ptr()
         key.append(t.stride())
     key += (
-        not address & 15, problem.sink is None, tables.row_tiles, tables.list_tile, tables.strides, tables.guard is None,
-        tables.entries is None, tables.lists[2] is None, problem.dropout is None,
+        not address & 15, k.data_ptr() == v.data_ptr(), problem.sink is None, tables.row_tiles, tables.list_tile, tables.strides,
+        tables.guard is None, tables.entries is None, tables.lists[2] is None, problem.dropout is None,
     )  # fmt: skip
     if problem.score is not None:
         key += _key_of_mod(problem.score, True)

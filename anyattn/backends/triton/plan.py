@@ -19,7 +19,7 @@ from anyattn.problem import Problem
 
 __all__ = ["TritonPlan", "plan_of", "reason_against", "reason_against_backward", "why_deterministic"]
 
-_WIDEST = 256
+_WIDEST, _WIDEST_V = 576, 512  # head dimensions of q and k, and of v
 _MANY = 4096  # rows
 
 
@@ -28,8 +28,8 @@ def reason_against(problem: Problem) -> str | None:
     q, v = problem.q, problem.v
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it multiplies float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
-    if max(q.shape[3], v.shape[3]) > _WIDEST:
-        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {_WIDEST}"
+    if q.shape[3] > _WIDEST or v.shape[3] > _WIDEST_V:
+        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {_WIDEST}, and up to {_WIDEST_V} for v"
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function is only for the Hopper kernel"
     if problem.k.dtype is not q.dtype and (reason := _reason_against_8_bits(problem.k)):

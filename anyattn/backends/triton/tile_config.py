@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.arithmetic import next_power_of_2
+from anyattn.backends.triton.wide_tiles import blocks_of, is_wide, padded, tiles_of, tiles_of_few
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
     "FEW", "LEAST_FRONT", "PASSES", "PipelineOptions", "Shape", "Tiles", "TmaUse", "architecture", "backward_tiles", "candidates",
     "capability_of", "fits", "fitting", "forward_tiles", "heads_in_turn", "heads_together", "most_keys_of", "most_short", "most_wrap",
-    "needed", "padded", "pipeline_of", "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
+    "needed", "pipeline_of", "reason_against", "requested_tiles", "resident", "row_sums", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -29,8 +29,7 @@ _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
 }  # fmt: skip
-_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8.0 on, and before
-_OF_AMD = 64 << 10
+_LEAST_SHARED, _OF_AMD = {True: 99 << 10, False: 48 << 10}, 64 << 10  # from compute capability 8.0 on, and before
 # Partial sums of a row's weights, added at the row's end: a thread has one column of eight, or two adjacent ones, and adds only its own.
 # Tiles of few rows have a partial sum per column.
 _ROW_SUMS = 8
@@ -111,11 +110,6 @@ def most_keys_of(keys: int) -> int:
     return next((most for most in (_FEWEST_KEYS, _SHORT_KEYS) if keys <= most), _ANY_KEYS)
 
 
-def padded(head_dim: int) -> int:
-    """The width of a tile for ``head_dim``: a power of two, at least 16."""
-    return max(16, next_power_of_2(head_dim))
-
-
 @lru_cache(maxsize=16)
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a CUDA device, None for any other device."""
@@ -145,7 +139,7 @@ class Shape:
     (``Program.has_band``). pair_bytes: of a pair's captured values that are loaded ahead, a tile at a time (``Style.even``). most_keys: see
     ``most_keys_of``. has_8_bits: keys and values are stored in 8 bits. wrap: of kernels over few rows, see ``launch.wrap_bytes``.
     is_narrow: their rows do not begin at multiples of 8 bytes, and columns are not wrapped. listed: rows and keys of the tiles of the
-    call's own block lists, (0, 0) without.
+    call's own block lists, (0, 0) without. has_one_kv: a tile of keys has all of the values; only of wide heads.
     """
 
     d: int
@@ -162,6 +156,7 @@ class Shape:
     wrap: int = 0
     is_narrow: bool = False
     listed: tuple[int, int] = (0, 0)
+    has_one_kv: bool = False
 
     @property
     def kv_size(self) -> int:
@@ -272,6 +267,8 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
+    if is_wide(shape.d, shape.dv):
+        return Tiles(*tiles_of(name, shape.has_one_kv, shape.dtype.itemsize))
     if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
         return Tiles(*_BANDS[arch][name])
     loads_ahead = shape.has_pairs and (shape.pair_bytes > 0 or shape.most_keys == _FEWEST_KEYS)
@@ -308,7 +305,9 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     if shape.wrap and name == "forward" and m <= FEW:  # a stage that is computed with has left its buffer
         stages = max(1, stages - 1)
     both, size = shape.d + shape.dv, shape.dtype.itemsize
-    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
+    of_key = shape.d if shape.has_one_kv else both
+    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * of_key, m)}[name]
+    both = both if name == "dkdv" else of_key
     loaded = shape.kv_size if name == "forward" else size
     total = size * stay + loaded * stages * step * both + stages * (8 * step * shape.columns + m * n * shape.pair_bytes) + _SMALL_PARTS
     if name == "forward" and shape.has_8_bits:
@@ -394,6 +393,8 @@ def forward_tiles(
     ``most_short`` queries. is_shared: programs take even shares of all key tiles."""
     if not _has_short(shape.dtype, capability):
         tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
+    elif is_short and is_wide(shape.d, shape.dv):
+        tiles = Tiles(*tiles_of_few(rows, shape.has_one_kv))
     elif is_short:
         is_full = rows > _FEWEST and queries >= _SEVERAL and not shape.has_8_bits
         of_16_bits = _SHORT_FULL if is_full else _SHORT_SHARED if is_shared else _SHORT
@@ -427,7 +428,6 @@ def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
 
 
 def _column(shape: Shape) -> int:
-    """The column of the tables for a shape's head dimension."""
     return _column_of(shape.d, shape.dv)
 
 
@@ -444,7 +444,7 @@ def pipeline_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool
     not if the output has a descriptor.
     """
     pipelines = (_PIPELINES_OF_SCORES if shape.has_score else _PIPELINES).get(architecture(capability))
-    if pipelines is None or is_short or shape.asks or shape.dtype.itemsize != 2 or shape.has_8_bits:
+    if pipelines is None or is_short or blocks_of(shape.d)[1] or shape.asks or shape.dtype.itemsize != 2 or shape.has_8_bits:
         return PipelineOptions(False, TmaUse.NONE)
     options = pipelines[_column(shape)]
     options = replace(options, is_late=False) if shape.has_score and shape.columns else options

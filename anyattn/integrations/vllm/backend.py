@@ -15,7 +15,7 @@ from anyattn.integrations.vllm.metadata import AnyAttentionMetadataBuilder
 
 __all__ = ["AnyAttentionBackend"]
 
-_GREATEST_HEAD_SIZE = 256
+_GREATEST_HEAD_SIZE = 512
 _LEAST_FOR_E4M3 = (8, 9)
 _INLINE_SCALES = (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
 

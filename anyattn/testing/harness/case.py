@@ -116,7 +116,7 @@ class Case:
         shape = self.shape
         if self.kind != "decode" or self.device == "cpu" or shape.seqlen_q > 1:
             return 0
-        return 2 * self.torch_dtype.itemsize * shape.batch * shape.seqlen_k * shape.heads_kv * shape.head_dim
+        return self.torch_dtype.itemsize * shape.batch * shape.seqlen_k * shape.heads_kv * (shape.head_dim + shape.value_dim)
 
     def flops(self, pairs: int) -> int:
         """Operations of the matrix products over ``pairs`` visible (query, key) pairs of all batch entries and heads."""

@@ -107,6 +107,7 @@ PARTS = {
         "equal_the_oracles or other_sizes or divide_no_tile or (last and causal) or (skipping and not compiled)",
         has_slow=False,
     ),
+    "wide heads": Part(("entry_points/test_wide_heads.py",), has_slow=False),
     "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits or odd)) or packed", has_slow=False),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
@@ -122,6 +123,7 @@ PROCESSES = {
         "operations",
         "edge cases",
         "dropout",
+        "wide heads",
         "8-bit caches",
         "appending to 8-bit caches",
         "wide gradients of keys",

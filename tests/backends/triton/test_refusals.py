@@ -47,8 +47,8 @@ ALWAYS = [  # refused before a backend is asked
 ]
 HERE = [  # what the backend itself has not
     (lambda: flex(dtype=torch.float64), BackendError, "float64", "float32, bfloat16 and float16", "backend=None"),
-    (lambda: flex(dim=264), BackendError, "head_dim is 264", "up to 256", "backend=None"),
-    (lambda: flex(dim=8, dim_v=300), BackendError, "v's 300", "up to 256", "backend=None"),
+    (lambda: flex(dim=584), BackendError, "head_dim is 584", "up to 576", "backend=None"),
+    (lambda: flex(dim=8, dim_v=520), BackendError, "v's 520", "up to 512", "backend=None"),
     (lambda: flex(rows=0), BackendError, "q has shape (1, 2, 0, 16)", "nothing to multiply", "backend=None"),
     (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "power of two", "such as 128"),
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),

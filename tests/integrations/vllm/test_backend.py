@@ -70,6 +70,7 @@ def test_registering(vllm: Any) -> None:
     [
         {},
         {"head_size": 80},
+        {"head_size": 512},
         {"dtype": torch.float32},
         {"has_sink": True, "has_sliding_window": True},
         {"use_mm_prefix": True, "use_rswa": True, "use_non_causal": True},
@@ -90,7 +91,7 @@ def test_supported(vllm: Any, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"head_size": 512}, "head_size not supported"),
+        ({"head_size": 520}, "head_size not supported"),
         ({"head_size": 100}, "head_size not supported"),
         ({"dtype": torch.float64}, "dtype not supported"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype not supported"),

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.backends.triton.tile_config import Shape, most_keys_of, most_wrap, padded
+from anyattn.backends.triton.tile_config import Shape, most_keys_of, most_wrap
+from anyattn.backends.triton.wide_tiles import blocks_of, is_wide, padded
 from anyattn.mods.analysis.captured_loads import even_slots
 from anyattn.mods.analysis.row_ranges import RowRanges
 from anyattn.mods.ir.dependence import dependence
@@ -19,7 +20,7 @@ from anyattn.triton_tools.emit import NEAR, SMALL, Style
 from anyattn.triton_tools.interpreter import is_interpreting
 from anyattn.triton_tools.launch import row_bytes, wrap_bytes
 
-__all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
+__all__ = ["has_one_tile", "has_pairs", "is_nvidia", "shape_of", "style_of"]
 
 _NARROW = 2**31
 # The plain formula rounds a score to the inputs' dtype; errors well below that rounding do not matter.
@@ -60,7 +61,16 @@ def shape_of(problem: Problem) -> Shape:
     return Shape(
         d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys,
         has_8_bits=has_8_bits, wrap=wrap, is_narrow=has_8_bits and not wrap and row_bytes(problem.k, problem.v) < 8,
+        has_one_kv=is_wide(d, dv) and has_one_tile(problem),
     )  # fmt: skip
+
+
+def has_one_tile(problem: Problem) -> bool:
+    """Whether a tile of keys, in its first block, has all of the values, and is loaded once for both. In float32, where products take
+    longer than loads, and with 8 bits, whose two products convert a tile in two ways, values are loaded apart."""
+    q, k, v = problem.q, problem.k, problem.v
+    is_one_block = q.dtype.itemsize == 2 and k.dtype is q.dtype and blocks_of(k.shape[3])[0] == padded(v.shape[3])
+    return is_one_block and problem.has_one_kv
 
 
 @lru_cache(maxsize=4096)

@@ -51,8 +51,8 @@ def cache_step(
     v_descale_h: tl.int64, k_number: tl.float32, v_number: tl.float32,
     new_k_d, new_v_d, q_d, k_cache_d, v_cache_d, cos_d, sin_d,
     NEW_IS_PACKED: tl.constexpr, Q_IS_PACKED: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr, TURNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FOLLOWS: tl.constexpr, UNIT: tl.constexpr, CACHE_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
-    FORMAT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, COUNTS: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IS_LAST: tl.constexpr, FOLLOWS: tl.constexpr, UNIT: tl.constexpr, CACHE_UNIT: tl.constexpr, TABLE_UNIT:
+    tl.constexpr, FORMAT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, COUNTS: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LINES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Processes one block of lines: of new keys, then of new values, then of queries. See ``CacheStep``;
@@ -92,8 +92,8 @@ def cache_step(
             # a name of its own: where one descale is a number, the types of the two differ
             scales_of_k = _scales(k_descale, k_number, saturated, entry, first, second, head, strides, K_SCALES)
             _store_line(
-                source, new_k_d, target, k_cache_d, head_dim, exists, position, rotary, scales_of_k, TURNS, INTERLEAVED, FORMAT, K_SCALES,
-                COUNTS, BLOCK_D,
+                source, new_k_d, target, k_cache_d, head_dim, exists, position, rotary, scales_of_k, TURNS, INTERLEAVED, IS_LAST, FORMAT,
+                K_SCALES, COUNTS, BLOCK_D,
             )  # fmt: skip
         else:
             source = _line(new_v, source_b, source_s, head, of_v)
@@ -101,8 +101,8 @@ def cache_step(
             strides = DescaleStrides(first=v_descale_b, row=v_descale_s, head=v_descale_h)
             scales_of_v = _scales(v_descale, v_number, saturated, entry, first, second, head, strides, V_SCALES)
             _store_line(
-                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, rotary, scales_of_v, False, INTERLEAVED, FORMAT, V_SCALES,
-                COUNTS, BLOCK_DV,
+                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, rotary, scales_of_v, False, INTERLEAVED, IS_LAST, FORMAT,
+                V_SCALES, COUNTS, BLOCK_DV,
             )  # fmt: skip
     elif TURNS:
         lane = (program - k_programs - v_programs) * LINES + tl.arange(0, LINES)
@@ -131,6 +131,7 @@ def cache_step(
             unscaled,
             TURNS,
             INTERLEAVED,
+            IS_LAST,
             _PLAIN,
             _NUMBER,
             False,
@@ -189,21 +190,27 @@ def _scales(descale, number, saturated, entry, first, second, head, strides, FOR
 @triton.jit
 def _store_line(
     source, source_d, target, target_d, width, exists, position, rotary, scales,
-    TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, IS_LAST: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies rows from ``source`` to ``target``, and rotates their first ``2 * rotary.half`` elements by the angle of their position."""
+    """Copies rows from ``source`` to ``target``, and rotates their first ``2 * rotary.half`` elements, or with IS_LAST their last, by the
+    angle of their position."""
     d = tl.arange(0, BLOCK)
     there = exists[:, None] & (d < width)[None, :]
     x = tl.load(source[:, None] + (d * source_d)[None, :], mask=there)
     wide_dtype: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
     if TURNS:
+        turned, is_inside = d, d < 2 * rotary.half
+        if IS_LAST:
+            turned = d - (width - 2 * rotary.half)
+            is_inside = turned >= 0
         if INTERLEAVED:
-            is_first, other, pair = d % 2 == 0, d ^ 1, d // 2
+            is_first, other, pair = turned % 2 == 0, d - turned + (turned ^ 1) if IS_LAST else d ^ 1, turned // 2
         else:
-            is_first = d < rotary.half
+            is_first = turned < rotary.half
             other = tl.where(is_first, d + rotary.half, d - rotary.half)
-            pair = tl.where(is_first, d, d - rotary.half)
-        is_turned = there & (d < 2 * rotary.half)[None, :]
+            pair = tl.where(is_first, turned, turned - rotary.half)
+        is_turned = there & is_inside[None, :]
         y = tl.load(source[:, None] + (other * source_d)[None, :], mask=is_turned, other=0.0).to(wide_dtype)
         known = is_turned & ((position >= 0) & (position < rotary.positions))[:, None]
         cos = rotary.cos + position[:, None] * rotary.cos_row + (pair * rotary.cos_element)[None, :]

@@ -163,11 +163,11 @@ class Mods(NamedTuple):
 # what addresses of rows of q, and of k and v, are multiples of, where their strides do not say so; 0 elsewhere. BLOCK_ROWS, BLOCK_KEYS: of
 # a block whose sum is stored. HAS_PAIRS: see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED:
 # see ``eight_bits.halved``. WRAP: see ``wrapped_rows``. JOINS: listed tiles that one tile of keys gathers; 0 if it is one of them or a
-# part of one. GROUP: rows per position of a tile that has the query heads of a K/V head; 0 if a tile has one head. SECTION, IS_PART:
-# ``softmax.sections``.
+# part of one. GROUP: rows per position of a tile with a K/V head's query heads, or 0. SECTION, IS_PART: ``softmax.sections``. TAIL_DIM:
+# columns of q and k behind HEAD_DIM, multiplied apart; BLOCK_TAIL: their padded number. ONE_KV: values are the first columns of keys.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-    "HAS_FOURS", "TILE_M", "TILE_N", "JOINS",
+    "HAS_FOURS", "TILE_M", "TILE_N", "JOINS", "TAIL_DIM", "BLOCK_TAIL", "ONE_KV",
 )  # fmt: skip
 
 

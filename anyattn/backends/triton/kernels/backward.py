@@ -19,9 +19,18 @@ import triton.language as tl
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, TileOfScores
-from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places, plus_product
+from anyattn.backends.triton.kernels.dropout import factor_of, first_block, kept_of, no_rows, places, plus_product, plus_rows, scores
 from anyattn.backends.triton.kernels.forward import kv_for, rows_of
-from anyattn.backends.triton.kernels.key_tiles import load_rows
+from anyattn.backends.triton.kernels.key_tiles import (
+    load_rest,
+    load_rows,
+    load_tile,
+    offsets_of,
+    rest_of,
+    rows_at,
+    store_whole,
+    whole_tile,
+)
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.kernels.tile_iterator import (
     by_lists,
@@ -35,7 +44,7 @@ from anyattn.backends.triton.kernels.tile_iterator import (
 )
 from anyattn.triton_tools import device_math
 
-__all__ = ["dkdv_tile", "dq_tile", "load_tile", "place_of_program", "prepare_tile", "rows_that_see", "slot_of"]
+__all__ = ["dkdv_tile", "dq_tile", "place_of_program", "prepare_tile", "rows_that_see", "slot_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
@@ -130,24 +139,6 @@ def place_of_program(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.con
 
 
 @triton.jit
-def load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile whose rows all exist; zeros beyond HEAD_DIM."""
-    if HEAD_DIM == BLOCK_D:
-        return tl.load(base + offsets)
-    else:
-        return tl.load(base + offsets, mask=tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM, other=0.0)
-
-
-@triton.jit
-def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile that may reach beyond its sequence; zeros there."""
-    if HEAD_DIM == BLOCK_D:
-        return tl.load(places, mask=is_row, other=0.0)
-    else:
-        return tl.load(places, mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)
-
-
-@triton.jit
 def _visit_keys(
     dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown,
     key, offsets, rows, b, h, scale, mods, c, IS_PARTIAL: tl.constexpr,
@@ -164,11 +155,14 @@ def _visit_keys(
     elif IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, c.TILE_N), end - 1 - start)
-        k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
+        k_at, v_at = offsets_of(local, key.k_strides, c), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
     at, row = key.start + start, key.row.to(tl.int64)
-    k = load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c.HEAD_DIM, c.BLOCK_D)
-    v = load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
-    s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+    k = whole_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, c.IS_NEAR), k_at, c)
+    if c.ONE_KV:
+        v = first_block(k, c)
+    else:
+        v = load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
+    s = scores(q, k, c)
     lanes = lane[None, :]
     if mods.score.exists:
         kv = kv_for(lanes, end, mods.score, not IS_PARTIAL)
@@ -199,14 +193,14 @@ def _visit_keys(
         tile = TileOfScores(b=b, h=h, q_first=q_first, k_first=first, rows=row_count, keys=end - first)
         mods.score.scatter(
             ds, seen, is_row[:, None], (lane < end)[None, :], of_score, tile, mods.score.scalars, mods.score.tensors,
-            mods.score.totals, not IS_PARTIAL and not mods.always.exists, k.dtype,
+            mods.score.totals, not IS_PARTIAL and not mods.always.exists, dout.dtype,
         )  # fmt: skip
     if mods.score.exists:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or mods.always.exists) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
     if c.HAS_DQ:
-        dq = plus_product(dq, None, ds, k, c.PRECISION)
+        dq = plus_rows(dq, ds, k, c)
     return dq
 
 
@@ -238,7 +232,7 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     at = sequence.q_start + position
     row, head = sequence.q_row.to(tl.int64), heads.to(tl.int64)
     q_at, do_at = row_offsets(row, head, at, strides.q)[:, None], row_offsets(row, head, at, strides.dout)[:, None]
-    q = load_rows(tensors.q, q_at, is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+    q = rows_at(tensors.q, q_at, is_row[:, None], c)
     dout = load_rows(tensors.dout, do_at, is_row[:, None], c.HEAD_DIM_V, c.BLOCK_DV, False)
     slot = slot_of(sequence, 0, b, heads, sizes, c.SLOT_M, c.SLOT_M) + position
     lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
@@ -252,8 +246,8 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         k_strides=strides.k, v_strides=strides.v, head=kv_head, factors=0, k_wrap=0, v_wrap=0,
     )  # fmt: skip
     n_lane = tl.arange(0, c.TILE_N)
-    offsets = tile_offsets(n_lane, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(n_lane, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
-    dq = tl.zeros((c.TILE_M, c.BLOCK_D), tl.float32)
+    offsets = offsets_of(n_lane, key.k_strides, c), tile_offsets(n_lane, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
+    dq = no_rows(c.TILE_M, c)
     q_first, row_count = first_row + sequence.q_first, end_row - first_row
     runs, full, partial = visits_of(kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
     if c.RANGES > 0:
@@ -270,9 +264,8 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, q_head, scale, mods, c, True
         )
-    d = tl.arange(0, c.BLOCK_D)[None, :]
-    out = tensors.dq + row_offsets(row, head, at, strides.dq)[:, None]
-    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < c.HEAD_DIM) & c.HAS_DQ)
+    if c.HAS_DQ:
+        store_whole(tensors.dq + row_offsets(row, head, at, strides.dq)[:, None], dq, scale, is_row[:, None], c)
 
 
 @triton.jit
@@ -290,14 +283,14 @@ def _visit_rows(
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = tile_offsets(local, strides.q, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, strides.dout, c.BLOCK_DV, c.IS_NEAR)
+        q_at, do_at = offsets_of(local, strides.q, c), tile_offsets(local, strides.dout, c.BLOCK_DV, c.IS_NEAR)
         row = tl.minimum(row, end - 1 - start)
     is_row = first + m_lane < end
     position = start + row
     at = sequence.q_start + start
-    q = load_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c.HEAD_DIM, c.BLOCK_D)
+    q = whole_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c)
     lse = tl.load(heads.lse + kept + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+    s = scores(k, q, c)
     dout = load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     q_idx = (position + sequence.q_first)[None, :]
@@ -329,7 +322,7 @@ def _visit_rows(
         rows = mods.dropout.rows(
             b, h, places(first + sequence.q_first, c.TILE_M, c.HAS_FOURS, True), mods.dropout.scalars, mods.dropout.tensors
         )
-        kept_p = kept_of(p.to(k.dtype), b, h, n_first, rows, mods.dropout, True)
+        kept_p = kept_of(p.to(dout.dtype), b, h, n_first, rows, mods.dropout, True)
         dp = kept_of(dp, b, h, n_first, rows, mods.dropout, True) * factor_of(mods)
     if c.HAS_DV:
         dv = plus_product(dv, None, kept_p, dout, c.PRECISION)
@@ -343,7 +336,7 @@ def _visit_rows(
     if IS_PARTIAL and c.RANGES == 0:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles at other places than delta's slots, after which memory is arbitrary
     if c.HAS_DK:
-        dk = plus_product(dk, None, ds, q, c.PRECISION)
+        dk = plus_rows(dk, ds, q, c)
     return dk, dv
 
 
@@ -357,10 +350,10 @@ def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, he
     is_row = (m_lane < end - first)[:, None]
     q_at, do_at = heads.q + row_at(at, strides.q, c.IS_NEAR), heads.dout + row_at(at, strides.dout, c.IS_NEAR)
     q_offsets, do_offsets = offsets
-    q = _load_rest(q_at + q_offsets, is_row, c.HEAD_DIM, c.BLOCK_D)
+    q = rest_of(q_at, q_offsets, is_row, c)
     lse = tl.load(heads.lse + first + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-    dout = _load_rest(do_at + do_offsets, is_row, c.HEAD_DIM_V, c.BLOCK_DV)
+    s = scores(k, q, c)
+    dout = load_rest(do_at + do_offsets, is_row, c.HEAD_DIM_V, c.BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     delta = tl.load(heads.delta + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
@@ -372,7 +365,7 @@ def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, he
     if c.HAS_DV:
         dv = plus_product(dv, None, p, dout, c.PRECISION)
     if c.HAS_DK:
-        dk = plus_product(dk, None, p * (dp - delta[None, :]), q, c.PRECISION)
+        dk = plus_rows(dk, p * (dp - delta[None, :]), q, c)
     return dk, dv
 
 
@@ -439,12 +432,15 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     if c.RANGES > 0 and not c.SEES_ALL:  # loaded before the keys, and as slow to arrive
         spans_at = tensors.spans + slot_of(sequence, 0, b, kv_head * sizes.ratio, sizes, c.TILE_M, 4 * c.RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
-    k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, c.HEAD_DIM, c.BLOCK_D, False)
-    v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, c.HEAD_DIM_V, c.BLOCK_DV, False)
-    dk = tl.zeros((c.TILE_N, c.BLOCK_D), tl.float32)
+    k = rows_at(tensors.k, row_offsets(row, head, at, strides.k), is_key, c)
+    if c.ONE_KV:
+        v = first_block(k, c)
+    else:
+        v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, c.HEAD_DIM_V, c.BLOCK_DV, False)
+    dk = no_rows(c.TILE_N, c)
     dv = tl.zeros((c.TILE_N, c.BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, c.TILE_M)
-    offsets = tile_offsets(m_lane, strides.q, c.BLOCK_D, c.IS_NEAR), tile_offsets(m_lane, strides.dout, c.BLOCK_DV, c.IS_NEAR)
+    offsets = offsets_of(m_lane, strides.q, c), tile_offsets(m_lane, strides.dout, c.BLOCK_DV, c.IS_NEAR)
     for g in range(0, sizes.ratio if c.IS_GROUPED else 1):
         h = kv_head * sizes.ratio + g
         heads, runs, fulls, partials = _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
@@ -477,8 +473,9 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
                 )  # fmt: skip
     if mods.dropout.exists:
         dv = dv * factor_of(mods)
-    d, d_v = tl.arange(0, c.BLOCK_D)[None, :], tl.arange(0, c.BLOCK_DV)[None, :]
+    d = tl.arange(0, c.BLOCK_DV)[None, :]
     dk_out = tensors.dk + row_offsets(row, head, at, strides.dk)
     dv_out = tensors.dv + row_offsets(row, head, at, strides.dv)
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < c.HEAD_DIM) & c.HAS_DK)
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < c.HEAD_DIM_V) & c.HAS_DV)
+    if c.HAS_DK:
+        store_whole(dk_out, dk, scale, is_key, c)
+    tl.store(dv_out + d, dv.to(dv_out.dtype.element_ty), mask=is_key & (d < c.HEAD_DIM_V) & c.HAS_DV)

@@ -1,9 +1,49 @@
-"""Matrix products added to a loop's accumulator, and dropout of their weights (device code)."""
+"""Matrix products of a tile, and dropout of their weights (device code).
+
+Rows of q and k, and their gradients, are a block, or with BLOCK_TAIL a pair of blocks: the first columns, and those behind them.
+"""
 
 import triton
 import triton.language as tl
 
-__all__ = ["factor_of", "kept_of", "places", "plus_kept", "plus_product"]
+__all__ = ["factor_of", "first_block", "kept_of", "no_rows", "places", "plus_kept", "plus_product", "plus_rows", "scores"]
+
+
+@triton.jit
+def scores(a, b, c):
+    """a @ b^T, of rows of queries and of keys in either order."""
+    if c.BLOCK_TAIL > 0:
+        first = tl.dot(a[0], tl.trans(b[0]), input_precision=c.PRECISION)
+        return tl.dot(a[1], tl.trans(b[1]), first, input_precision=c.PRECISION)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=c.PRECISION)
+
+
+@triton.jit
+def first_block(rows, c):
+    """The block of the first columns of rows of q or k; with ONE_KV these columns of keys are the values."""
+    if c.BLOCK_TAIL > 0:
+        return rows[0]
+    else:
+        return rows
+
+
+@triton.jit
+def no_rows(ROWS: tl.constexpr, c):
+    """A gradient of rows of q or k before the first product."""
+    if c.BLOCK_TAIL > 0:
+        return tl.zeros((ROWS, c.BLOCK_D), tl.float32), tl.zeros((ROWS, c.BLOCK_TAIL), tl.float32)
+    else:
+        return tl.zeros((ROWS, c.BLOCK_D), tl.float32)
+
+
+@triton.jit
+def plus_rows(acc, p, rows, c):
+    """acc + p @ rows, of rows of q or k."""
+    if c.BLOCK_TAIL > 0:
+        return plus_product(acc[0], None, p, rows[0], c.PRECISION), plus_product(acc[1], None, p, rows[1], c.PRECISION)
+    else:
+        return plus_product(acc, None, p, rows, c.PRECISION)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from anyattn.triton_tools.exponentials import power_of_two
 
-__all__ = ["halved", "unpacked", "widened"]
+__all__ = ["halved", "unpacked", "widened", "widened_rows"]
 
 # Of two 16-bit pairs of bytes in one register: the bytes 0 and 2 as two 16-bit numbers, and the bytes 1 and 3.
 _E4M3: tl.constexpr = tl.constexpr(
@@ -85,17 +85,33 @@ def widened(x, DTYPE: tl.constexpr, IS_NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def halved(q):
+def widened_rows(k, DTYPE: tl.constexpr, c):
+    """``widened`` of rows of keys; with BLOCK_TAIL a pair of blocks."""
+    if c.BLOCK_TAIL > 0:
+        return widened(k[0], DTYPE, c.IS_NVIDIA), widened(k[1], DTYPE, c.IS_NVIDIA)
+    else:
+        return widened(k, DTYPE, c.IS_NVIDIA)
+
+
+@triton.jit
+def halved(q, BLOCK_TAIL: tl.constexpr):
     """Queries of bfloat16 as float16, and the powers of two, [rows, 1], that their products with keys are multiplied by: 8-bit keys take
-    fewer instructions to become float16 than bfloat16.
+    fewer instructions to become float16 than bfloat16. With BLOCK_TAIL q is a pair of blocks.
 
     A row's greatest number becomes one from 2^14 to 2^15. Others keep bfloat16's 8 digits down to 2^-29 of it; the last digits of lesser
     ones are below the rounding of the products' float32 sums.
     """
-    wide = q.to(tl.float32)
-    exponents = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23) - 127
+    if BLOCK_TAIL > 0:
+        greatest = tl.maximum(tl.max(tl.abs(q[0].to(tl.float32)), 1), tl.max(tl.abs(q[1].to(tl.float32)), 1))
+    else:
+        greatest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    exponents = (greatest.to(tl.int32, bitcast=True) >> 23) - 127
     exponents = tl.minimum(tl.maximum(exponents, -112), 127)[:, None]
-    return (wide * power_of_two(14 - exponents)).to(tl.float16), power_of_two(exponents - 14)
+    factor, of_rows = power_of_two(14 - exponents), power_of_two(exponents - 14)
+    if BLOCK_TAIL > 0:
+        return ((q[0].to(tl.float32) * factor).to(tl.float16), (q[1].to(tl.float32) * factor).to(tl.float16)), of_rows
+    else:
+        return (q.to(tl.float32) * factor).to(tl.float16), of_rows
 
 
 @triton.jit

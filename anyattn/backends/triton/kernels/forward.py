@@ -10,10 +10,10 @@ import triton.language as tl
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import Portion, is_off, parted, row_offsets, sequence_of, tile_of, work_of
 from anyattn.backends.triton.kernels.arguments import OF_HEAD, OF_KEY, KeyFactors, KeyStorage, RowsOfParts, Scales
-from anyattn.backends.triton.kernels.dropout import factor_of, places, plus_kept
-from anyattn.backends.triton.kernels.eight_bits import halved, widened
+from anyattn.backends.triton.kernels.dropout import factor_of, first_block, places, plus_kept, scores
+from anyattn.backends.triton.kernels.eight_bits import halved, widened, widened_rows
 from anyattn.backends.triton.kernels.even_shares import item_at, next_in_share, start_of_share, store_no_rows, store_part
-from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, load_rows, pairs_at
+from anyattn.backends.triton.kernels.key_tiles import factors_at, keys_at, pairs_at, rows_at, whole_keys_at
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers
 from anyattn.backends.triton.kernels.results import no_output, no_results, store_results, whole_output
 from anyattn.backends.triton.kernels.softmax.ascending import ascending, visit_at, visits_before
@@ -58,15 +58,16 @@ def scores_of(
     q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr, IS_WHOLE: tl.constexpr,
     IS_CUT: tl.constexpr,
 ):  # fmt: skip
-    """[rows, TILE_N]: the scores of the keys at place ``first`` (``tile_iterator``), -inf where hidden; in base 2, unless IS_RAW.
+    """([rows, TILE_N]: the scores of the keys at place ``first``, -inf where hidden, in base 2 unless IS_RAW; these keys).
 
     end: keys from it on do not exist (IS_WHOLE: all keys of the tile exist; unless IS_PARTIAL, missing ones are zeros). is_shown: all
     others are visible regardless of the mask. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
     ``paged_kv.page_numbers``. IS_CUT: keys from ``end`` on are not loaded.
     """
     lane = lanes_of(first, c)
-    k = widened(keys_at(key, first, end, numbers, c, False, IS_CUT, not IS_PARTIAL), q.dtype, c.IS_NVIDIA)
-    s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+    IS_PLAIN: tl.constexpr = not IS_PARTIAL and not (c.ONE_KV and IS_CUT)  # a value that does not exist is 0
+    k = widened_rows(whole_keys_at(key, first, end, numbers, c, IS_CUT, IS_PLAIN), first_block(q, c).dtype, c)
+    s = scores(q, k, c)
     if c.IS_HALVED:
         s = s * scales.rows
     if c.K_SCALE == _OF_KEY:
@@ -87,7 +88,7 @@ def scores_of(
     elif mods.always.exists:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
         if (first < rows.sure[0]) | (first + c.TILE_N > rows.sure[1]):
             s = seen_always(s, lanes, end, rows, b, h, mods.always, IS_WHOLE)
-    return s
+    return s, k
 
 
 @triton.jit
@@ -111,13 +112,13 @@ def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE: tl.constexpr, c, IS_CUT: tl.constexpr):
-    """(acc, row_sum, row_max) with the values of one tile of keys, weighed by their scores ``s``; see ``scores_of``. DTYPE: of products."""
+def weighed(acc, row_sum, row_max, q, s, k, first, end, key, rows, b, h, numbers, scales, mods, c, IS_CUT: tl.constexpr):
+    """(acc, row_sum, row_max) with the values of one tile of keys ``k``, weighed by their scores ``s``; see ``scores_of``."""
+    DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else first_block(q, c).dtype  # of products
     if c.V_SCALE == _OF_KEY:
         factors = factors_at(key, first, end, numbers, c, True, IS_CUT)[None, :]
-        IS_NARROW: tl.constexpr = tl.float16 == DTYPE
         p, rescale, row_sum, row_max = scaled_weights_of(
-            s, factors, row_sum, row_max, scales.base_2, mods.score.exists, c.IS_RAW, IS_NARROW
+            s, factors, row_sum, row_max, scales.base_2, mods.score.exists, c.IS_RAW, tl.float16 == DTYPE
         )
     else:
         p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW, c.SECTION > 0)
@@ -127,7 +128,10 @@ def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scal
         odd = plus_kept(acc[1], rescale, p, odd, b, h, first, rows, mods, c.PRECISION)
         acc = (even, odd)
     else:
-        v = widened(keys_at(key, first, end, numbers, c, True, IS_CUT, not IS_CUT), DTYPE, c.IS_NVIDIA)
+        if c.ONE_KV:
+            v = first_block(k, c)
+        else:
+            v = widened(keys_at(key, first, end, numbers, c, True, IS_CUT, not IS_CUT), DTYPE, c.IS_NVIDIA)
         acc = plus_kept(acc, rescale, p, v, b, h, first, rows, mods, c.PRECISION)
     return acc, row_sum, row_max
 
@@ -135,9 +139,8 @@ def weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scal
 @triton.jit
 def visit(acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL: tl.constexpr):
     """Adds one tile of keys, at place ``first``, to (acc, row_sum, row_max); see ``scores_of``."""
-    s = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
-    DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
-    return weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, numbers, scales, mods, DTYPE, c, IS_PARTIAL)
+    s, k = scores_of(q, first, end, is_shown, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
+    return weighed(acc, row_sum, row_max, q, s, k, first, end, key, rows, b, h, numbers, scales, mods, c, IS_PARTIAL)
 
 
 @triton.jit
@@ -146,13 +149,13 @@ def visit_or_skip(
 ):  # fmt: skip
     """``visit`` of a tile that is left out if in every row the greatest probability is less than 2 ** ``below`` of that of row_max. NaN is
     not. skipped: the number of such tiles. Keys are not in pages."""
-    s = scores_of(q, first, end, is_shown, key, rows, b, h, 0, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
+    s, k = scores_of(q, first, end, is_shown, key, rows, b, h, 0, scales, mods, c, IS_PARTIAL, not IS_PARTIAL, IS_PARTIAL)
     distance = tl.max(s, 1) - row_max
     if c.IS_RAW:
         distance = distance * scales.base_2
     is_needed = tl.max((distance < below).to(tl.int32) ^ 1, 0) > 0
     if is_needed:
-        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, end, key, rows, b, h, 0, scales, mods, q.dtype, c, IS_PARTIAL)
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, q, s, k, first, end, key, rows, b, h, 0, scales, mods, c, IS_PARTIAL)
     return acc, row_sum, row_max, tl.where(is_needed, skipped, skipped + 1)
 
 
@@ -171,7 +174,7 @@ def visit_late(acc, row_sum, row_max, p, pending_rescale, before, q, first, key,
     pending_rescale: the factor by which acc is still to be multiplied. p is float32: in 16 bits the compiler would pass it through shared
     memory.
     """
-    s = scores_of(q, first, first + c.TILE_N, True, key, rows, b, h, 0, scales, mods, c, False, True, False)
+    s, _k = scores_of(q, first, first + c.TILE_N, True, key, rows, b, h, 0, scales, mods, c, False, True, False)
     acc = add_late(acc, pending_rescale, p, before, key, rows, b, h, mods, c)
     p, pending_rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, c.IS_RAW)
     return acc, row_sum, row_max, p, pending_rescale
@@ -188,7 +191,7 @@ def visit_all(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, 
         before = first_at(runs, begin, full, seqlen_k, c)
     for i in range(begin, stop):
         first = first_at(runs, i, full, seqlen_k, c)
-        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, 0, scales, mods, c, False, False, False)
+        s, _k = scores_of(q, first, seqlen_k, True, key, rows, b, h, 0, scales, mods, c, False, False, False)
         if i >= full:
             lane = first + tl.arange(0, c.TILE_N)
             s = tl.where(mods.mask.value(b, h, lane[None, :], rows.mask, mods.mask.scalars, mods.mask.tensors), s, float("-inf"))
@@ -219,12 +222,11 @@ def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, k
             numbers, near = tl.minimum(near, cache.last_page), tl.maximum(coming, 0)
             beyond = first_at(runs, tl.minimum(i + 3, stop - 1), full, seqlen_k, c)
             coming = page_numbers(key.start + beyond, key.start + seqlen_k - 1, pages, c, True)
-        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, of_tile, scales, mods, c, False, False, True)
+        s, k = scores_of(q, first, seqlen_k, True, key, rows, b, h, of_tile, scales, mods, c, False, False, True)
         if i >= full:
             lanes = first + tl.arange(0, c.TILE_N)[None, :]
             s = tl.where(seen_in(lanes, seqlen_k, True, rows, b, h, mods, c, False), s, float("-inf"))
-        DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
-        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, seqlen_k, key, rows, b, h, of_tile, scales, mods, DTYPE, c, True)
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, q, s, k, first, seqlen_k, key, rows, b, h, of_tile, scales, mods, c, True)
     return acc, row_sum, row_max, nearby
 
 
@@ -238,12 +240,11 @@ def visit_in_order(row_max, q, begin, stop, visits, seqlen_k, key, pages, rows, 
         numbers = 0
         if c.PAGE_SIZE > 0:
             numbers = inside(page_numbers(key.start + first, key.start + seqlen_k - 1, pages, c, True), cache.last_page)
-        s = scores_of(q, first, seqlen_k, True, key, rows, b, h, numbers, scales, mods, c, False, False, True)
+        s, k = scores_of(q, first, seqlen_k, True, key, rows, b, h, numbers, scales, mods, c, False, False, True)
         if is_whole == 0:
             lanes = first + tl.arange(0, c.TILE_N)[None, :]
             s = tl.where(seen_in(lanes, seqlen_k, is_shown, rows, b, h, mods, c, False), s, float("-inf"))
-        DTYPE: tl.constexpr = tl.bfloat16 if c.IS_HALVED else q.dtype
-        acc, row_sum, row_max = weighed(acc, row_sum, row_max, s, first, seqlen_k, key, rows, b, h, numbers, scales, mods, DTYPE, c, True)
+        acc, row_sum, row_max = weighed(acc, row_sum, row_max, q, s, k, first, seqlen_k, key, rows, b, h, numbers, scales, mods, c, True)
     return acc, row_sum, row_max
 
 
@@ -288,10 +289,10 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         q = tl.reshape(tensors.q.load([b, tile.h, first_row, 0]), (c.TILE_M, c.BLOCK_D))
     else:
         offsets = row_offsets(sequence.q_row, heads, tile.at, strides.q)
-        q = load_rows(tensors.q, offsets[:, None], tile.is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False, c.Q_BYTES, c.WRAP, k_wrap)
+        q = rows_at(tensors.q, offsets[:, None], tile.is_row[:, None], c, c.Q_BYTES, c.WRAP, k_wrap)
     of_rows = 1.0
     if c.IS_HALVED:
-        q, of_rows = halved(q)
+        q, of_rows = halved(q, c.BLOCK_TAIL)
     of_values = 1.0
     if c.V_SCALE == _OF_HEAD and c.SECTION > 0:
         v_factors = tensors.v_factors + b.to(tl.int64) * spans.v_factors.rows

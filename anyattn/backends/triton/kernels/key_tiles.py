@@ -1,16 +1,22 @@
-"""Tiles of rows from storage (device code): queries; keys and values, dense, in pages or described; factors of 8-bit ones."""
+"""Tiles of rows in storage (device code): queries; keys and values, dense, in pages or described; factors of 8-bit ones; gradients.
+
+Rows of q and k, and of their gradients, are a block, or with BLOCK_TAIL a pair of blocks: the first columns, and those behind them.
+"""
 
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.kernels.addressing import key_places
+from anyattn.backends.triton.kernels.addressing import key_places, tile_offsets
 from anyattn.backends.triton.kernels.eight_bits import unpacked
 from anyattn.backends.triton.kernels.paged_kv import paged_places
 from anyattn.backends.triton.kernels.tile_iterator import lanes_of
 from anyattn.backends.triton.kernels.wrapped_rows import load_wrapped, wrapped_columns
 from anyattn.backends.triton.tile_config import FEW
 
-__all__ = ["factors_at", "keys_at", "load_rows", "pairs_at"]
+__all__ = [
+    "factors_at", "keys_at", "load_rest", "load_rows", "load_tile", "offsets_of", "pairs_at", "rest_of", "rows_at", "store_whole",
+    "whole_keys_at", "whole_tile",
+]  # fmt: skip
 
 _FEW: tl.constexpr = tl.constexpr(FEW)
 
@@ -39,6 +45,29 @@ def load_rows(
         return tl.load(at, mask=is_row, other=0.0)
     else:
         return tl.load(at, mask=is_row & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def rows_at(base, offsets, is_row, c, ROW_BYTES: tl.constexpr = 0, WRAP: tl.constexpr = 0, wrap=0):
+    """Rows of q or k at 64-bit ``offsets`` [rows, 1], see ``load_rows``."""
+    first = load_rows(base, offsets, is_row, c.HEAD_DIM, c.BLOCK_D, False, ROW_BYTES, WRAP, wrap)
+    if c.BLOCK_TAIL > 0:
+        return first, load_rows(base + c.HEAD_DIM, offsets, is_row, c.TAIL_DIM, c.BLOCK_TAIL, False, ROW_BYTES)
+    else:
+        return first
+
+
+@triton.jit
+def whole_keys_at(key, first, end, numbers, c, IS_CUT: tl.constexpr, IS_PLAIN: tl.constexpr):
+    """All columns of the keys that ``keys_at`` finds."""
+    columns = keys_at(key, first, end, numbers, c, False, IS_CUT, IS_PLAIN)
+    if c.BLOCK_TAIL > 0:
+        tl.static_assert(c.IS_DESCRIBED == 0 and c.WRAP == 0, "a tail has an address of its own")
+        is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
+        at = places_at(key, key.k_strides, first, end, numbers, c, IS_CUT)
+        return columns, load_rows(key.k + c.HEAD_DIM, at[:, None], is_key, c.TAIL_DIM, c.BLOCK_TAIL, IS_PLAIN, c.KV_BYTES)
+    else:
+        return columns
 
 
 @triton.jit
@@ -110,3 +139,62 @@ def factors_at(key, first, end, numbers, c, IS_VALUE: tl.constexpr, IS_CUT: tl.c
     """[TILE_N]: the factors of 8-bit keys, or with IS_VALUE of values, from position ``first``; see ``places_at``."""
     source, strides = (key.factors.v, key.factors.v_strides) if IS_VALUE else (key.factors.k, key.factors.k_strides)
     return tl.load(source + places_at(key, strides, first, end, numbers, c, IS_CUT))
+
+
+@triton.jit
+def load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile whose rows all exist; zeros beyond HEAD_DIM."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(base + offsets)
+    else:
+        return tl.load(base + offsets, mask=tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def offsets_of(lane, strides, c):
+    """``tile_offsets`` of rows of q or k."""
+    if c.BLOCK_TAIL > 0:
+        return tile_offsets(lane, strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(lane, strides, c.BLOCK_TAIL, c.IS_NEAR)
+    else:
+        return tile_offsets(lane, strides, c.BLOCK_D, c.IS_NEAR)
+
+
+@triton.jit
+def whole_tile(base, offsets, c):
+    """``load_tile`` of rows of q or k at ``offsets_of``."""
+    if c.BLOCK_TAIL > 0:
+        first = load_tile(base, offsets[0], c.HEAD_DIM, c.BLOCK_D)
+        return first, load_tile(base + c.HEAD_DIM, offsets[1], c.TAIL_DIM, c.BLOCK_TAIL)
+    else:
+        return load_tile(base, offsets, c.HEAD_DIM, c.BLOCK_D)
+
+
+@triton.jit
+def rest_of(base, offsets, is_row, c):
+    """``_load_rest`` of rows of q at ``offsets_of``."""
+    if c.BLOCK_TAIL > 0:
+        first = load_rest(base + offsets[0], is_row, c.HEAD_DIM, c.BLOCK_D)
+        return first, load_rest(base + c.HEAD_DIM + offsets[1], is_row, c.TAIL_DIM, c.BLOCK_TAIL)
+    else:
+        return load_rest(base + offsets, is_row, c.HEAD_DIM, c.BLOCK_D)
+
+
+@triton.jit
+def store_whole(at, x, scale, is_row, c):
+    """Stores rows of a gradient of q or k, times ``scale``, at pointers ``at`` [rows, 1]."""
+    d = tl.arange(0, c.BLOCK_D)[None, :]
+    if c.BLOCK_TAIL > 0:
+        tl.store(at + d, (x[0] * scale).to(at.dtype.element_ty), mask=is_row & (d < c.HEAD_DIM))
+        d = tl.arange(0, c.BLOCK_TAIL)[None, :]
+        tl.store(at + c.HEAD_DIM + d, (x[1] * scale).to(at.dtype.element_ty), mask=is_row & (d < c.TAIL_DIM))
+    else:
+        tl.store(at + d, (x * scale).to(at.dtype.element_ty), mask=is_row & (d < c.HEAD_DIM))
+
+
+@triton.jit
+def load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile that may reach beyond its sequence; zeros there."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(places, mask=is_row, other=0.0)
+    else:
+        return tl.load(places, mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LN2, LOG2E
-from anyattn.backends.triton.kernels.addressing import entry, row_at, row_offsets, row_tile, tile_offsets
+from anyattn.backends.triton.kernels.addressing import entry, row_at, row_offsets, row_tile
 from anyattn.backends.triton.kernels.arguments import RowsOfParts
-from anyattn.backends.triton.kernels.backward import load_tile, place_of_program, rows_that_see, slot_of
+from anyattn.backends.triton.kernels.backward import place_of_program, rows_that_see, slot_of
+from anyattn.backends.triton.kernels.dropout import scores
 from anyattn.backends.triton.kernels.forward import kv_for, rows_of
-from anyattn.backends.triton.kernels.key_tiles import load_rows
+from anyattn.backends.triton.kernels.key_tiles import offsets_of, rows_at, whole_tile
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.triton_tools import device_math
 
@@ -43,11 +44,11 @@ def _visit_rows(
     start, kept = first, first
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
-        q_offsets = tile_offsets(tl.minimum(m_lane, end - 1 - start), strides.q, c.BLOCK_D, c.IS_NEAR)
+        q_offsets = offsets_of(tl.minimum(m_lane, end - 1 - start), strides.q, c)
         row = tl.minimum(row, end - 1 - start)
-    q = load_tile(q_from + row_at(sequence.q_start + start, strides.q, c.IS_NEAR), q_offsets, c.HEAD_DIM, c.BLOCK_D)
+    q = whole_tile(q_from + row_at(sequence.q_start + start, strides.q, c.IS_NEAR), q_offsets, c)
     lse = tl.load(lse_from + kept + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+    s = scores(k, q, c)
     q_idx = (start + row + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
     rows = (q_idx, q_idx)
@@ -85,10 +86,10 @@ def key_sums_tile(tensors, strides, spans, sizes, reduced, lists, scale, mods, c
     is_key = lane < n_end
     at = (sequence.k_start + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     kv_head = (h // sizes.ratio).to(tl.int64)
-    k = load_rows(tensors.k, row_offsets(sequence.k_row, kv_head, at, strides.k), is_key[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+    k = rows_at(tensors.k, row_offsets(sequence.k_row, kv_head, at, strides.k), is_key[:, None], c)
     q_from = tensors.q + (sequence.q_row.to(tl.int64) * strides.q.rows + h.to(tl.int64) * strides.q.head)
     lse_from = tl.multiple_of(tensors.lse + slot_of(sequence, 0, b, h, sizes, c.TILE_M, c.TILE_M), 16)
-    offsets = tile_offsets(tl.arange(0, c.TILE_M), strides.q, c.BLOCK_D, c.IS_NEAR)
+    offsets = offsets_of(tl.arange(0, c.TILE_M), strides.q, c)
     runs, fulls, partials = rows_that_see(0, tensors.spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
     total = tl.zeros((c.TILE_N, c.TILE_M), tl.float32)
     for i in range(0, partials):
@@ -155,9 +156,9 @@ def _visit_keys(
     start = first
     if IS_PARTIAL:
         start = tl.minimum(first, end - 1)
-        k_offsets = tile_offsets(tl.minimum(n_lane, end - 1 - start), strides.k, c.BLOCK_D, c.IS_NEAR)
-    k = load_tile(k_from + row_at(sequence.k_start + start, strides.k, c.IS_NEAR), k_offsets, c.HEAD_DIM, c.BLOCK_D)
-    s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        k_offsets = offsets_of(tl.minimum(n_lane, end - 1 - start), strides.k, c)
+    k = whole_tile(k_from + row_at(sequence.k_start + start, strides.k, c.IS_NEAR), k_offsets, c)
+    s = scores(q, k, c)
     lanes = (first + n_lane)[None, :]
     s = _in_base_2(s, b, h, kv_for(lanes, end, mods.score, not IS_PARTIAL), rows.score, scale, mods)
     seen = is_row[:, None] & (lanes < end)
@@ -193,7 +194,7 @@ def block_tile(tensors, strides, spans, sizes, reduced, lists, scale, mods, c):
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)
     at = sequence.q_start + position
-    q = load_rows(tensors.q, row_offsets(sequence.q_row, h, at, strides.q)[:, None], is_row[:, None], c.HEAD_DIM, c.BLOCK_D, False)
+    q = rows_at(tensors.q, row_offsets(sequence.q_row, h, at, strides.q)[:, None], is_row[:, None], c)
     head = b.to(tl.int64) * sizes.heads + h
     lse = position.to(tl.float32)
     if c.HAS_SUMS:
@@ -202,7 +203,7 @@ def block_tile(tensors, strides, spans, sizes, reduced, lists, scale, mods, c):
     q_idx = (position + sequence.q_first)[:, None]
     kept = rows_of(b, h, q_idx, q_idx, mods)
     k_from = tensors.k + (sequence.k_row.to(tl.int64) * strides.k.rows + (h // sizes.ratio).to(tl.int64) * strides.k.head)
-    offsets = tile_offsets(tl.arange(0, c.TILE_N), strides.k, c.BLOCK_D, c.IS_NEAR)
+    offsets = offsets_of(tl.arange(0, c.TILE_N), strides.k, c)
     runs, full, partial = visits_of(kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
     if c.RANGES > 0:
         inside = inside_of(kept.mask, seqlen_k, c.RANGES)

@@ -77,6 +77,7 @@ def random_call(seed):  # type: ignore[no-untyped-def]
         table_dtype = rng.choice((torch.float32, torch.float16, torch.float64))
         made |= {"rotary_cos": angles.cos().to(table_dtype), "rotary_sin": laid_out(angles.sin().to(table_dtype), rng.choice(LAYOUTS[2:]))}
         made["rotary_interleaved"] = rng.random() < 0.5
+        made["rotary_last"] = rng.random() < 0.5
     return made, Options(causal=rng.random() < 0.5)
 
 
@@ -91,12 +92,14 @@ class Torch:
     backend = "torch"
 
 
-def turned_by_hand(x, cos, sin, positions, interleaved):  # type: ignore[no-untyped-def]
+def turned_by_hand(x, cos, sin, positions, interleaved, is_last=False):  # type: ignore[no-untyped-def]
     """``rotary.apply_rotary`` with every product and sum rounded: torch's complex product on the CPU leaves some out where it can."""
     wide, half = torch.promote_types(x.dtype, torch.float32), cos.shape[1]
     c, s = (t[positions].to(wide)[:, None] for t in (cos, sin))
     found = x.clone(memory_format=torch.contiguous_format)
-    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    at = x.shape[-1] - 2 * half if is_last else 0
+    end = at + 2 * half
+    first, second = (slice(at, end, 2), slice(at + 1, end, 2)) if interleaved else (slice(at, at + half), slice(at + half, end))
     a, b = x[..., first].to(wide), x[..., second].to(wide)
     found[..., first], found[..., second] = (a * c - b * s).to(x.dtype), (a * s + b * c).to(x.dtype)
     return found

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import TensorHandle
 import anyattn
 from anyattn.backends.triton import api, launch_shape, tile_config
 from anyattn.backends.triton.kernels.wrapped_rows import load_wrapped, wrap_of, wrapped_columns
+from anyattn.backends.triton.wide_tiles import padded
 from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.triton_tools.launch import wrap_bytes
@@ -61,7 +62,7 @@ def test_every_byte_of_a_row_is_loaded_once_and_no_other(d: int, most: int, unit
     """Every byte that is loaded is one of the result's; bytes of a row name their places, and others are 255."""
     if d < most:
         return
-    block, count = max(tile_config.padded(d), 16 * unit), 11
+    block, count = max(padded(d), 16 * unit), 11
     stride = 32 * -(-(d + most) // 32)
     for wrap in range(0, most, 4):
         memory = torch.full((16 * stride + 64,), 255, dtype=torch.uint8)

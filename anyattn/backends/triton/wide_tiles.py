@@ -1,0 +1,58 @@
+"""Widths of tiles by head dimension, and tiles for those above 256: tables as those of ``tile_config``, which fits them to a device.
+
+An accumulator of 64 rows and 512 columns takes half of a multiprocessor's registers, and 32 keys with their values take 64 KiB. So dk and
+dv are computed by launches of their own, and columns beyond 512 are a block of their own: 576 columns are 512 and 64, not 1024. Where
+values are the first columns of keys, a tile is loaded once, and twice as many keys fit. The tables were chosen by the compiler's output for
+sm_90: the largest tiles that spill no registers inside a loop, or next to none (up to 4 % of its operations).
+"""
+
+from __future__ import annotations
+
+from anyattn.arithmetic import next_power_of_2
+
+__all__ = ["FEW_ROWS", "Numbers", "blocks_of", "is_wide", "padded", "tiles_of", "tiles_of_few"]
+
+_WIDE = 256
+FEW_ROWS, _ROWS = 16, 64  # of a tile; products of keys with more rows than the first take as long as reading them
+_WIDEST_BLOCK = 512  # columns: the next power of two would be mostly padding
+Numbers = tuple[int, int, int, int]  # tile_m, tile_n, num_warps, num_stages
+
+# by pass: keys and values apart, values in keys
+_TILES: dict[str, tuple[Numbers, Numbers]] = {
+    "forward": ((64, 32, 8, 2), (64, 32, 8, 3)),
+    "dq": ((32, 32, 8, 2), (32, 32, 8, 2)),
+    "dkdv": ((32, 32, 8, 2), (16, 64, 8, 2)),
+}
+_FLOATS: dict[str, Numbers] = {"forward": (16, 16, 8, 2), "dq": (16, 16, 8, 2), "dkdv": (16, 16, 8, 2)}
+# forward pass over few rows: of at most ``FEW_ROWS``, and of more
+_FEW: tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]] = (
+    ((16, 32, 8, 3), (16, 32, 8, 4)),
+    ((_ROWS, 32, 8, 2), (_ROWS, 32, 8, 3)),
+)
+
+
+def padded(head_dim: int) -> int:
+    """The width of a tile for ``head_dim``: that of its ``blocks_of`` together."""
+    return sum(blocks_of(head_dim))
+
+
+def blocks_of(head_dim: int) -> tuple[int, int]:
+    """The widths of the blocks of a tile for ``head_dim``, powers of two from 16 on: of the columns, and of those beyond ``_WIDEST_BLOCK``;
+    0 if there are none."""
+    block = max(16, next_power_of_2(min(head_dim, _WIDEST_BLOCK)))
+    return block, max(16, next_power_of_2(head_dim - block)) if head_dim > block else 0
+
+
+def is_wide(d: int, dv: int) -> bool:
+    """Whether heads of these padded dimensions have tiles of this module."""
+    return max(d, dv) > _WIDE
+
+
+def tiles_of(name: str, has_one_kv: bool, itemsize: int) -> Numbers:
+    """The tiles of a pass ("forward", "dq", "dkdv"). has_one_kv: values are the first columns of keys."""
+    return _TILES[name][has_one_kv] if itemsize == 2 else _FLOATS[name]
+
+
+def tiles_of_few(rows: int, has_one_kv: bool) -> Numbers:
+    """The tiles of a forward pass of 16 bits over ``rows`` query rows, heads that share a tile included."""
+    return _FEW[rows > FEW_ROWS][has_one_kv]
