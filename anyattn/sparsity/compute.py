@@ -135,6 +135,7 @@ def device_lists(mask: TracedMod, grid: TileGrid, device: torch.device, form: Li
     if reads_nothing(mask, device):
         memory: list[Any] = [torch.empty(s, dtype=torch.int32, device=device) for s in form.stack_shapes(grid.batch, grid.shape)]
         return memory if stacks else lists_of_memory(memory, 1 + form.separate_full)
+    check_many(grid)
     held = held_for_kernels(mask, grid, device)
     if held is None:
         return None
@@ -148,7 +149,6 @@ def held_for_kernels(mask: TracedMod, grid: TileGrid, device: torch.device) -> T
 
     No captured tensor is read.
     """
-    check_many(grid)
     if not runs_kernels(device):
         return None
     from anyattn.sparsity.kernels import block_lists as kernels

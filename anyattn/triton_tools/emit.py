@@ -114,7 +114,8 @@ class Style(NamedTuple):
     functions: "exact" (rounded as in torch), "fast" (15 bits or more) or "coarse" (11 bits). is_nvidia: NVIDIA's instructions are
     available.
     is_near: positions, heads and captured integers are less than ``NEAR``.
-    even: ``captured_loads.even_slots``.
+    even: ``captured_loads.even_slots``. by_thread: each thread loads the values per key that it needs: with one load for each key, Triton
+    may lay out all scores as that load lays out its keys.
     """
 
     is_small: bool = False
@@ -124,6 +125,7 @@ class Style(NamedTuple):
     is_nvidia: bool = False
     is_near: bool = False
     even: tuple[int, ...] = ()
+    by_thread: bool = False
 
 
 PLAIN = Style()
@@ -383,7 +385,8 @@ class _Writer:
         place = " + ".join([base, *(t for stage in terms.values() for t in stage)])
         if node.attr in self.style.even:
             return f"device_math.load_even({place}, {self.prefix}{node.args[last]}, {slot}[{2 + 2 * last}])"
-        return f"{'device_math.load_nvidia' if own == 'tile' and self.style.is_nvidia else 'tl.load'}({place})"
+        is_by_thread = own == "tile" or (own == "column" and self.style.by_thread)
+        return f"{'device_math.load_nvidia' if is_by_thread and self.style.is_nvidia else 'tl.load'}({place})"
 
     def _line(self, stage: str, name: str, value: str) -> str:
         self.found[stage].append(f"{name} = {value}")

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis
 import pytest
@@ -202,12 +202,13 @@ def test_rows_that_share_their_rounding_errors(call: Call) -> None:
 
 
 def test_sums_of_queries_that_share_their_rounding_errors() -> None:
-    """Found by random calls: 255 equal probabilities err alike, and their sum errs as often."""
+    """Found by random calls: 255 equal probabilities err alike, and all keys of a query by the error of its log-sum-exp."""
     call = Call(
         heads_kv=2, ratio=1, seqlen_k=97, head_dim=1, head_dim_v=1, dtype=torch.float32, kind="coded", has_sink=True,
         **_PLAIN | {"batch": 2, "mask": ("all", True), "block": 16, "tile": (1, 129), "seed": 8},
     )  # fmt: skip
     run_request(call, Request(True, None, 1, None, None, (26, 61), "all heads", 3, 9))
+    run_request(replace(call, heads_kv=1, batch=1, seqlen_q=64, seqlen_k=2), Request(False, None, 7, None, None, None, "all heads", 0, 0))
 
 
 def test_a_head_that_sees_nothing_in_the_tiles_that_it_visits() -> None:

@@ -65,6 +65,19 @@ def rising() -> None:
     judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
 
 
+def far_sides() -> None:
+    """Tiles on both sides of the diagonal in which a clamped distance is a constant, next to tiles in which it just is not."""
+    of_row, of_key = (torch.randn(100, 24, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 2))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        at = torch.clamp(i - j, -10, 13) + 10
+        return s + of_row[i, at] + of_key[j, at]
+
+    for rows, keys in ((89, 83), (80, 100)):
+        options = {"score": score, "captured": [of_row, of_key], "kernel_options": {"tile_m": 16, "tile_n": 16}}
+        judge(*qkv(1, 1, 1, rows, keys, 16, 16), **options)
+
+
 def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int], listed: int = 0) -> Callable[[], None]:
     """Random lists, others for each entry and head, or with ``listed`` heads for all; what a partial tile shows has holes that a full one
     does not, and are others in each head."""
@@ -107,6 +120,8 @@ def sorted_choices() -> None:
     indices = torch.tensor([[[[4, 1, 4, -1, 9], [2, 2, 2, 3, 2], [-1, -5, 7, 8, 3]]]])
     counts, tiles = sorted_choice(indices, torch.tensor([[[5, 2, 4]]]), 8, 5)
     assert [row[:n].tolist() for row, n in zip(tiles[0, 0], counts[0, 0].tolist(), strict=True)] == [[1, 4], [2], [7]]
+
+
 def in_sections(check: Callable[[], None], processors: int = 1) -> Callable[[], None]:
     """A check of batch-invariant calls whose sections have 128 keys. processors: with many, each section has a program."""
 
@@ -402,6 +417,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "peaky": rising,
     "sink": variant("sink"),
     "alibi": variant("alibi"),
+    "far_sides": far_sides,
     "gated": variant("gated"),
     "softcap": variant("softcap"),
     "two_tables": two_tables,

@@ -34,6 +34,7 @@ _PACKAGES = (
 )
 _INSIDE = tuple(f"{name}." for name in _PACKAGES)
 _FORWARD = "backends.triton.kernels.forward"
+_VISITS = "backends.triton.kernels.softmax.visits"
 _WEIGHTS = "backends.triton.kernels.softmax.weights"
 _ASCENDING = "backends.triton.kernels.softmax.ascending"
 _SECTIONS = "backends.triton.kernels.softmax.sections"
@@ -74,37 +75,37 @@ MUTANTS = by_name(
     Mutant("sections_not_rescaled", f"{_SECTIONS}:merged", "tl.fma(sums, before, row_sum * own)", "sums + row_sum * own", "batch"),
     Mutant("maxima_of_what_hides_all", f"{_SECTIONS}:settled", "tl.where(row_sum == 0, _LOWEST, row_max)", "row_max + 1.0", "batch"),
     Mutant(
-        "sections_from_the_first_visit", f"{_FORWARD}:visit_sections",
+        "sections_from_the_first_visit", f"{_VISITS}:visit_sections",
         "(first // c.SECTION + 1) * c.SECTION", "first + c.SECTION", "batch_of_windows",
     ),
-    Mutant("cut_tiles_not_masked", f"{_FORWARD}:visit_in_order", "is_whole == 0", "is_whole == 2", "batch"),
+    Mutant("cut_tiles_not_masked", f"{_VISITS}:visit_in_order", "is_whole == 0", "is_whole == 2", "batch"),
     Mutant("second_run_from_the_first", f"{_ASCENDING}:visit_at", "visits.second + i", "visits.first + i", "batch_of_two_ranges"),
     Mutant("listed_tiles_all_masked", f"{_ASCENDING}:visit_at", "listed >= _WHOLE", "listed < 0", "batch_of_lists"),
-    Mutant("sections_that_overlap", f"{_FORWARD}:visit_sections", "(part + 1) * c.SECTION", "(part + 2) * c.SECTION", "batch_of_parts"),
+    Mutant("sections_that_overlap", f"{_VISITS}:visit_sections", "(part + 1) * c.SECTION", "(part + 2) * c.SECTION", "batch_of_parts"),
     # skipped tiles
     Mutant(
-        "skipped_if_a_row_skips", f"{_FORWARD}:visit_or_skip", "__ > 0", "tl.min((distance < below).to(tl.int32) ^ 1, 0) > 0", "skipping"
+        "skipped_if_a_row_skips", f"{_VISITS}:visit_or_skip", "__ > 0", "tl.min((distance < below).to(tl.int32) ^ 1, 0) > 0", "skipping"
     ),
-    Mutant("nothing_skipped", f"{_FORWARD}:visit_or_skip", "__ > 0", "row_max.shape[0] > 0", "skipping"),
+    Mutant("nothing_skipped", f"{_VISITS}:visit_or_skip", "__ > 0", "row_max.shape[0] > 0", "skipping"),
     # what a row sees
     Mutant("unmasked_tail", f"{_ITERATOR}:inside_of", "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], limits[1])", "full"),
     Mutant(
         "lost_last_key", f"{_ITERATOR}:inside_of",
         "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], tl.minimum(limits[1], seqlen_k - 1))", "full",
     ),
-    Mutant("unmasked_tail_of_lists", f"{_FORWARD}:seen_in", "lanes < end", "lanes < end + 1", "uneven_lists"),
-    Mutant("lost_last_key_of_lists", f"{_FORWARD}:seen_in", "lanes < end", "lanes < end - 1", "lists"),
+    Mutant("unmasked_tail_of_lists", f"{_VISITS}:seen_in", "lanes < end", "lanes < end + 1", "uneven_lists"),
+    Mutant("lost_last_key_of_lists", f"{_VISITS}:seen_in", "lanes < end", "lanes < end - 1", "lists"),
     Mutant(
         "row_limit_off_by_one", f"{_PROGRAMS}:_ranges_source",
         "text('(kv_idx < rows[{i + 1}])')", "text('(kv_idx <= rows[{i + 1}])')", "causal",
     ),
     Mutant("left_limit_off_by_one", f"{_DEVICE_MATH}:between", "place - lo", "place - lo - 1", "window"),
-    Mutant("mask_forgotten", f"{_FORWARD}:seen_in", "seen & __", "seen | __", "dilated"),
-    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:seen_always", "tl.where(__, s, float('-inf'))", "s", "beside_lists"),
-    Mutant("tile_that_begins_sure", f"{_FORWARD}:scores_of", "first + c.TILE_N > rows.sure[1]", "first > rows.sure[1]", "drafts"),
-    Mutant("tile_that_ends_sure", f"{_FORWARD}:scores_of", "first < rows.sure[0]", "first + c.TILE_N < rows.sure[0]", "drafts"),
+    Mutant("mask_forgotten", f"{_VISITS}:seen_in", "seen & __", "seen | __", "dilated"),
+    Mutant("mask_beside_lists_forgotten", f"{_VISITS}:seen_always", "tl.where(__, s, float('-inf'))", "s", "beside_lists"),
+    Mutant("tile_that_begins_sure", f"{_VISITS}:scores_of", "first + c.TILE_N > rows.sure[1]", "first > rows.sure[1]", "drafts"),
+    Mutant("tile_that_ends_sure", f"{_VISITS}:scores_of", "first < rows.sure[0]", "first + c.TILE_N < rows.sure[0]", "drafts"),
     Mutant("sure_keys_of_one_row", f"{_ITERATOR}:sure_of", "tl.min(__)", "tl.max(clipped(hi, seqlen_k, c.TILE_M))", "drafts"),
-    Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "lanes = lane[None, :]", "lanes = (lane - first)[None, :]", "alibi"),
+    Mutant("column_of_the_first_tile", f"{_VISITS}:scores_of", "lanes = lane[None, :]", "lanes = (lane - first)[None, :]", "alibi"),
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
     Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
     Mutant("tiles_before_the_full_ones_lost", f"{_ITERATOR}:by_ranges", "one.full - one.first", "zero", "window"),
@@ -115,6 +116,24 @@ MUTANTS = by_name(
     Mutant("tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window"),
     Mutant("second_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, b1, nothing)", "fourth", "sink_window"),
     Mutant("shared_tile_visited_twice", f"{_ITERATOR}:_joined", "tl.maximum(g0, f1)", "g0 + 0", "overlap"),
+    # far sides
+    Mutant(
+        "near_key_tile_taken_for_far", f"{_ITERATOR}:near_keys",
+        "q_first - score.after.reach(score.scalars) + 1", "q_first - score.after.reach(score.scalars) + TILE_N", "far_sides",
+    ),
+    Mutant(
+        "key_tile_far_for_the_first_row", f"{_ITERATOR}:near_keys",
+        "q_last + score.before.reach(score.scalars)", "q_first + score.before.reach(score.scalars)", "far_sides",
+    ),
+    Mutant("far_key_tiles_of_no_side", f"{_ITERATOR}:near_keys", "tl.minimum(tl.maximum(far, first), stop)", "first", "far_sides"),
+    Mutant(
+        "near_row_tile_taken_for_far", f"{_ITERATOR}:near_rows",
+        "k_first - score.before.reach(score.scalars) + 1", "k_first - score.before.reach(score.scalars) + TILE_M", "far_sides",
+    ),
+    Mutant(
+        "row_tile_far_for_the_first_key", f"{_ITERATOR}:near_rows",
+        "k_last + score.after.reach(score.scalars)", "k_first + score.after.reach(score.scalars)", "far_sides",
+    ),
     # lists
     Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= listed.listed", "i < 0", "lists"),
     Mutant("whole_of_a_list_tile_missed", f"{_ITERATOR}:_listed_full", "__ + i % CUT * TILE_N", "__", "lists"),
@@ -201,7 +220,7 @@ MUTANTS = by_name(
     ),
     # 8-bit keys
     Mutant(
-        "factors_of_keys_left_out", f"{_FORWARD}:scores_of",
+        "factors_of_keys_left_out", f"{_VISITS}:scores_of",
         "s * factors_at(key, first, end, numbers, c, False, IS_CUT)[None, :]", "s", "factors_of_keys",
     ),
     Mutant("factors_of_values_left_out", f"{_WEIGHTS}:scaled_weights_of", "p * factors", "p", "factors_of_keys"),
@@ -258,20 +277,21 @@ MUTANTS = by_name(
         "parts_of_shares_weighed_alike", f"{_COMBINE}:combine_shares",
         "tl.exp2(maxima - near)", "(maxima > float('-inf')).to(tl.float32)", "shares",
     ),
-    Mutant("first_partial_tile_taken_for_full", f"{_FORWARD}:visit_portion", "i >= full", "i > full", "shares"),
+    Mutant("first_partial_tile_taken_for_full", f"{_VISITS}:visit_portion", "i >= full", "i > full", "shares"),
     # the backward pass
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if c.HAS_DLSE: ...", "if False: ...", "full"),
     Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
-    Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:slot_of", "__ + b", "__", "packed"),
+    Mutant("statistics_of_two_sequences_in_one_place", f"{_ADDRESSING}:slot_of", "__ + b", "__", "packed"),
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
     Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
-    Mutant("heads_in_turn_lost", f"{_BACKWARD}:place_of_program", "at % width", "at % width // 2 * 2", "causal"),
+    Mutant("heads_in_turn_lost", f"{_ADDRESSING}:place_of_program", "at % width", "at % width // 2 * 2", "causal"),
     Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
     Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
     Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "causal"),
     Mutant(
-        "last_row_tile_lost", f"{_BACKWARD}:rows_that_see", "(sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls", "fulls * 0", "full"
+        "last_row_tile_lost", f"{_ROW_TILE_BOUNDS}:rows_that_see",
+        "(sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls", "fulls * 0", "full"
     ),
     Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
     Mutant(

@@ -66,14 +66,14 @@ def test_hopper_s_kernel_goes_so(tiles: int, heads: int, together: int) -> None:
 @pytest.mark.parametrize("entries", [1, 3])
 def test_triton_s_backward_kernels_go_so(tiles: int, heads: int, together: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the heads of all entries, whatever axis of the grid the tiles are."""
-    from anyattn.backends.triton.kernels import backward
+    from anyattn.backends.triton.kernels import addressing
 
     grid, of_all = (tiles, heads, entries), heads * entries
     at = [0, 0, 0]
     language = SimpleNamespace(
         num_programs=lambda i: grid[i], program_id=lambda i: at[i], where=lambda c, a, b: a if c else b, minimum=min, constexpr=None
     )
-    place = backward.place_of_program.fn
+    place = addressing.place_of_program.fn
     monkeypatch.setitem(place.__globals__, "tl", language)
     found = []
     for z, y, x in itertools.product(range(entries), range(heads), range(tiles)):

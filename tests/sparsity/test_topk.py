@@ -416,3 +416,13 @@ def test_the_operator_keeps_its_contract(has_full: bool) -> None:
         )
     single = choice((2, 2), (20, 50), (1, 16), 3)
     torch.library.opcheck(topk_lists, (single, None, *mods, 20, 50, 1, 16, False), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_single_keys_of_single_queries_take_the_memory_of_their_numbers() -> None:
+    """Lists for each query and key would have 4 * 2^30 entries; kernels list what is chosen."""
+    with FakeTensorMode():
+        indices = torch.empty((1, 4, 32_768, 2048), dtype=torch.int32, device="cuda")
+        made = BlockMask.from_topk(indices, BLOCK_SIZE=(1, 1), seq_lengths=(32_768, 32_768), causal=True)
+        assert made.kv_indices.shape == indices.shape
+        with pytest.raises(ValueError, match="4,294,967,296 entries"):
+            BlockMask.from_topk(torch.cat((indices,) * 3, -1), BLOCK_SIZE=(1, 1), seq_lengths=(32_768, 32_768))

@@ -28,18 +28,18 @@ def blocks(x: Tensor, block: tuple[int, int], how: str) -> Tensor:
 
 def judged(
     name: str, got: Tensor, weights: tuple[oracle.Weights, ...], reduced: Callable[[oracle.Weights], Tensor],
-    drawn: Callable[[], list[oracle.Weights]] | None = None,
+    drawn: Callable[[], list[oracle.Weights]] | None = None, keys: int = 1,
 ) -> None:  # fmt: skip
     """reduced: the sums, or maxima, of weights. weights: the oracle's and the plain formula's. drawn: weights with other roundings of the
-    mods; None if the mods round no more than the product does."""
+    mods; None if the mods round no more than the product does. keys: of one sum, whose errors of the row's log-sum-exp are one."""
 
     def noise() -> Noise | None:
         (scores, p), eps = weights[0], torch.finfo(got.dtype).eps
         exact = reduced(weights[0])
-        if "sums" in name:  # of each probability, the rounding of the score and log-sum-exp that it is computed from
+        if "sums" in name:  # of each probability, the roundings of score, log-sum-exp, exponential and sum
             size = torch.where(p > 0, scores, 0.0).abs()
-            error = p * (eps / 2) * (1 + size + (size - p.clamp_min(1e-300).log()).abs())
-            variance = reduced(oracle.Weights(scores, error.square() * _alike(p, has_heads=name.startswith("listed"))))
+            error = p * (eps / 2) * (2 + size + (size - p.clamp_min(1e-300).log()).abs())
+            variance = reduced(oracle.Weights(scores, error.square() * _alike(p, keys, has_heads=name.startswith("listed"))))
         else:  # the change of the base and back
             variance = (torch.where(exact.isneginf(), 0.0, exact) * eps).square()
         if drawn is not None:
@@ -50,12 +50,14 @@ def judged(
     budget.check(name, got, *(reduced(w) for w in weights), noise)
 
 
-def _alike(p: Tensor, has_heads: bool) -> Tensor:
-    """How many queries of a head, or of all heads, have the probabilities of a query: (B, H, Sq, 1). Their errors are one: they add up as
-    they are, not as independent ones do. So the variance of each counts as often."""
+def _alike(p: Tensor, keys: int, has_heads: bool) -> Tensor:
+    """How many probabilities of a sum have the error of each: (B, H, Sq, 1). Those of a query's keys have that of its log-sum-exp, and
+    queries of a head, or of all heads, with the same probabilities err alike. Such errors add up as they are, not as independent ones do:
+    the variance of each counts as often."""
     greatest = (p.amax(-1) if p.shape[3] else p.sum(-1)).float()
     others = greatest.flatten(1)[:, None, None] if has_heads else greatest[:, :, None]
-    return (greatest[..., None] == others).sum(-1, keepdim=True).double()
+    of_row = (p > 0).sum(-1, keepdim=True).clamp(1, keys)
+    return ((greatest[..., None] == others).sum(-1, keepdim=True) * of_row).double()
 
 
 def listed(sums: Tensor, indices: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ forward, a load for every pair at an index read from a table    0.50 to 1.00
 forward, even tiles                                             0.45 to 0.70
 forward, any load for every pair, few row tiles                 0.72 to 0.81
 forward, the same, head dimension 32, at most 512 queries       0.93 to 0.96
+forward, clamped distances, 8 times as many keys as are near    0.89 (the near ones by a table, which Hopper's time has not)
 backward, at most 64 queries and keys, to head dimension 128    0.21 to 0.68
 backward, the same, gradients of tables that a batch shares     0.05 to 0.78
 backward, even tiles with gradients, at most 64 keys            0.44 to 0.56
@@ -27,6 +28,9 @@ from anyattn.backends.hopper.codegen.score_analysis import reads, stages
 from anyattn.backends.hopper.config import TILE_M
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.captured_loads import even_slots, loads_even_tiles
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.far_sides import far_sides
+from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
@@ -40,6 +44,7 @@ _WIDEST_SHORT = 128  # of short calls, backward
 _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _LONG = 384  # keys
 FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
+_FAR = 8  # times as many keys as distances that are not far
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -57,6 +62,8 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
         return "it takes longer where the score mod looks up every pair in a table"
     if _reads_even_tiles(problem):
         return _EVEN
+    if _is_mostly_far(problem):
+        return "it takes longer where the score mod loads for every pair, but not of queries and keys that are far apart, which are most"
     if max(problem.q.shape[3], problem.v.shape[3]) <= _NARROW and problem.q.shape[2] <= _FEW_ROWS:
         return f"it takes longer where the score mod loads for every pair, up to head dimension {_NARROW} and {_FEW_ROWS} queries"
     return _reason_of_few(problem, problem.q.shape[2], hardware, "rows")
@@ -90,6 +97,18 @@ def _reads_even_tiles(problem: Problem) -> bool:
     if score is None or not reads(score.expr):
         return False
     return loads_even_tiles(score.expr, even_slots(score.expr, score.tensors))
+
+
+def _is_mostly_far(problem: Problem) -> bool:
+    """Whether Triton's kernel loads nothing per pair in most tiles (``far_sides``): only Triton's has loops of their own for them."""
+    score, are_near = problem.score, 0
+    assert score is not None
+    for side in far_sides(score.expr):
+        if side is None or problem.skip is not None:
+            return False
+        are_near += int(run(side.reach, {}, score.scalars, ())[0])
+    masks = [ranges_unread(mask) for mask in problem.predicates]
+    return all(ranges is not None and ranges.count == 1 for ranges in masks) and problem.k.shape[2] >= _FAR * are_near
 
 
 def _is_measured(problem: Problem, widest: int = _WIDEST) -> bool:

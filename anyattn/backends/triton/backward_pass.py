@@ -332,7 +332,7 @@ def _prepare_spec(form: Form, tables: Tables, tensors: tuple[Tensor | None, ...]
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
-    """The number of heads that programs process at a time; see ``kernels.backward._place``."""
+    """The number of heads that programs process at a time; see ``kernels.addressing.place_of_program``."""
     q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
     is_ragged = problem.sequences is not None  # its programs process all entries of a head
     heads = (problem.heads_kv if by_key or head_rows(problem) else problem.heads_q) * (1 if is_ragged else problem.batch)
@@ -342,7 +342,7 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
 
 
 def slots_per_head(problem: Problem, tile_m: int) -> int:
-    """The number of slots for row tiles of one head; see ``kernels.backward.slot_of``."""
+    """The number of slots for row tiles of one head; see ``kernels.addressing.slot_of``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
@@ -383,7 +383,7 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     if problem.score is not None:
         wanted = () if by_key else problem.wanted_slots
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
-        part = gradient_part(problem, wanted, are_exact)
+        part = gradient_part(problem, wanted, are_exact, program.score is not None and any(program.score.sides))
         program = replace(program, score=part)
         captured[0] = CapturedValues(*captured[0][:2], totals, part.style.even)
     constants: dict[str, Any] = {**constants_of(problem, call_program, tables), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}

@@ -49,13 +49,13 @@ def splits(count: int) -> Callable[[Inputs], Callable[[], Any]]:
 def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The cache as pages in random order: both pools, and the table (batch, pages of a sequence)."""
     _, k, v = inputs.bshd
-    batch, seqlen, heads, width = k.shape
+    batch, seqlen = k.shape[:2]
     each = seqlen // page_size
     assert each * page_size == seqlen, f"pages of {page_size} do not divide {seqlen} keys"
     where = torch.randperm(batch * each, generator=torch.Generator().manual_seed(4), device="cpu").to(inputs.device)
     pools = []
     for cache in (k, v):
-        pool = torch.empty(batch * each, page_size, heads, width, dtype=cache.dtype, device=cache.device)
+        pool = torch.empty(batch * each, page_size, *cache.shape[2:], dtype=cache.dtype, device=cache.device)
         pool[where] = cache.view(pool.shape)
         pools.append(pool)
     return pools[0], pools[1], where.view(batch, each).int()

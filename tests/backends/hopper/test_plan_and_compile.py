@@ -8,12 +8,13 @@ import subprocess
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import anyattn
-from anyattn import masks, planner
+from anyattn import masks, planner, scores
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward import _tables_of_lists
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
@@ -98,6 +99,22 @@ def test_few_queries_are_left_to_even_shares_unless_it_is_named() -> None:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), 132)
     assert reason_against(few) is None and "split keys" in str(slower_forward(few, machine))
     assert "split keys" not in str(slower_forward(problem(), machine))
+
+
+def test_scores_of_clamped_distances_are_left_to_triton_where_most_pairs_are_far() -> None:
+    from anyattn.backends.hopper.slower import slower_forward
+
+    machine = Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), 132)
+    tables = [torch.zeros(1, 64, 4096, 128) for _ in range(2)]
+    score = trace(scores.disentangled(*tables), "score")  # distances of 64 and more are far, on both sides
+
+    def reason(keys: int, **more: Any) -> str:
+        q = torch.zeros((1, 1, 1, 64), dtype=torch.bfloat16).expand(1, 64, keys, 64)
+        return str(slower_forward(problem(q=q, k=q, v=q, score=score, **more), machine))
+
+    assert "far apart" in reason(1024) and "far apart" not in reason(1016)
+    assert "far apart" in reason(1024, predicates=(trace(masks.causal(), "mask"),))
+    assert "far apart" not in reason(1024, predicates=(trace(lambda b, h, i, j: (i + j) % 2 == 0, "mask"),))
 
 
 def test_a_comparison_of_floats_that_float32_may_not_decide_is_refused() -> None:

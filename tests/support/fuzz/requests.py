@@ -114,16 +114,21 @@ def judge_request(call: Operands, request: Request) -> None:
     if request.key_block is not None:
         one = (max(whole, 1), request.key_block)
         judged(
-            "block_sums", aux.block_sums, weights, lambda w: blocks(w.probabilities[:, :, max(0, whole - last) :], one, "sum").sum(2), drawn
+            "block_sums",
+            aux.block_sums,
+            weights,
+            lambda w: blocks(w.probabilities[:, :, max(0, whole - last) :], one, "sum").sum(2),
+            drawn,
+            one[1],
         )
     elif (sum_block := request.sum_block) is not None:
-        judged("block_sums", aux.block_sums, weights, lambda w: blocks(w.probabilities, sum_block, "sum"), drawn)
+        judged("block_sums", aux.block_sums, weights, lambda w: blocks(w.probabilities, sum_block, "sum"), drawn, sum_block[1])
     if (max_block := request.max_block) is not None:
         judged("block_max", aux.block_max, weights, lambda w: blocks(w.scores, max_block, "max"), drawn)
     if asked.listed_sums is not None:
         indices, block = asked.listed_sums
         of_blocks = lambda w: listed(blocks(w.probabilities, block, "sum").cpu(), indices.cpu()).to(call.q.device)
-        judged("listed_sums", aux.listed_sums, weights, of_blocks, drawn)
+        judged("listed_sums", aux.listed_sums, weights, of_blocks, drawn, block[1])
 
 
 def _drawn(call: Operands, seed: int) -> oracle.Weights:

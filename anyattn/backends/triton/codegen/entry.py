@@ -109,7 +109,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         captured_names += [(n, "long") for n in numbers]
         captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
         captured = [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))]
-        mods.append(jit_source.group(Mod, [*_functions(part), *captured]))
+        mods.append(_mod_source(part, captured))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
     # Triton specialises on whether the address of a tensor with rows is a multiple of 16, which ``strides_of`` has checked for all of them
     # and ``Style.even`` for captured ones.
@@ -126,14 +126,22 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     return "\n\n".join([program.source, head])
 
 
+def _mod_source(part: Part | None, captured: list[str]) -> str:
+    """Source that constructs the ``Mod`` of a part. captured: its last fields, which the part's sides share."""
+    sides = ["None" if side is None else _mod_source(side, captured) for side in (part.sides if part is not None else (None, None))]
+    has_sides = [str(side != "None") for side in sides]
+    return jit_source.group(Mod, [*_functions(part), *has_sides, *sides, *captured])
+
+
 def _functions(part: Part | None) -> tuple[str, ...]:
     """The first fields of a ``Mod``."""
     if part is None:
-        return "False", "None", "None", "None", "None", "False", "None"
+        return "False", "None", "None", "None", "None", "False", "None", "None"
     terms = f"{part.name}_terms" if part.loads and part.is_by_entry else "None"
     scatter = f"{part.name}_scatter" if part.loads else "None"
     is_padded, sure = str(loads_even_tiles(part.expr, part.style.even)), "None" if part.sure is None else f"{part.sure.name}_rows"
-    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, is_padded, sure
+    reach = "None" if part.reach is None else f"{part.name}_reach"
+    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, is_padded, sure, reach
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)`` returns 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from anyattn.backends.triton.codegen.row_families import Family, families
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.analysis import captured_loads
 from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
+from anyattn.mods.analysis.far_sides import Side, far_sides
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
 from anyattn.mods.analysis.separated import separated
 from anyattn.mods.analysis.sure_keys import sure_range
@@ -63,7 +64,8 @@ class Part(NamedTuple):
     mod's value, its derivative, and for each of ``loads`` a derivative and indices). scalars: number of captured numbers. ranks: number of
     dimensions of each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its
     text. is_by_entry: for a loop over batch entries; see ``by_entry``. sure: of a mask, the limits of keys that it surely
-    shows, with the mask's own captured values."""
+    shows, with the mask's own captured values. sides: of a score mod, the parts that replace it far from the diagonal (``far_sides``), with
+    the same captured values, its queries after their keys and before them. reach: of such a part, ``far_sides.Side.reach``."""
 
     name: str
     kind: str
@@ -75,6 +77,8 @@ class Part(NamedTuple):
     style: Style = PLAIN
     is_by_entry: bool = False
     sure: Part | None = None
+    sides: tuple[Part | None, Part | None] = (None, None)
+    reach: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def program_of(problem: Problem) -> CallProgram:
         parts["always"] = parts["always"]._replace(sure=_sure_part(plan.always[0].mask, problem))
     if not plan.has_lists and not plan.ranged:  # every tile is visited
         parts, mods = {"ranges": _ranges_part("ranges", ALL_KEYS, problem), **parts}, [ALL_KEYS, *mods]
-    of_score = None if score is None else _part("score", score, problem)
+    of_score = None if score is None else _score_part(score, problem, parts.get("ranges"))
     if (dropout := problem.dropout) is not None:
         words = TracedMod.of_fields({**vars(dropout.keep), "expr": KEPT})
         parts["dropout"] = _part("dropout", words, problem)._replace(kind="words", scalars=2)
@@ -200,18 +204,66 @@ def _sure_part(mask: TracedMod, problem: Problem) -> Part | None:
     return None if expr is None else _ranges_part("sure", RowRanges(expr, mask.scalars, mask.tensors), problem)
 
 
+def _score_part(score: TracedMod, problem: Problem, ranges: Part | None) -> Part:
+    part = _part("score", score, problem)
+    if not _visits_runs(problem, ranges):
+        return part
+    return part._replace(sides=_sides_of(part, problem, lambda side, name: part._replace(name=name, expr=side)))
+
+
+def _visits_runs(problem: Problem, ranges: Part | None) -> bool:
+    """Whether a kernel visits one run of full tiles, in the order of their keys or rows, which far sides divide."""
+    is_cache = problem.sequences is not None and problem.sequences.is_cache
+    return ranges is not None and len(ranges.expr.outputs) == 2 and not is_cache and problem.skip is None
+
+
+def _sides_of(part: Part, problem: Problem, side_part: Callable[[Expr, str], Part]) -> tuple[Part | None, Part | None]:
+    """``Part.sides`` of the score mod's ``part``. side_part: makes a part of a side's expression and name.
+
+    The assumptions of ``part`` about loads hold where a side replaces it, but values per row are loaded for rows without far keys too,
+    for whom the place may be beyond the tensor."""
+    score = problem.score
+    assert score is not None
+    if not part.style.is_small:
+        return None, None
+
+    def made(side: Side | None, name: str) -> Part | None:
+        if side is None:
+            return None
+        found = side_part(side.expr, f"{part.name}_{name}")
+        is_inside = part.style.is_inside and style_of(score, found.expr, problem).is_inside
+        return found._replace(style=part.style._replace(by_thread=True, is_inside=is_inside), reach=side.reach)
+
+    after, before = far_sides(score.expr)
+    return made(after, "after"), made(before, "before")
+
+
 # ---- derivatives
 
 
-def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = ()) -> Part:
+def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = (), has_sides: bool = False) -> Part:
     """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
-    exact: those of them whose total is a ``deterministic_sum``."""
+    exact: those of them whose total is a ``deterministic_sum``. has_sides: whether the part gets ``Part.sides``."""
     score = problem.score
     assert score is not None
-    alone = frozenset(slots_alone(problem, wanted))
-    ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
-    part = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
-    return part._replace(style=style_of(score, part.expr, problem))
+    is_short = problem.q.dtype.itemsize == 2
+    alone, copied = frozenset(slots_alone(problem, wanted)), frozenset(_slots_copied(score.expr, is_short))
+    ranks, kinds = tuple([t.ndim for t in score.tensors]), _TotalKinds(alone, frozenset(exact), copied - alone - frozenset(exact))
+
+    def made(expr: Expr, name: str) -> Part:
+        return _gradient_part(expr, len(score.scalars), ranks, wanted, kinds, is_short)._replace(name=name)
+
+    part = made(score.expr, "score")
+    part = part._replace(style=style_of(score, part.expr, problem))
+    return part._replace(sides=_sides_of(part, problem, made)) if has_sides else part
+
+
+class _TotalKinds(NamedTuple):
+    """The slots whose gradient is stored by single pairs, is a ``deterministic_sum`` and is a ``privatized_sum``."""
+
+    alone: frozenset[int]
+    exact: frozenset[int]
+    copied: frozenset[int]
 
 
 def by_entry(part: Part) -> Part:
@@ -221,7 +273,7 @@ def by_entry(part: Part) -> Part:
     factors = [part.expr.outputs[load.factor] for load in part.loads]
     numbers = {factor: i for i, factor in enumerate(dict.fromkeys(factors))}
     loads = tuple([load._replace(term=numbers[factor]) for load, factor in zip(part.loads, factors, strict=True)])
-    return part._replace(is_by_entry=True, loads=loads)
+    return part._replace(is_by_entry=True, loads=loads, sides=(None, None))
 
 
 def summed_over_entries(score: TracedMod, wanted: tuple[int, ...], dtype: torch.dtype) -> int | None:
@@ -272,11 +324,9 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gradient_part(
-    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], exact: frozenset[int], is_short: bool
-) -> Part:
+def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], kinds: _TotalKinds, is_short: bool) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
-    builder, copied = Builder(), frozenset(_slots_copied(expr, is_short)) - alone - exact
+    builder, (alone, exact, copied) = Builder(), kinds
     outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
@@ -363,8 +413,11 @@ def staged(part: Part) -> str:
     if part.loads:
         functions += [terms_source(part.name, part.loads)] if part.is_by_entry else []
         functions.append(scatter_source(part.name, part.loads, part.style))
-    if part.sure is not None:
-        functions.append(staged(part.sure))
+    if part.reach is not None:
+        reach = emit(part.reach, style=part.style)
+        steps = [*reach.all(), f"return device_math.limit({reach.outputs[0]})"]
+        functions.append(f"@triton.jit\ndef {part.name}_reach(scalars):\n" + "\n".join(f"    {line}" for line in steps) + "\n")
+    functions += [staged(other) for other in (part.sure, *part.sides) if other is not None]
     return "\n\n".join(functions)
 
 

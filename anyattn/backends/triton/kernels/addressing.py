@@ -8,8 +8,8 @@ import triton.language as tl
 from anyattn.backends.triton.kernels.arguments import Sequence
 
 __all__ = [
-    "Portion", "RowTile", "cache_entry", "entry", "is_off", "key_places", "row_at", "row_offsets", "row_tile", "sequence_of",
-    "tile_of", "tile_offsets", "work_of",
+    "Portion", "RowTile", "cache_entry", "entry", "is_off", "key_places", "place_of_program", "row_at", "row_offsets", "row_tile",
+    "sequence_of", "slot_of", "tile_of", "tile_offsets", "work_of",
 ]  # fmt: skip
 
 
@@ -196,3 +196,33 @@ def row_at(at, strides, IS_NEAR: tl.constexpr):
         return at * strides.position.to(tl.int32)
     else:
         return at.to(tl.int64) * strides.position
+
+
+@triton.jit
+def place_of_program(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+    """(tile, batch entry, head) of this program. Programs process a few heads at a time (``sizes``): first these heads' first tiles, then
+    their second tiles, and so on. So no long program starts last, and the data that they read stays in the cache.
+
+    LAST_FIRST: under a causal mask the last row tiles see most keys and must start first."""
+    tiles, together = sizes.row_tiles, sizes.together
+    x, heads = tl.num_programs(0), tl.num_programs(1)
+    at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
+    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many entries for the last axis are the first axis
+    first = at // (tiles * together) * together  # numbered over the heads of all entries
+    width = tl.minimum(together, heads * entries - first)
+    at -= first * tiles
+    m, of_all = at // width, first + at % width
+    b, h = of_all // heads, of_all % heads
+    if HAS_ENTRIES:
+        return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
+    elif LAST_FIRST:
+        return tiles - 1 - m, b, h
+    else:
+        return m, b, h
+
+
+@triton.jit
+def slot_of(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Begin of the slot of row tile m of a sequence, WIDTH numbers per tile; tiles of different sequences do not share slots."""
+    per_row = (sizes.positions + TILE_M - 1) // TILE_M
+    return ((h * sizes.slots) + sequence.q_row * per_row + sequence.q_start // TILE_M + b + m).to(tl.int64) * WIDTH

@@ -18,7 +18,6 @@ __all__ = [
     "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Shares", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
-
 NO_FACTOR, OF_HEAD, OF_KEY = 0, 1, 2  # of 8-bit keys and values
 
 
@@ -65,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """``Sizes`` and two more: int32. slots: number of row tile slots per head, see ``backward.slot_of``. together: heads that programs
+    """``Sizes`` and two more: int32. slots: number of row tile slots per head, see ``addressing.slot_of``. together: heads that programs
     process at a time."""
 
     seqlen_q: Any
@@ -119,14 +118,13 @@ class Shares(NamedTuple):
 
 
 class Mod(NamedTuple):
-    """One part of the program: its functions, and its captured values. exists: whether the kernel has the part; without it the functions
-    are None.
-
+    """One part of the program: its functions, and its captured values. exists: whether the kernel has the part; else functions are None.
     rows, value: the functions of ``codegen.programs``. terms: the terms of sums over batch entries (``codegen.programs.by_entry``), else
-    None. scatter: adds to the captured tensors' gradients; None if none is needed. scalars:
-    int64, the bits of its numbers. tensors: (pointer, stride 0, size 0, stride 1, ...) per tensor. totals: the same per gradient sum. An
-    empty one is replaced by a number: Triton has no empty tuple. is_padded: whether ``value`` may be called with keys beyond the end. sure:
-    the limits of keys that a row sees whatever ``value`` is (``mods.analysis.sure_keys``); None if none are known."""
+    None. scatter: adds to the captured tensors' gradients; None if none is needed. is_padded: whether ``value`` may be called with keys
+    beyond the end. sure: the limits of keys that a row sees whatever ``value`` is (``mods.analysis.sure_keys``); None if none are known.
+    after, before: the ``Mod`` that replaces a score mod where queries are far after or far before their keys, if has_after or has_before.
+    reach: of such a ``Mod``, the distance from which on it does. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0,
+    size 0, ...) per tensor. totals: the same per gradient sum. An empty one is replaced by a number: Triton has no empty tuple."""
 
     exists: Any
     rows: Any
@@ -135,6 +133,11 @@ class Mod(NamedTuple):
     scatter: Any
     is_padded: Any
     sure: Any
+    reach: Any
+    has_after: Any
+    has_before: Any
+    after: Any
+    before: Any
     scalars: Any
     tensors: Any
     totals: Any
@@ -156,7 +159,7 @@ class Mods(NamedTuple):
 # keys. IS_CACHE: entries come from the cache's tables. PAGES_FIT: tiles begin where pages begin, or lie inside them. IS_RAW: the greatest
 # product has the greatest score (the scale is positive), or there is a score mod, so maxima are taken before the conversion to base 2.
 # IS_LATE: a full tile's second product overlaps the next one's exponentials. IS_DESCRIBED: a ``tile_config.TmaUse``. SUMS: see
-# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``backward.slot_of``. SEES_ALL: no
+# ``tile_config.row_sums``. IS_NEAR: see ``addressing.tile_offsets``. SLOT_M: positions of a slot, see ``addressing.slot_of``. SEES_ALL: no
 # mask hides a key from a row, so that no row tile is looked for. IS_CUT: a tile may reach beyond the sequences' ends. TERMS: number of sums
 # over entries, see ``codegen.programs.summed_over_entries``. IS_SHARED: programs take even shares of all key tiles. K_SCALE, V_SCALE:
 # factors of 8-bit keys and values: ``NO_FACTOR``, ``OF_HEAD`` (one for each batch entry and K/V head) or ``OF_KEY``. Q_BYTES, KV_BYTES:
@@ -400,8 +403,7 @@ class Sequence(NamedTuple):
 
 
 class KeyFactors(NamedTuple):
-    """Factors of each 8-bit key and value. k, v: pointers to float32, of their head's keys. k_strides, v_strides: of the factors, whose
-    places are those of the keys that they belong to."""
+    """Factors of each 8-bit key and value. k, v: pointers to float32, of their head's keys. k_strides, v_strides: of factors, like keys."""
 
     k: Any
     v: Any
@@ -437,8 +439,8 @@ class Scales(NamedTuple):
 
 
 class RowsOfParts(NamedTuple):
-    """The row values of each part of the program for a tile: a tuple that the part's own functions make and
-    read; see ``codegen.programs``. sure: the least and the end of the keys that ``always`` shows to all rows; unread without any."""
+    """The row values of each part for a tile: a tuple that the part's own functions make and read; see ``codegen.programs``. sure: the
+    least and the end of the keys that ``always`` shows to all rows; unread without any."""
 
     score: Any
     mask: Any
@@ -466,8 +468,7 @@ class Runs(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """The tiles of one range per row, int32: some row has keys in ``first`` to ``end``; all rows cover
-    ``full`` to ``full_end`` completely."""
+    """The tiles of one range per row, int32: some row has keys in ``first`` to ``end``; all rows cover ``full`` to ``full_end``."""
 
     first: Any
     end: Any
@@ -489,8 +490,7 @@ class ListedTiles(NamedTuple):
 
 
 class TileOfScores(NamedTuple):
-    """The place of a tile of scores whose gradients are added to captured totals: int32. q_first, k_first: its first row and key for mods.
-    rows, keys: their numbers."""
+    """The place of a tile of scores in captured totals: int32. q_first, k_first: its first row and key for mods. rows, keys: how many."""
 
     b: Any
     h: Any

@@ -17,10 +17,19 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
-from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, TileOfScores
+from anyattn.backends.triton.kernels.addressing import (
+    entry,
+    is_off,
+    place_of_program,
+    row_at,
+    row_offsets,
+    row_tile,
+    slot_of,
+    tile_offsets,
+)
+from anyattn.backends.triton.kernels.arguments import KeyStorage, Mods, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.dropout import factor_of, first_block, kept_of, no_rows, places, plus_product, plus_rows, scores
-from anyattn.backends.triton.kernels.forward import kv_for, rows_of
+from anyattn.backends.triton.kernels.forward import rows_of
 from anyattn.backends.triton.kernels.key_tiles import (
     load_rest,
     load_rows,
@@ -31,29 +40,23 @@ from anyattn.backends.triton.kernels.key_tiles import (
     store_whole,
     whole_tile,
 )
-from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
+from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_that_see, store_span
+from anyattn.backends.triton.kernels.softmax.visits import kv_for
 from anyattn.backends.triton.kernels.tile_iterator import (
-    by_lists,
     clipped,
     full_at,
     inside_of,
     lanes_of,
+    near_keys,
+    near_rows,
     partial_at,
-    place_of_lists,
     visits_of,
 )
 from anyattn.triton_tools import device_math
 
-__all__ = ["dkdv_tile", "dq_tile", "place_of_program", "prepare_tile", "rows_that_see", "slot_of"]
+__all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-
-
-class RowRun(NamedTuple):
-    """The row tiles that see a tile of keys: int32. first: the first that sees any key. full: the first that sees all keys."""
-
-    first: Any
-    full: Any
 
 
 class HeadPointers(NamedTuple):
@@ -63,13 +66,6 @@ class HeadPointers(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
-
-
-@triton.jit
-def slot_of(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Begin of the slot of row tile m of a sequence, WIDTH numbers per tile; tiles of different sequences do not share slots."""
-    per_row = (sizes.positions + TILE_M - 1) // TILE_M
-    return ((h * sizes.slots) + sequence.q_row * per_row + sequence.q_start // TILE_M + b + m).to(tl.int64) * WIDTH
 
 
 @triton.jit
@@ -113,29 +109,6 @@ def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         store_span(place, clipped(rows[0], sequence.seqlen_k, c.TILE_M), clipped(rows[1], sequence.seqlen_k, c.TILE_M))
         if c.RANGES == 2:
             store_span(place + 4, clipped(rows[2], sequence.seqlen_k, c.TILE_M), clipped(rows[3], sequence.seqlen_k, c.TILE_M))
-
-
-@triton.jit
-def place_of_program(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(tile, batch entry, head) of this program. Programs process a few heads at a time (``sizes``): first these heads' first tiles, then
-    their second tiles, and so on. So no long program starts last, and the data that they read stays in the cache.
-
-    LAST_FIRST: under a causal mask the last row tiles see most keys and must start first."""
-    tiles, together = sizes.row_tiles, sizes.together
-    x, heads = tl.num_programs(0), tl.num_programs(1)
-    at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
-    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many entries for the last axis are the first axis
-    first = at // (tiles * together) * together  # numbered over the heads of all entries
-    width = tl.minimum(together, heads * entries - first)
-    at -= first * tiles
-    m, of_all = at // width, first + at % width
-    b, h = of_all // heads, of_all % heads
-    if HAS_ENTRIES:
-        return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
-    elif LAST_FIRST:
-        return tiles - 1 - m, b, h
-    else:
-        return m, b, h
 
 
 @triton.jit
@@ -205,6 +178,27 @@ def _visit_keys(
 
 
 @triton.jit
+def _visit_key_run(
+    dq, q, dout, lse, delta, is_row, q_first, row_count, begin, stop, runs, key, offsets, rows, b, h, scale, mods, c
+):  # fmt: skip
+    """``_visit_keys`` of the full tiles ``begin`` to ``stop``."""
+    for i in range(begin, stop):
+        first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
+        dq = _visit_keys(
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
+            key, offsets, rows, b, h, scale, mods, c, False,
+        )  # fmt: skip
+    return dq
+
+
+@triton.jit
+def _of_side(rows, b, h, q_idx, score):
+    """``RowsOfParts`` with the values of a far side, ``score``."""
+    own = score.rows(b, h, q_idx, score.scalars, score.tensors)
+    return RowsOfParts(score=own, mask=rows.mask, always=rows.always, dropout=rows.dropout, sure=rows.sure)
+
+
+@triton.jit
 def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     """dq of one row tile (if HAS_DQ), and the gradients of the score mod's captured tensors from its scores. With GROUP the tile has the
     rows of all query heads of a K/V head, GROUP of a position, and there are no such gradients and no dropout."""
@@ -253,11 +247,23 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     if c.RANGES > 0:
         inside = inside_of(kept.mask, seqlen_k, c.RANGES)
         kept = RowsOfParts(score=kept.score, mask=inside, always=kept.always, dropout=kept.dropout, sure=kept.sure)
-    for i in range(0, full):
-        first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
-        dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
-            key, offsets, kept, b, q_head, scale, mods, c, False,
+    near, near_end = 0, full
+    if mods.score.has_after or mods.score.has_before:
+        near, near_end = near_keys(mods.score, q_first, q_first + tl.minimum(row_count, c.TILE_M) - 1, runs.full_0.first, 0, full, c.TILE_N)
+    if mods.score.has_after:
+        of_side = _of_side(kept, b, q_head, q_idx, mods.score.after)
+        dq = _visit_key_run(
+            dq, q, dout, lse, delta, is_row, q_first, row_count, 0, near, runs, key, offsets, of_side, b, q_head, scale,
+            Mods(score=mods.score.after, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
+        )  # fmt: skip
+    dq = _visit_key_run(
+        dq, q, dout, lse, delta, is_row, q_first, row_count, near, near_end, runs, key, offsets, kept, b, q_head, scale, mods, c
+    )
+    if mods.score.has_before:
+        of_side = _of_side(kept, b, q_head, q_idx, mods.score.before)
+        dq = _visit_key_run(
+            dq, q, dout, lse, delta, is_row, q_first, row_count, near_end, full, runs, key, offsets, of_side, b, q_head, scale,
+            Mods(score=mods.score.before, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
@@ -341,6 +347,23 @@ def _visit_rows(
 
 
 @triton.jit
+def _visit_row_run(
+    dk, dv, k, v, begin, stop, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
+):  # fmt: skip
+    """``_visit_rows`` of the full tiles ``begin`` to ``stop``."""
+    for i in range(begin, stop):
+        if c.RANGES > 0:
+            start = (runs.full + i) * c.TILE_M
+        else:
+            start = full_at(runs, i, 0, c.TILE_M, c.LIST_M)
+        dk, dv = _visit_rows(
+            dk, dv, k, v, start, start + c.TILE_M, True,
+            n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, False,
+        )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
 def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c):
     """``_visit_rows`` for a tile that is full or, with is_cut, partial, by ranges and without a score mod. end: of the sequence.
 
@@ -384,25 +407,6 @@ def _visitors(early, tensors, strides, spans, sizes, lists, sequence, b, h, line
     )  # fmt: skip
     runs, fulls, partials = rows_that_see(early, tensors.spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
     return heads, runs, fulls, partials
-
-
-@triton.jit
-def rows_that_see(early, row_spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c):
-    """The last three results of ``_visitors``. row_spans: of ``prepare_tile``."""
-    if c.SEES_ALL:
-        fulls = sequence.seqlen_q // c.TILE_M
-        return RowRun(first=0, full=0), fulls, (sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls
-    elif c.RANGES > 0:
-        place = row_spans + slot_of(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
-        tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
-        if c.IS_GROUPED:
-            early = first_spans(place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
-        first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
-        return RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
-    else:
-        counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, c.LIST_M, c.HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.HAS_FULL)
-        return runs, runs.full, runs.partial
 
 
 @triton.jit
@@ -462,14 +466,21 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, True
                 )
-            for i in range(0, fulls):
-                if c.RANGES > 0:
-                    start = (runs.full + i) * c.TILE_M
-                else:
-                    start = full_at(runs, i, 0, c.TILE_M, c.LIST_M)
-                dk, dv = _visit_rows(
-                    dk, dv, k, v, start, start + c.TILE_M, True,
-                    n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, False,
+            near, near_end = 0, fulls
+            if mods.score.has_after or mods.score.has_before:
+                near, near_end = near_rows(mods.score, sequence.q_first, n_first, tile_end - 1, runs.full, fulls, c.TILE_M)
+            if mods.score.has_before:
+                dk, dv = _visit_row_run(
+                    dk, dv, k, v, 0, near, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
+                    Mods(score=mods.score.before, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
+                )  # fmt: skip
+            dk, dv = _visit_row_run(
+                dk, dv, k, v, near, near_end, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
+            )
+            if mods.score.has_after:
+                dk, dv = _visit_row_run(
+                    dk, dv, k, v, near_end, fulls, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
+                    Mods(score=mods.score.after, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
                 )  # fmt: skip
     if mods.dropout.exists:
         dv = dv * factor_of(mods)

@@ -15,8 +15,8 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import row_at, row_offsets
 from anyattn.backends.triton.kernels.arguments import TileOfScores
 from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
-from anyattn.backends.triton.kernels.forward import kv_for
 from anyattn.backends.triton.kernels.key_tiles import load_rows
+from anyattn.backends.triton.kernels.softmax.visits import kv_for
 
 __all__ = ["pair_tile"]
 

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LN2, LOG2E
-from anyattn.backends.triton.kernels.addressing import entry, row_at, row_offsets, row_tile
+from anyattn.backends.triton.kernels.addressing import entry, place_of_program, row_at, row_offsets, row_tile, slot_of
 from anyattn.backends.triton.kernels.arguments import RowsOfParts
-from anyattn.backends.triton.kernels.backward import place_of_program, rows_that_see, slot_of
 from anyattn.backends.triton.kernels.dropout import scores
-from anyattn.backends.triton.kernels.forward import kv_for, rows_of
+from anyattn.backends.triton.kernels.forward import rows_of
 from anyattn.backends.triton.kernels.key_tiles import offsets_of, rows_at, whole_tile
+from anyattn.backends.triton.kernels.row_tile_bounds import rows_that_see
+from anyattn.backends.triton.kernels.softmax.visits import kv_for
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.triton_tools import device_math
 

@@ -1,4 +1,5 @@
-"""Results of a row tile (device code): output, log-sum-exp and greatest score, with the sink."""
+"""Results of a row tile (device code): the online softmax that its key tiles update, and at the end output, log-sum-exp and greatest score,
+with the sink."""
 
 import triton
 import triton.language as tl

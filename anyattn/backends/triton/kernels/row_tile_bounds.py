@@ -3,13 +3,25 @@
 A row tile's span of a range is the least lo, the greatest hi, the greatest lo and the least hi of its rows.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["first_spans", "rows_by_spans", "store_span"]
+from anyattn.backends.triton.kernels.addressing import slot_of
+from anyattn.backends.triton.kernels.tile_iterator import by_lists, place_of_lists
+
+__all__ = ["first_spans", "rows_that_see", "store_span"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 _CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are compared at once
+
+
+class RowRun(NamedTuple):
+    """The row tiles that see a tile of keys: int32. first: the first that sees any key. full: the first that sees all keys."""
+
+    first: Any
+    full: Any
 
 
 @triton.jit
@@ -87,3 +99,26 @@ def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, 
             _, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES)
             full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
     return first, end, full, full_end
+
+
+@triton.jit
+def rows_that_see(early, row_spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c):
+    """(the row tiles that see keys n_first to n_end, how many see all of them, how many see some).
+
+    The row tiles are a ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``. row_spans: of
+    ``backward.prepare_tile``.
+    """
+    if c.SEES_ALL:
+        fulls = sequence.seqlen_q // c.TILE_M
+        return RowRun(first=0, full=0), fulls, (sequence.seqlen_q + c.TILE_M - 1) // c.TILE_M - fulls
+    elif c.RANGES > 0:
+        place = row_spans + slot_of(sequence, 0, b, h, sizes, c.TILE_M, 4 * c.RANGES)
+        tile_end = tl.minimum(n_first + c.TILE_N, n_end)  # n_end is the sequence's end
+        if c.IS_GROUPED:
+            early = first_spans(place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
+        first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, c.RANGES, c.TILE_M)
+        return RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
+    else:
+        counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, c.LIST_M, c.HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.HAS_FULL)
+        return runs, runs.full, runs.partial

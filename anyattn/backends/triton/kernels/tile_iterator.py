@@ -13,8 +13,8 @@ import triton.language as tl
 from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
 
 __all__ = [
-    "by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "lanes_of", "partial_at", "place_of_lists", "sure_of",
-    "visits_of",
+    "by_lists", "by_ranges", "clipped", "first_at", "full_at", "inside_of", "lanes_of", "near_keys", "near_rows", "partial_at",
+    "place_of_lists", "sure_of", "visits_of",
 ]  # fmt: skip
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
@@ -325,3 +325,40 @@ def first_at(runs, i, full, seqlen_k, c):
     """The first key of the i-th tile, with full tiles before partial ones."""
     partial, _, _ = partial_at(runs, i - full, seqlen_k, c.RANGES, c.TILE_N, 0)
     return tl.where(i < full, full_at(runs, i, c.RANGES, c.TILE_N, 0), partial)
+
+
+# ---- far sides
+
+
+@triton.jit
+def _whole_tiles(positions, TILE: tl.constexpr):
+    """The tiles that end at or before a position, which may be negative: then none."""
+    return tl.maximum(positions, 0) // TILE
+
+
+@triton.jit
+def near_keys(score, q_first, q_last, tile, begin, stop, TILE_N: tl.constexpr):
+    """(begin, end) of the near ones among the consecutive full tiles ``begin`` to ``stop``, of which number 0 is ``tile``, counted from key
+    0: ``score.after`` holds in those before, ``score.before`` in those behind. q_first, q_last: the rows' positions."""
+    first, end = begin, stop
+    if score.has_after:
+        far = _whole_tiles(q_first - score.after.reach(score.scalars) + 1, TILE_N) - tile
+        first = tl.minimum(tl.maximum(far, begin), stop)
+    if score.has_before:
+        far = _whole_tiles(q_last + score.before.reach(score.scalars) + TILE_N - 1, TILE_N) - tile
+        end = tl.minimum(tl.maximum(far, first), stop)
+    return first, end
+
+
+@triton.jit
+def near_rows(score, q_first, k_first, k_last, tile, count, TILE_M: tl.constexpr):
+    """(begin, end) of the near ones among ``count`` consecutive full row tiles, of which number 0 is ``tile``: ``score.before`` holds in
+    those before, ``score.after`` in those behind. q_first: the position of the sequence's first row. k_first, k_last: of the keys."""
+    first, end = count * 0, count
+    if score.has_before:
+        far = _whole_tiles(k_first - score.before.reach(score.scalars) + 1 - q_first, TILE_M) - tile
+        first = tl.minimum(tl.maximum(far, 0), count)
+    if score.has_after:
+        far = _whole_tiles(k_last + score.after.reach(score.scalars) - q_first + TILE_M - 1, TILE_M) - tile
+        end = tl.minimum(tl.maximum(far, first), count)
+    return first, end

@@ -11,8 +11,8 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, row_offsets, row_tile
 from anyattn.backends.triton.kernels.backward import place_of_program, slot_of
 from anyattn.backends.triton.kernels.dropout import plus_product
-from anyattn.backends.triton.kernels.forward import kv_for
 from anyattn.backends.triton.kernels.key_tiles import load_rows
+from anyattn.backends.triton.kernels.softmax.visits import kv_for
 
 __all__ = ["dkdv_of_queries"]
 
