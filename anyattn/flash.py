@@ -197,7 +197,7 @@ def flash_attn_varlen_func(
         from anyattn.custom_ops.entry_points import flash as compiled
 
         found = compiled(q, k, v, places, option_values, backend)
-        result = found[0] if out is None else _written(out, q, v, found[0])
+        result = found[0] if out is None else _written(out, found[0])
         return (result, found[1]) if return_lse else result
     return _attended(q, k, v, places, option_values, backend, is_varlen=True, out=out)
 
@@ -237,9 +237,9 @@ def _attended(
     return results if options.return_lse else results[0]
 
 
-def _written(out: Tensor, q: Tensor, v: Tensor, result: Tensor) -> Tensor:
-    """``out`` with the result of a compiled call."""
-    check_out(out, q, v)
+def _written(out: Tensor, result: Tensor) -> Tensor:
+    """``out`` with the result of a compiled call, whose dtype autocast may have chosen."""
+    check_out(out, result, result)
     return write_out(out, result)
 
 
@@ -356,7 +356,7 @@ def flash_attn_with_kvcache(
         from anyattn.custom_ops.entry_points import decode as compiled
 
         found = compiled(cached, option_values, backend)
-        found = found if out is None else (_written(out, q, v_cache, found[0]), found[1])
+        found = found if out is None else (_written(out, found[0]), found[1])
         return found if return_lse else found[0]
     result, lse = _decoded(cached, option_values, backend, out)
     return (result, lse) if return_lse else result

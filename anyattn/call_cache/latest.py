@@ -79,6 +79,8 @@ class _Out:
             return True
         if out.shape != self._shape or out.dtype is not self._dtype or out.device != self._device or out.is_neg() or out.requires_grad:
             return False
+        if out.is_inference() and not torch.is_inference_mode_enabled():  # refused by ``check_out``
+            return False
         if any(n > 1 and a != b for n, a, b in zip(out.shape, out.stride(), self._strides, strict=True)):
             return False
         self._is_known = comparison((out,))

@@ -27,6 +27,7 @@ _POINTER = 8
 _MOST_SCRATCHES = 2  # parameters that Triton appends: pointers to memory, null for kernels that need none
 _CONFIG = struct.Struct("7I4xQQI4x")  # ``CUlaunchConfig``: grid, threads, shared memory; stream; attributes, their number
 _STREAM = 4  # in words of 64 bits
+_NO_CONTEXT = 201  # status of a launch by a thread that has not used CUDA: Triton's launcher gives the thread the device's context
 
 
 class _Driver(NamedTuple):
@@ -129,7 +130,9 @@ class _PackedLaunch:
             self._write(self._words, 0, *values)
             self._stream[_STREAM] = c._cuda_getCurrentRawStream(kernel.device)  # type: ignore[attr-defined]
             status = self._driver.launch(*self._addresses)
-        if status:
+        if status == _NO_CONTEXT:
+            self._send(grid, values)
+        elif status:
             raise RuntimeError(f"Triton Error [CUDA]: {self._driver.error(status)}")
 
     def _send(self, grid: tuple[int, ...], values: Sequence[Any]) -> None:

@@ -36,6 +36,8 @@ def check_out(out: Any, q: Any, v: Any) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires grad, but a call that is given out has no gradients: pass a tensor that requires none")
+    if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("out was made in torch.inference_mode(), and outside it torch writes to no such tensor: pass out=out.clone()")
 
 
 def check_out_memory(out: Tensor, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -97,6 +97,7 @@ def test_wrong_memory_is_refused(name: str, is_warm: bool, monkeypatch: pytest.M
         (torch.empty(q.shape), ValueError, "out is torch.float32"),
         (torch.empty_like(q, device="meta"), ValueError, "out is .* on meta"),
         (torch.empty_like(q).requires_grad_(), ValueError, "out requires grad"),
+        (torch.inference_mode()(torch.empty_like)(q), ValueError, "out was made in torch.inference_mode"),
         (q[..., :1].expand(q.shape), ValueError, "is expanded"),
         (q, ValueError, "out and q share memory"),
         (q.view(q.shape), ValueError, "out and q share memory"),
@@ -133,6 +134,21 @@ def test_compiled_calls(name: str) -> None:
     assert torch.equal(out, call(given, return_lse=True)[0]) and torch.equal(found, out * 2)
     with pytest.raises(Exception, match="out has shape"):
         torch.compile(lambda out: call(given, out=out), backend="aot_eager", fullgraph=True)(out[..., :8])
+
+
+@pytest.mark.parametrize("name", ["decode", "varlen"])
+def test_autocast(name: str) -> None:
+    """The result has autocast's dtype where it has without out, compiled or not."""
+    given = {n: x.float() if isinstance(x, Tensor) and (name == "varlen" or n == "q") and n in "qkv" else x for n, x in CALLS[name](0).items()}
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        for one in (call, compiled):
+            wanted = one(given)
+            assert wanted.dtype is torch.bfloat16
+            out = torch.empty_like(wanted)
+            assert one(given, out=out) is out and torch.equal(out, wanted)
+            with pytest.raises(Exception, match="out is torch.float32"):
+                one(given, out=out.float())
 
 
 def test_inference_mode() -> None:

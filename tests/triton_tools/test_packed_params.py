@@ -135,6 +135,15 @@ def test_an_error_of_the_driver(gpu: Any) -> None:
         launcher(GRID, tuple(GIVEN[i] for i in order))
 
 
+def test_a_thread_without_a_context_launches_by_triton(gpu: Any) -> None:
+    """As a new thread is, until CUDA's runtime has run in it; the driver launches nothing then."""
+    made = gpu()
+    launcher, order = made.pack(GRID, GIVEN, VARIES)
+    made.device.status = 201
+    launcher(GRID, tuple(GIVEN[i] for i in order))
+    assert made.sent == [(GRID, [*GIVEN])]
+
+
 @pytest.mark.parametrize(
     "facts",
     [{"num_ctas": 2}, {"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_pdl": True}, {"launch_cooperative_grid": True}],
