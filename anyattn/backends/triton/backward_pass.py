@@ -56,7 +56,7 @@ from anyattn.backends.triton.launch_shape import (
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.pair_tiles import launch_pairs, pair_tiles_of, pairs_for
 from anyattn.backends.triton.plan import TritonPlan
-from anyattn.backends.triton.single_queries import gathers_queries, tables_of_queries, tiles_of_queries
+from anyattn.backends.triton.single_queries import gathers_queries, tables_of_queries, tiles_of_queries, with_whole_queries
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn
 from anyattn.backends.triton.wide_tiles import is_wide, padded
@@ -147,7 +147,10 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: tuple[Any, ...]) 
         passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}, None))]
         return autotune.seconds(lambda: backward(problem, passes, *results), device)
 
+    follow = {"dq": head_rows(problem) > 0, "dkdv": gathers_queries(problem)}  # whose tiles follow from the heads
     for name in _kernels_of(problem):  # for a kernel that is not launched all tiles would take the same time
+        if follow.get(name):
+            continue
         question = autotune.backward_question(name, problem, program, _words_of(name, problem))
         tiles = {**tiles, name: autotune.best(question, device, partial(measure, name))}
     return tiles
@@ -157,15 +160,13 @@ def _words_of(name: str, problem: Problem) -> list[str]:
     """Properties besides mask and mods that select a kernel."""
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
-        several = ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + ["gathered queries"] * gathers_queries(problem)
-        return several + absent + ["wide gradients"] * problem.wide_kv_grads
+        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent + ["wide gradients"] * problem.wide_kv_grads
     wanted = problem.wanted_slots
     captured = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return (
         captured
         + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted))
         + ["without dq"] * (not problem.q.requires_grad)
-        + ["rows of all heads"] * (head_rows(problem) > 0)
     )
 
 
@@ -280,7 +281,9 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
         tiles["dq"] = replace(tiles["dq"], tile_m=max(group * next_power_of_2(shape.listed[0]), 16), num_warps=4)
     if plan.has_asked_tiles and not group:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in tiles.items()}
-        return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
+        tiles = {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
+        if gathers_queries(problem):
+            tiles["dkdv"] = with_whole_queries(problem, tiles["dkdv"])
     return tiles
 
 

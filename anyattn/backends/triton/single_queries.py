@@ -16,7 +16,7 @@ from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.derived import derived
 
-__all__ = ["gathers_queries", "queries_of_keys", "tables_of_queries", "tiles_of_queries"]
+__all__ = ["gathers_queries", "queries_of_keys", "tables_of_queries", "tiles_of_queries", "with_whole_queries"]
 
 _MOST_HEADS = 32  # rows of a query in a tile
 # Rows and keys of a tile, warps and stages, for head dimensions up to 128 and above. By the compiler's output for Hopper: with 128 rows the
@@ -37,6 +37,11 @@ def tiles_of_queries(problem: Problem, tiles: Tiles, shape: Shape, capability: t
     if shape.dtype.itemsize == 2:
         wanted = Tiles(*_TILES[max(shape.d, shape.dv) > 128])
         tiles = fitting("dkdv", replace(wanted, tile_n=min(wanted.tile_n, padded(listed_tile(problem)[1]))), shape, capability)
+    return with_whole_queries(problem, tiles)
+
+
+def with_whole_queries(problem: Problem, tiles: Tiles) -> Tiles:
+    """Tiles of ``dkdv_of_queries`` with no fewer rows than a query has."""
     return replace(tiles, tile_m=max(tiles.tile_m, padded_group(problem.qhead_per_kvhead)))
 
 

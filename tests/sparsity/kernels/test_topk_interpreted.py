@@ -112,6 +112,18 @@ def test_scores_of_single_queries(wants_grad: bool) -> None:
     judge(*case.rows(), score=score, mask=both, block_mask=block_mask, mask_mod=beside, backend="triton", **options)
 
 
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_asked_tiles_have_whole_queries(wants_grad: bool) -> None:
+    """Of 17 heads, 32 rows of a tile; asked are 16."""
+    case = Case((5, 60), (1, 16), k=3, group=17, causal=True)
+    _, _, block_mask, mask = case.made()
+    bias = torch.linspace(-1, 1, 34, dtype=torch.float64)
+    options: dict[str, Any] = {"score": lambda s, b, h, i, j: s + bias[h], "captured": [bias]} if wants_grad else {}
+    asked = {"kernel_options": {"tile_m": 16, "tile_n": 32}}
+    judge(*case.rows(), mask=mask, block_mask=block_mask, backend="triton", **asked, **options)
+
+
 def test_the_queries_of_each_key_block() -> None:
     for case in (Case((30, 70), (1, 16), causal=True), Case((30, 70), (1, 16), k=0), Case((9, 40), (1, 8), mask="by head", listed=(1, 2))):
         blocks = read_lists(case.made()[2])
