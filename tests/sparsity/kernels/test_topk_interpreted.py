@@ -16,7 +16,9 @@ import torch
 import anyattn
 from anyattn import BlockMask, VarlenBlockSparseTensors
 from anyattn.backends.triton.single_queries import queries_of_keys
+from anyattn.documents.rewrite import DocumentTables
 from anyattn.sparsity import block_sparse, chosen_blocks, compute, lists
+from anyattn.sparsity import read_lists as read_lists_module
 from anyattn.sparsity.block_mask import LISTS
 from anyattn.sparsity.block_sparse import BlockSparseTensors, tensors_of
 from anyattn.sparsity.kernels import class_grids
@@ -122,6 +124,17 @@ def test_asked_tiles_have_whole_queries(wants_grad: bool) -> None:
     options: dict[str, Any] = {"score": lambda s, b, h, i, j: s + bias[h], "captured": [bias]} if wants_grad else {}
     asked = {"kernel_options": {"tile_m": 16, "tile_n": 32}}
     judge(*case.rows(), mask=mask, block_mask=block_mask, backend="triton", **asked, **options)
+
+
+@pytest.mark.parametrize("is_documents", [True, False])
+def test_documents_under_lists_of_single_queries(is_documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that does not know yet whether ids are documents launches both forms: the one by lists is off where they are."""
+    monkeypatch.setattr(read_lists_module, "row_ranges", lambda mask: None)
+    monkeypatch.setattr(DocumentTables, "answer", lambda tables: None)
+    ids = torch.arange(40) // 13 if is_documents else torch.arange(40) // 5 % 3
+    mask = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    block_mask = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=(1, 32))
+    judge(*Case((40, 40), group=2).rows(), mask=mask, block_mask=block_mask, backend="triton")
 
 
 def test_the_queries_of_each_key_block() -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.triton.kernels.addressing import entry, row_offsets, row_tile
+from anyattn.backends.triton.kernels.addressing import entry, is_off, row_offsets, row_tile
 from anyattn.backends.triton.kernels.backward import place_of_program, slot_of
 from anyattn.backends.triton.kernels.dropout import plus_product
 from anyattn.backends.triton.kernels.key_tiles import load_rows
@@ -27,6 +27,8 @@ def dkdv_of_queries(tensors, strides, spans, sizes, lists, scale, mods, c):
     strides of ``spans.lists``. partial_index: int32, twice the query, and 1 if it sees the whole tile. c: ``DkdvConstants``; a row tile has
     GROUP rows of a query, those of heads that do not exist included.
     """
+    if c.HAS_GUARD and is_off(tensors.guard):
+        return
     n, b, kv_head = place_of_program(sizes, tensors.order, False, False)
     line, n_first, n_end = row_tile(n, sizes.seqlen_k, c.TILE_N, c.LIST_N, 1)
     if n_first >= n_end:
