@@ -180,8 +180,8 @@ def lists_of_chosen(chosen: Chosen, mask: TracedMod | None, grid: TileGrid, want
     stacks: return the lists as stacks (``sparsity.grid``), which share no memory.
     """
     device, k = chosen.indices.device, chosen.indices.shape[3]
-    counted = grid.shape if _needs_grid(chosen, grid) else (grid.shape[0], torch.sym_min(k, grid.shape[1]))
-    check_many(TileGrid(counted, (1, 1), grid.batch))
+    named = grid.shape if _needs_grid(chosen, grid) else (grid.shape[0], torch.sym_min(k, grid.shape[1]))
+    check_many(TileGrid(named, (1, 1), grid.batch))
     decides, form = deciding(mask, grid.batch[0] == 1)[0], form_of_chosen(mask, grid, k, wants_columns)
     if device.type == "meta" or kinds.are_fake((chosen.indices,)):
         memory: Any = [torch.empty(s, dtype=torch.int32, device=device) for s in form.stack_shapes(grid.batch, grid.shape)]

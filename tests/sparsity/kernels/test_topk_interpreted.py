@@ -15,7 +15,9 @@ import torch
 
 import anyattn
 from anyattn import BlockMask, VarlenBlockSparseTensors
+from anyattn.backends.triton import autotune
 from anyattn.backends.triton.single_queries import queries_of_keys
+from anyattn.backends.triton.tile_config import Tiles, candidates
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.sparsity import block_sparse, chosen_blocks, compute, lists
 from anyattn.sparsity import read_lists as read_lists_module
@@ -124,6 +126,23 @@ def test_asked_tiles_have_whole_queries(wants_grad: bool) -> None:
     options: dict[str, Any] = {"score": lambda s, b, h, i, j: s + bias[h], "captured": [bias]} if wants_grad else {}
     asked = {"kernel_options": {"tile_m": 16, "tile_n": 32}}
     judge(*case.rows(), mask=mask, block_mask=block_mask, backend="triton", **asked, **options)
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("group", [1, 3])
+def test_tiles_that_follow_from_the_heads_are_not_timed(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def best(question: autotune.Question, device: torch.device, measure: Any) -> Tiles:
+        asked.append(question.pass_name)
+        return candidates(question.pass_name, question.shape, None, *question.rows)[0]
+
+    monkeypatch.setattr(autotune, "best", best)
+    case = Case((5, 60), (1, 16), k=3, group=group, causal=True)
+    q, k, v = (t.requires_grad_() for t in case.rows())
+    options: dict[str, Any] = {"backend": "triton", "kernel_options": {"autotune": True}, "enable_gqa": True}
+    anyattn.flex_attention(q, k, v, block_mask=case.made()[2], **options).sum().backward()
+    assert asked == (["forward", "dq"] if group == 1 else ["forward"])
 
 
 @pytest.mark.parametrize("is_documents", [True, False])
