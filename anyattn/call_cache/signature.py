@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from anyattn.determinism import mode_of
+from anyattn.determinism import OPEN, mode_of
 from anyattn.mods.dropout import Seeded
 from anyattn.mods.float32_scores import LARGEST_SCALE
 from anyattn.mods.tracing.cute_mod import native_reading
@@ -108,7 +108,7 @@ class Kind:
     NAMED_VALUES = "(None if {x} is None else tuple([(n, type(v), v) for n, v in {x}.items()]))"
     DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
     FLAG = "(True if {x} else False)"  # the truth value of any object
-    DETERMINISTIC = f"{mode_of.__name__}({{x}})"
+    DETERMINISTIC = f"(0 if {{x}} is False and {OPEN.__name__}.count == 0 else {mode_of.__name__}({{x}}))"  # False is most calls' mode
     SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, signature))"
     LISTED_MASK = "_mod({x}, False, signature)"  # a mask whose numbers are read at every call, to make its lists

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["Determinism", "backend_and_mode", "backend_text", "batch_invariant", "is_batch_invariant", "mode_of"]
+__all__ = ["OPEN", "Determinism", "backend_and_mode", "backend_text", "batch_invariant", "is_batch_invariant", "mode_of"]
 
 BATCH = "batch"
 
@@ -25,7 +25,7 @@ class Determinism(IntEnum):
     BATCH = 2
 
 
-class _Open:
+class OPEN:
     """The number of open ``batch_invariant`` contexts of this process."""
 
     count = 0
@@ -50,18 +50,18 @@ def batch_invariant() -> Iterator[None]:
     >>> torch.equal(both[:1], alone)
     True
     """
-    with _Open.lock:
-        _Open.count += 1
+    with OPEN.lock:
+        OPEN.count += 1
     try:
         yield
     finally:
-        with _Open.lock:
-            _Open.count -= 1
+        with OPEN.lock:
+            OPEN.count -= 1
 
 
 def is_batch_invariant() -> bool:
     """Whether a ``batch_invariant`` context is open."""
-    return _Open.count > 0
+    return OPEN.count > 0
 
 
 def mode_of(deterministic: Any) -> Determinism:
@@ -72,7 +72,7 @@ def mode_of(deterministic: Any) -> Determinism:
     >>> mode_of("batch"), mode_of(1), mode_of(None)
     (<Determinism.BATCH: 2>, <Determinism.RERUNS: 1>, <Determinism.NONE: 0>)
     """
-    if _Open.count > 0 or deterministic is Determinism.BATCH:
+    if OPEN.count > 0 or deterministic is Determinism.BATCH:
         return Determinism.BATCH
     if isinstance(deterministic, str):
         if deterministic != BATCH:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Derived
+from anyattn.mods.tracing.default_device import without_default_device
 from anyattn.mods.tracing.pickling import Recipe
 from anyattn.mods.tracing.trace import name_of
 from anyattn.sparsity.arguments import length
@@ -38,6 +39,7 @@ def take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
     return tensor
 
 
+@without_default_device
 def widened(fields: tuple, rows: tuple[Tensor | None, ...], width: int) -> tuple:
     """The fields, with zeros after the entries of those that are ``rows``, up to ``width`` entries."""
 

@@ -106,9 +106,12 @@ def described(notes: list[tuple]) -> list[Any]:
 def other_lengths(name: str) -> dict[str, Any]:
     """The same call with more sequences and rows, and another greatest length."""
     call = dict(calls()[name])
+    has_one_kv = call["v"] is call["k"]
     for n in ("q", "k", "v"):
         if call[n].ndim == 3:
             call[n] = packed(900)
+    if has_one_kv:
+        call["v"] = call["k"]
     for n, numbers in {"cu_seqlens_q": (0, 1, 1, 450, 900), "cu_seqlens_k": (0, 450, 500, 700, 900)}.items():
         if n in call:
             call[n] = ends(*numbers).to(call[n].dtype)

@@ -203,9 +203,12 @@ def test_dropout_does_not_change_the_sums() -> None:
     judged("key_sums", aux.key_sums, dense(path), lambda w: w.probabilities.sum(2))
 
 
-def test_blocks_that_divide_no_tile_are_refused_by_triton() -> None:
+def test_blocks_that_divide_no_tile_are_refused_by_triton_where_parts_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     request = AuxRequest(block_sums=(32, 16))
     if BACKEND == "triton":
+        sums = called(PATHS["odd lists"], request).block_sums
+        judged("block_sums", sums, dense(PATHS["odd lists"]), lambda w: blocks(w.probabilities, (32, 16), "sum"))
+        monkeypatch.setattr("anyattn.backends.triton.reductions._MOST_BYTES", 2**10)
         with pytest.raises(anyattn.BackendError, match=r"block of 32 queries and 16 keys .* lists of 31 x 40.* 64 x 64"):
             called(PATHS["odd lists"], request)
     judged(

@@ -203,7 +203,7 @@ def test_what_one_cache_refuses() -> None:
         with pytest.raises(ValueError, match=words):
             new(**more)
     one, two = new(v_dim=16), new(head_dim_v=16)
-    with pytest.raises(ValueError, match="v is given, but the values of this cache are the first 16 columns"):
+    with pytest.raises(ValueError, match="v is given, but the values of this cache are the first v_dim=16 columns"):
         one.append(one.add_sequence(), k, k[..., :16])
     with pytest.raises(ValueError, match="v is None; wanted the values"):
         two.append(two.add_sequence(), k)

@@ -286,8 +286,11 @@ MUTANTS = by_name(
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
     Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
     Mutant("heads_in_turn_lost", f"{_ADDRESSING}:place_of_program", "at % width", "at % width // 2 * 2", "causal"),
-    Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
-    Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
+    Mutant("dq_not_scaled", f"{_KEY_TILES}:store_whole", "x * scale", "x * 1.0", "full"),
+    Mutant(
+        "dk_1_percent_off", f"{_BACKWARD}:dkdv_tile",
+        "store_whole(dk_out, dk, scale, is_key, c)", "store_whole(dk_out, dk, scale * 1.01, is_key, c)", "full",
+    ),
     Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "causal"),
     Mutant(
         "last_row_tile_lost", f"{_ROW_TILE_BOUNDS}:rows_that_see",

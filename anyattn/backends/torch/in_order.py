@@ -31,7 +31,7 @@ def forward(problem: Problem, plan: TorchPlan) -> Result:
         raise BackendError(f'deterministic="batch" cannot have this call: {reason}; deterministic=True has every call')
     if over.q.dtype is problem.q.dtype:
         return result
-    return result._replace(out=torch.empty_like(result.out, dtype=problem.q.dtype).copy_(result.out))
+    return result._replace(out=result.out.to(problem.q.dtype))
 
 
 def _with_plain_keys(problem: Problem) -> Problem:
