@@ -131,10 +131,11 @@ def outputs(made, order=None, **options):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_permuted_is_output_permuted(dtype):
+    """Bit by bit only where that is asked for: on some CPUs torch's products round by an entry's place in memory."""
     made, order = calls.ragged([50] * 4, [60] * 4, dtype=dtype), [2, 0, 3, 1]
-    for options in ({"causal": True}, {"window_size": (9, 2), "num_splits": 3}, {"softcap": 2.0}):
-        one, other = outputs(made, **options), outputs(made, order, **options)
-        assert all(calls.same_bits(one[n][order], other[n]) for n in one), options
+    for options in ({"causal": True}, {"window_size": (9, 2)}, {"softcap": 2.0}):
+        one, other = (outputs(made, way, deterministic="batch", **options) for way in (None, order))
+        assert all(calls.same_bits(one[n][order], other[n]) for n in ("out", "lse")), options
 
 
 def test_equal_names_are_equal_bits():
