@@ -17,6 +17,7 @@ from torch import Tensor
 from anyattn.call_cache.calls import emptied_with_calls
 from anyattn.call_cache.replays import Results, Values, are_watched
 from anyattn.call_cache.signature import bypasses_cache
+from anyattn.determinism import is_batch_invariant
 from anyattn.kvcache.append import reaches
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.tensors.comparison import comparison
@@ -106,7 +107,7 @@ class LatestCall:
         self._alignments = [x.data_ptr() & 15 for x in tensors.values()]
         self._are_alike = comparison(unique)
         self._reaches, self._out = reaches(*tensors.values()), _Out(result)
-        self._mode = _is_grad_enabled(), _default_dtype()
+        self._mode = _mode()
         self._replay, self._scale, self._numbers, self._memory = replay, values.scale, bits_of_numbers(values.numbers), memory
 
     @classmethod
@@ -128,7 +129,7 @@ class LatestCall:
             if x is not other and not _are_equal(x, other):
                 return None
         unique = self._select_unique(arguments)
-        if tuple(map(type, unique)) != self._types or self._mode != (_is_grad_enabled(), _default_dtype()):
+        if tuple(map(type, unique)) != self._types or self._mode != _mode():
             return None
         for i, j in self._pairs:
             if arguments[i] is not arguments[j]:
@@ -185,6 +186,10 @@ class LatestCalls:
 
 
 decoding, varlen = LatestCalls(), LatestCalls()
+
+
+def _mode() -> tuple:
+    return _is_grad_enabled(), _default_dtype(), is_batch_invariant()
 
 
 def _is_number(x: Any) -> bool:

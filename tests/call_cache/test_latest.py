@@ -250,6 +250,17 @@ def test_the_state_of_the_thread_is_noticed(name: str, base: str, served: Served
     assert served.call(arguments)[0]
 
 
+@pytest.mark.parametrize("base", ["decode", "varlen"])
+def test_an_open_context_of_batch_invariance_is_noticed(base: str, served: Served) -> None:
+    """Which these calls cannot have: a served one would not say so."""
+    arguments = served.warm(base)
+    tried = len(served.noted)
+    with anyattn.batch_invariant(), pytest.raises(ValueError, match='deterministic="batch" is given beside num_splits=2'):
+        served.call(arguments)
+    assert not any(served.noted[tried:])
+    assert served.call(arguments)[0]
+
+
 def test_transforms_are_noticed(served: Served) -> None:
     arguments = served.warm("decode")
     tried = len(served.noted)
@@ -330,7 +341,7 @@ BUGS = {  # what each test below notices
     "strides": Mutant("", f"{_CALL}.results", "self._are_alike(*unique)", "True", "other strides of a cache"),
     "numbers": Mutant("", f"{_CALL}.results", "_are_equal(x, other)", "True", "another scale"),
     "types": Mutant("", "call_cache.latest:_are_equal", "type(x) is not type(y)", "False", "a flag of another type"),
-    "modes": Mutant("", f"{_CALL}.results", "self._mode != (_is_grad_enabled(), _default_dtype())", "False", "state"),
+    "modes": Mutant("", f"{_CALL}.results", "self._mode != _mode()", "False", "state"),
     "objects": Mutant("", f"{_CALL}.results", "arguments[i] is not arguments[j]", "False", "objects"),
     "memory": Mutant("", "call_cache.latest:Written.check", "addresses[j] < addresses[i] + of_i", "False", "memory"),
     "distances": Mutant("", "call_cache.latest:Written.check", "addresses[j] - addresses[i]", "0", "distances"),
