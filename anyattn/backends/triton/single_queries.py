@@ -12,6 +12,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.triton.launch_shape import listed_tile, padded_group
 from anyattn.backends.triton.tables import Tables
 from anyattn.backends.triton.tile_config import Shape, Tiles, fitting, padded
+from anyattn.backends.triton.wide_tiles import is_wide
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.derived import derived
@@ -28,6 +29,8 @@ def gathers_queries(problem: Problem) -> bool:
     """Whether the gradients of keys are computed for gathered queries: under lists of single queries that heads of a K/V head share."""
     blocks: Any = problem.blocks
     if listed_tile(problem)[0] != 1 or problem.sequences is not None or problem.dropout is not None:
+        return False
+    if is_wide(problem.q.shape[3], problem.v.shape[3]):  # dk and dv have launches of their own, and columns beyond 512 a block
         return False
     return blocks.mask_block_cnt.shape[1] in (1, problem.heads_kv) and padded_group(problem.qhead_per_kvhead) <= _MOST_HEADS
 

@@ -129,6 +129,17 @@ def test_asked_tiles_have_whole_queries(wants_grad: bool) -> None:
 
 
 @pytest.mark.usefixtures("by_kernels")
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512)], ids=str)
+def test_wide_heads_of_single_queries(dims: tuple[int, int]) -> None:
+    """Columns of q and k beyond 512 are a block of their own."""
+    case, g = Case((6, 60), (1, 16), k=3, group=2, causal=True), torch.Generator().manual_seed(0)
+    _, _, block_mask, mask = case.made()
+    shapes = [(*t.shape[:-1], n) for t, n in zip(case.rows(), (dims[0], *dims), strict=True)]
+    q, k, v = (torch.randn(shape, generator=g, dtype=torch.bfloat16, device="cpu") for shape in shapes)
+    judge(q, k, v, mask=mask, block_mask=block_mask, backend="triton")
+
+
 @pytest.mark.parametrize("group", [1, 3])
 def test_tiles_that_follow_from_the_heads_are_not_timed(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

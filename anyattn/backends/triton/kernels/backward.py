@@ -124,7 +124,7 @@ def _visit_keys(
     start = first
     if c.JOINS > 0:
         start, local = row_count * 0, tl.minimum(lane, end - 1)
-        k_at, v_at = tile_offsets(local, key.k_strides, c.BLOCK_D, c.IS_NEAR), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
+        k_at, v_at = offsets_of(local, key.k_strides, c), tile_offsets(local, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
     elif IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, c.TILE_N), end - 1 - start)

@@ -63,7 +63,7 @@ def whole_keys_at(key, first, end, numbers, c, IS_CUT: tl.constexpr, IS_PLAIN: t
     columns = keys_at(key, first, end, numbers, c, False, IS_CUT, IS_PLAIN)
     if c.BLOCK_TAIL > 0:
         tl.static_assert(c.IS_DESCRIBED == 0 and c.WRAP == 0, "a tail has an address of its own")
-        is_key = (first + tl.arange(0, c.TILE_N) < end)[:, None]
+        is_key = (lanes_of(first, c) < end)[:, None]
         at = places_at(key, key.k_strides, first, end, numbers, c, IS_CUT)
         return columns, load_rows(key.k + c.HEAD_DIM, at[:, None], is_key, c.TAIL_DIM, c.BLOCK_TAIL, IS_PLAIN, c.KV_BYTES)
     else:
