@@ -140,6 +140,24 @@ def test_wide_heads_of_single_queries(dims: tuple[int, int]) -> None:
     judge(q, k, v, mask=mask, block_mask=block_mask, backend="triton")
 
 
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=str)
+def test_values_in_keys(tile: tuple[int, int]) -> None:
+    case, g = Case((6, 60), tile, k=3, group=2, causal=True), torch.Generator().manual_seed(0)
+    _, _, block_mask, mask = case.made()
+    q, k = (torch.randn((*t.shape[:-1], 576), generator=g, dtype=torch.bfloat16, device="cpu") for t in case.rows()[:2])
+    judge(q, k, k[..., :512], mask=mask, block_mask=block_mask, backend="triton")
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("tile", [(1, 64), (16, 64), (64, 64)], ids=str)
+def test_in_every_batch(tile: tuple[int, int]) -> None:
+    """Lists with room for k blocks, joined to one line in the order of keys."""
+    case = Case((40, 300), tile, k=3, group=2, causal=True)
+    _, _, block_mask, mask = case.made()
+    judge(*case.rows(), mask=mask, block_mask=block_mask, deterministic="batch", backend="triton")
+
+
 @pytest.mark.parametrize("group", [1, 3])
 def test_tiles_that_follow_from_the_heads_are_not_timed(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

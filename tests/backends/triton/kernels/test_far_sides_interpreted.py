@@ -158,3 +158,15 @@ def test_deterministic_sums() -> None:
     score, captured = MODS["symmetric"]
     q, k, v, _ = cases.inputs("normal", cases.Shape(*SHAPE), torch.float32, 0)
     judge(q, k, v, score=score, captured=captured, backend="triton", kernel_options=TILES, deterministic=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": "batch"}], ids=["default", "in every batch"])
+@pytest.mark.parametrize("has_one_kv", [False, True])
+def test_wide_heads(has_one_kv: bool, options: dict[str, Any]) -> None:
+    """Columns beyond 512 and values in keys, in tiles that are far and near, which the mode computes alike."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, n, d, generator=g, dtype=torch.bfloat16, device="cpu") for h, n, d in ((2, 90, 576), (1, 96, 576), (1, 96, 512))
+    )
+    score = MODS["asymmetric"][0]
+    judge(q, k, k[..., :512] if has_one_kv else v, score=score, mask=masks.causal(40), backend="triton", **options)
