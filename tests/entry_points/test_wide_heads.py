@@ -99,6 +99,17 @@ def test_the_gradient_of_shared_columns_is_a_sum() -> None:
     budget.check("dk", dk, whole, rough)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
+def test_tiles_that_are_alike_in_every_batch_do_not_depend_on_where_values_are(capability: tuple[int, int]) -> None:
+    """A server decodes from one cache what a trainer had apart; else more keys fit a tile where a device has little shared memory."""
+    from anyattn.backends.triton.launch_shape import tiles_in_order
+    from anyattn.backends.triton.tile_config import Shape
+
+    for d in (512, 576):
+        apart, together = (tiles_in_order(Shape(d, 512, torch.bfloat16, has_one_kv=one), capability) for one in (False, True))
+        assert apart == together
+
+
 # ---- caches
 
 

@@ -165,7 +165,7 @@ def _layout_in_order(problem: Problem, hardware: Hardware, options: dict[str, in
 def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     """The tiles of a forward pass whose rows have the same bits in every batch: functions of the head dimensions, the dtypes and the mods
     alone, for a single query as for many. Lists of 64 keys and multiples can be visited."""
-    plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0))
+    plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0), has_one_kv=False)
     tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
     if shape.dtype.itemsize == 2:
         warps, stages = (4, 3) if max(shape.d, shape.dv) <= _WIDE else (8, tiles.num_stages)
