@@ -205,14 +205,15 @@ def test_more_rows_than_these_tiles_have(wraps: list[int]) -> None:
     assert wraps == [0] * len(wraps)
 
 
-def test_bits_are_those_of_rows_without_scales_behind_them(wraps: list[int]) -> None:
+@pytest.mark.parametrize("d, wrapped", [(64, 8), (128, 16)])
+def test_bits_are_those_of_rows_without_scales_behind_them(d: int, wrapped: int, wraps: list[int]) -> None:
     """But for the order in which a row's products are added."""
-    case = made(replace(PLAIN, d=64, dv=64, k_form="inline", v_form="inline"), Meaning(causal=True))
+    case = made(replace(PLAIN, d=d, dv=d, k_form="inline", v_form="inline"), Meaning(causal=True))
     q, k, v = case.args
     apart = [t.contiguous() for t in (k, v)]
     options = case.options | {"causal": True, "backend": "triton", "return_lse": True}
     out, _ = anyattn.flash_attn_with_kvcache(q, k, v, **options)
     other, _ = anyattn.flash_attn_with_kvcache(q, *apart, **options)
-    assert set(wraps) == {0, 16}
+    assert set(wraps) == {0, wrapped}
     exact = anyattn.flash_attn_with_kvcache(q.double().float(), *apart, **{**options, "return_lse": False})
     budget.check("wrapped", out, exact.double(), other)
