@@ -181,11 +181,11 @@ class Attend(NamedTuple):
     backend: str
 
 
-def call_of(operands: Attend, skip: Skip | None = None) -> tuple[Problem, Plan]:
+def call_of(operands: Attend, skip: Skip | None = None, is_backward: bool = False) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches if the call is warm. skip: of ``attend_skipping``."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, exactness, scale, wants_max, deterministic, options, text = operands
     has_lists, values = any(block_size), (*operands[:4], *of_score, *of_masks, *operands[6:])
-    is_exact = has_lists and list_operands.still_follow(exactness, block_lists, of_masks[0], of_masks[2])
+    is_exact = has_lists and list_operands.still_follow(exactness, block_lists, *of_masks, is_backward)
     is_remembered = skip is None and warm_attend.is_remembered(values) and not has_dropout(of_masks.mask_programs)
     if is_remembered and (warm := warm_attend.warm_call(values, is_exact)) is not None:
         return warm
@@ -255,7 +255,7 @@ def fake_gradients(operands: Any, results: Results) -> list[Tensor]:
 def attend_backward(operands: Attend, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` is False."""
     wants = results.wants
-    problem, chosen = call_of(requiring(operands, wants))
+    problem, chosen = call_of(requiring(operands, wants), is_backward=True)
     grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # for the placeholders in empty lists
     return returned(grads, wants, sources_of(operands), operands.q)

@@ -48,20 +48,25 @@ class ListOperands:
 INEXACT, EXACT_IN_GRAPH, EXACT_BY_BLOCK_MASK = range(3)
 
 
-def still_follow(exactness: int, lists: Sequence[Tensor], programs: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether lists follow from the first of the programs, with its captures as they are now. tensors: of all programs.
+def still_follow(
+    exactness: int, lists: Sequence[Tensor], programs: str, numbers: Sequence[int], tensors: Sequence[Tensor], is_backward: bool = False
+) -> bool:
+    """Whether lists follow from the first of the programs, with its captures as they are now. numbers, tensors: of all programs.
 
     Copies of a block mask's lists, such as hooks of saved tensors make for a backward pass, are not known to follow.
     """
     if exactness == INEXACT:
         return False
-    holds = still_holds(lists[0], tensors[: _tensors_of_first(programs)])
+    own_numbers, own_tensors = _operands_of_first(programs)
+    holds = still_holds(lists[0], numbers[:own_numbers], tensors[:own_tensors], is_backward)
     return exactness == EXACT_IN_GRAPH if holds is None else holds
 
 
 @lru_cache(maxsize=1024)
-def _tensors_of_first(programs: str) -> int:
-    return len(codec.decode(codec.separated(programs)[0]).tensor_slots)
+def _operands_of_first(programs: str) -> tuple[int, int]:
+    """How many numbers and how many tensors the first program captures."""
+    expr = codec.decode(codec.separated(programs)[0])
+    return len({node.attr for node in expr.nodes if node.op == "scalar"}), len(expr.tensor_slots)
 
 
 # An entry's views keep the memory allocated, so no other tensor gets the same address. It lives as long as a counts tensor that was passed

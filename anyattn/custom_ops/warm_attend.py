@@ -195,7 +195,7 @@ def direct(operator: Any) -> Callable[..., Any]:
         if needs_dispatcher():
             return operator(*values)
         block_lists, block_size, exactness = values[10:13]
-        is_exact = block_size[0] != 0 and list_operands.still_follow(exactness, block_lists, values[7], values[9])
+        is_exact = block_size[0] != 0 and list_operands.still_follow(exactness, block_lists, *values[7:10])
         known = _known(values, is_exact, reads_lists=False)
         if known is None:  # not below autograd: what is remembered holds for the dispatch keys of the thread
             return run(*values) if may_pass(*values) else operator(*values)

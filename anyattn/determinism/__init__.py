@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from enum import IntEnum
 from typing import Any
+
+from torch.compiler import is_compiling
+
+from anyattn.tensors.dynamo import opaque
 
 __all__ = ["OPEN", "Determinism", "backend_and_mode", "backend_text", "batch_invariant", "is_batch_invariant", "mode_of"]
 
@@ -32,15 +35,15 @@ class OPEN:
     lock = threading.Lock()
 
 
-@contextmanager
-def batch_invariant() -> Iterator[None]:
+class batch_invariant(ContextDecorator):
     """Inside, all attention of this process is computed as with ``deterministic="batch"``, so that models need no edit.
 
     Compiled graphs follow it when they run, not when they are traced, without being compiled anew. The backward pass is deterministic where
     it runs inside too. Of the whole process and not of a thread, because autograd runs backward passes in threads of its own; contexts may
-    be nested, and left in any order.
+    be nested, used again, and left in any order, and one may decorate a function.
 
-    Raises in the calls: ``ValueError`` for what cannot be invariant, ``BackendError`` where no backend has the mode (docs/invariance.md).
+    Raises ``RuntimeError`` if it is entered inside a graph that is compiled: a graph has no such state. Raises in the calls: ``ValueError``
+    for what cannot be invariant, ``BackendError`` where no backend has the mode (docs/invariance.md).
 
     >>> import torch, anyattn
     >>> q, k, v = torch.randn(3, 2, 4, 40, 16)
@@ -50,11 +53,19 @@ def batch_invariant() -> Iterator[None]:
     >>> torch.equal(both[:1], alone)
     True
     """
-    with OPEN.lock:
-        OPEN.count += 1
-    try:
-        yield
-    finally:
+
+    @opaque
+    def __enter__(self) -> None:
+        if is_compiling():
+            raise RuntimeError(
+                "batch_invariant() is entered inside a function that torch.compile or torch.export captures; wanted it around the call of the "
+                'compiled function, which follows it, or deterministic="batch" in the calls inside'
+            )
+        with OPEN.lock:
+            OPEN.count += 1
+
+    @opaque
+    def __exit__(self, *error: Any) -> None:
         with OPEN.lock:
             OPEN.count -= 1
 

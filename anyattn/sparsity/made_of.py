@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,17 +11,22 @@ from torch import Tensor
 
 from anyattn.mods.tracing.fingerprint import recognise
 from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
 
 __all__ = ["MadeOf", "captures", "counted_anew", "follow", "made_of", "note", "note_lists", "still_holds"]
 
 _Captures = tuple[Any, Sequence[int | float], Sequence[Tensor]]  # a mask's structure, the numbers and the tensors that it captures
 
 
+_MOST_OPERANDS = 16  # remembered for each mask's lists
+
+
 class MadeOf(NamedTuple):
-    """structure, numbers: of the mask. tensors, versions: those that it captured, and torch's write counters of them."""
+    """structure, numbers: of the mask; the numbers as ``bits_of_numbers``. tensors, versions: those that it captured, and torch's write
+    counters of them."""
 
     structure: Any
-    numbers: tuple[int | float, ...]
+    numbers: tuple[int, ...]
     tensors: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
 
@@ -31,7 +36,7 @@ class MadeOf(NamedTuple):
         if (
             (structure is not self.structure and structure != self.structure)
             or len(tensors) != len(self.tensors)
-            or tuple(numbers) != self.numbers
+            or bits_of_numbers(numbers) != self.numbers
         ):
             return False
         for t, same, version in zip(tensors, self.tensors, self.versions):  # noqa: SIM110 - a generator takes longer
@@ -39,15 +44,23 @@ class MadeOf(NamedTuple):
                 return False
         return True
 
-    def holds_for(self, tensors: Sequence[Tensor]) -> bool:
-        """``holds`` for a compiled graph's operands, which may be other tensor objects of the same memory; their order is the program's."""
+    def holds_for(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> bool | None:
+        """``holds`` for a compiled graph's operands, in the program's order: tensors may be other objects of the same memory, and numbers, as
+        ``bits_of_numbers``, are those that the compiler has not made constants. None if that depends on which capture is which operand."""
         alive = {}
         for same, version in zip(self.tensors, self.versions):
             t = same()
             if t is None or t._version != version:
                 return False
             alive[t.data_ptr()] = t
-        return all(t.data_ptr() in alive for t in tensors)
+        if not all(n in self.numbers for n in numbers) or not all(t.data_ptr() in alive for t in tensors):
+            return False
+        is_sure = len(self.tensors) < 2 and not self.numbers and all(_layout(t) == _layout(alive[t.data_ptr()]) for t in tensors)
+        return True if is_sure else None
+
+
+def _layout(t: Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype
 
 
 def captures(mask: Any) -> _Captures:
@@ -64,7 +77,7 @@ def made_of(now: _Captures) -> MadeOf | None:
     structure, numbers, tensors = now
     if any(t.is_inference() for t in tensors):
         return None
-    return MadeOf(structure, tuple(numbers), tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
+    return MadeOf(structure, bits_of_numbers(numbers), tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
 
 
 def counted_anew(t: Tensor) -> Tensor:
@@ -74,11 +87,21 @@ def counted_anew(t: Tensor) -> Tensor:
 
 
 class _Noted(NamedTuple):
-    """block_mask: of the lists; None for lists that a compiled graph makes."""
+    """block_masks: those that have the lists; none if a compiled graph makes them. operands: those of calls that were found to follow:
+    numbers, and addresses and layouts of tensors."""
 
     counts: weakref.ref[Tensor]
-    block_mask: weakref.ref[Any] | None
+    block_masks: tuple[weakref.ref[Any], ...]
     made: MadeOf
+    operands: set[tuple]
+
+    def masks(self) -> Iterator[Any]:
+        return (mask for ref in self.block_masks if (mask := ref()) is not None)
+
+    def remember(self, operands: tuple) -> None:
+        if len(self.operands) >= _MOST_OPERANDS:
+            self.operands.clear()
+        self.operands.add(operands)
 
 
 _noted: dict[int, _Noted] = {}  # by the id of a block mask's counts; removed when these are freed
@@ -86,16 +109,19 @@ _noted: dict[int, _Noted] = {}  # by the id of a block mask's counts; removed wh
 
 def note(block_mask: Any) -> None:
     """Records what an exact block mask was made of, for operators, which get its lists and its mask's program without it."""
-    _note(block_mask.kv_num_blocks, weakref.ref(block_mask), block_mask._made_of)
+    counts = block_mask.kv_num_blocks
+    before = _noted_of(counts)  # of a copy, whose lists are the same objects
+    others = [] if before is None else [weakref.ref(mask) for mask in before.masks() if mask is not block_mask]
+    _note(counts, (weakref.ref(block_mask), *others), block_mask._made_of)
 
 
 def note_lists(counts: Tensor, now: _Captures) -> None:
     """Records what lists that a compiled graph makes were made of. The tensors are those on which the graph is run: real ones, or a
     compiler's, whose writes torch counts too."""
-    _note(counts, None, made_of(now))
+    _note(counts, (), made_of(now))
 
 
-def _note(counts: Tensor, block_mask: weakref.ref[Any] | None, captured: MadeOf | None) -> None:
+def _note(counts: Tensor, block_masks: tuple[weakref.ref[Any], ...], captured: MadeOf | None) -> None:
     place = id(counts)
 
     def forget(gone: Any) -> None:
@@ -103,7 +129,7 @@ def _note(counts: Tensor, block_mask: weakref.ref[Any] | None, captured: MadeOf 
             del _noted[place]
 
     if captured is not None:
-        _noted[place] = _Noted(weakref.ref(counts, forget), block_mask, captured)
+        _noted[place] = _Noted(weakref.ref(counts, forget), block_masks, captured, set())
 
 
 def _noted_of(counts: Tensor) -> _Noted | None:
@@ -117,15 +143,23 @@ def follow(counts: Tensor, now: _Captures) -> bool:
     return entry is not None and entry.made.holds(now)
 
 
-def still_holds(counts: Tensor, tensors: Sequence[Tensor]) -> bool | None:
-    """Whether noted lists still follow from their mask, whose tensors an operator gets as ``tensors``; None for other lists.
+def still_holds(counts: Tensor, numbers: Sequence[int], tensors: Sequence[Tensor], is_backward: bool) -> bool | None:
+    """Whether noted lists follow from their mask with these operands of its program; None for other lists.
 
-    The numbers in an operator's program are those that the mask captures now: the compiler guards them.
+    Which capture is which operand only the block masks know, and only in a forward pass: later a mask may capture something else, also what
+    its lists were made of. A backward pass's operands must be those of a forward pass that was found to follow.
     """
     entry = _noted_of(counts)
     if entry is None:
         return None
-    if not entry.made.holds_for(tensors):
+    holds = entry.made.holds_for(numbers, tensors)
+    if holds is not None or not entry.block_masks:
+        return holds is not False
+    operands = (*numbers, *((t.data_ptr(), *_layout(t)) for t in tensors))
+    masks = [] if is_backward else [*entry.masks()]
+    if not masks:
+        return operands in entry.operands
+    if not all(mask.is_exact for mask in masks):
         return False
-    block_mask = entry.block_mask() if entry.block_mask is not None and entry.made.numbers else None
-    return block_mask is None or bool(block_mask.is_exact)
+    entry.remember(operands)
+    return True

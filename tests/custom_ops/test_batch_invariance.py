@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import anyattn
-from anyattn.determinism import backend_and_mode, backend_text
+from anyattn.determinism import backend_and_mode, backend_text, is_batch_invariant
 from tests.support import batches
 
 MODE: dict[str, Any] = {"deterministic": "batch"}
@@ -52,6 +52,20 @@ def test_the_context_when_a_graph_runs(call: Any, own: batches.Sequence) -> None
         with anyattn.batch_invariant():
             assert torch.equal(compiled(own), expected)
     assert counter.frame_count == 1
+
+
+def test_a_graph_does_not_enter_the_context(own: batches.Sequence) -> None:
+    """A graph has no such state: one graph is refused by an error that says what to do, and otherwise the function runs as it is."""
+
+    def inside(s: batches.Sequence) -> torch.Tensor:
+        with anyattn.batch_invariant():
+            return _flash(s)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"batch_invariant\(\) is entered inside.* around the call"):
+        torch.compile(inside, fullgraph=True, backend="eager")(own)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(inside, backend="eager")(own), _flash(own, **MODE)) and not is_batch_invariant()
 
 
 def test_gradients(own: batches.Sequence) -> None:

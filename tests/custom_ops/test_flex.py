@@ -222,7 +222,7 @@ def test_lists_are_read_once_while_they_are_the_same(monkeypatch):
     from anyattn.custom_ops import flex
 
     found, make = [], flex.call_of
-    monkeypatch.setattr(flex, "call_of", lambda *given: found.append((made := make(*given))[0]) or made)
+    monkeypatch.setattr(flex, "call_of", lambda *given, **named: found.append((made := make(*given, **named))[0]) or made)
     mask = anyattn.mod(lambda b, h, q, k: (q - k) % 2 == 0)
     lists = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
     call = compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=lists))

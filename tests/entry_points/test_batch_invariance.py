@@ -178,6 +178,17 @@ def test_inside_the_context_every_call_is_in_the_mode() -> None:
     assert torch.equal(outside, default)
 
 
+def test_the_context_may_be_used_again_and_decorate() -> None:
+    context, open_inside = anyattn.batch_invariant(), []
+    with context, context:
+        open_inside.append(is_batch_invariant())
+    with context:
+        open_inside.append(is_batch_invariant())
+    for _ in range(2):
+        context(lambda: open_inside.append(is_batch_invariant()))()
+    assert open_inside == [True] * 4 and not is_batch_invariant()
+
+
 def test_the_context_is_of_all_threads() -> None:
     seen = []
     with anyattn.batch_invariant():

@@ -57,6 +57,26 @@ def rebound() -> Changing:
 
 
 AT = torch.arange(S)
+def swapped() -> Changing:
+    first, second = AT // 24, AT // 10
+
+    def change() -> None:
+        nonlocal first, second
+        first, second = second, first
+
+    return Changing(lambda b, h, i, j: (i >= j) & (first[i] <= second[j]), change)
+
+
+def negated_zero() -> Changing:
+    divisor = 0.0
+
+    def change() -> None:
+        nonlocal divisor
+        divisor = -0.0
+
+    return Changing(lambda b, h, i, j: ((i - j) + 0.5) / divisor > 0, change)
+
+
 FORMS = {
     "ranges": lambda: written(torch.tensor(40), torch.tensor(70), lambda t: lambda b, h, i, j: (i >= j) & (j < t)),
     "documents": lambda: written(AT // 24, AT // 40, lambda t: lambda b, h, i, j: t[i] == t[j]),
@@ -64,6 +84,8 @@ FORMS = {
     "a table": lambda: written(AT % 5 < 2, AT % 7 < 3, lambda t: lambda b, h, i, j: t[(i + j) % 96] | (i == j)),
     "a number": number,
     "another tensor": rebound,
+    "two tensors": swapped,
+    "the sign of zero": negated_zero,
 }
 
 
@@ -347,3 +369,42 @@ def test_captured_inference_tensors(backend: str) -> None:
         assert nearly_same(compiled, call, given)
         ids.copy_(AT // 40)
         assert nearly_same(compiled, call, given)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["a number", "two tensors"])
+def test_gradients_of_captures_that_change_back(place: int) -> None:
+    """When the backward pass runs, the mask captures again what its lists were made of, and its forward pass captured something else."""
+    first = [7, AT // 24, AT // 10]
+    later = [[50, AT // 24, AT // 10], [7, first[2], first[1]]][place]
+    captured = [*first]
+    blocks = made(lambda b, h, i, j: (i >= j) & (i - j < captured[0]) & (captured[1][i] <= captured[2][j]))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return anyattn.flex_attention(q, k, v, block_mask=blocks)
+
+    call, given = fresh(plain)[0], inputs(True)
+    call(*given)
+
+    def changed(call: Callable) -> Callable:
+        def of_later(*given: Tensor) -> Tensor:
+            captured[:] = later
+            out = call(*given)
+            captured[:] = first
+            return out
+
+        return of_later
+
+    assert nearly_same(changed(call), changed(plain), given, given)
+
+
+def test_a_copy_that_is_gone_leaves_the_others_known() -> None:
+    given, width = inputs(False), 7
+    blocks = made(lambda b, h, i, j: (i >= j) & (i - j < width))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
+        return anyattn.flex_attention(q, k, v, block_mask=blocks)
+
+    call = fresh(plain)[0]
+    call(*given, blocks.to("cpu"))
+    width = 50
+    assert nearly_same(call, plain, (*given, blocks))
