@@ -58,8 +58,8 @@ class batch_invariant(ContextDecorator):
     def __enter__(self) -> None:
         if is_compiling():
             raise RuntimeError(
-                "batch_invariant() is entered inside a function that torch.compile or torch.export captures; wanted it around the call of the "
-                'compiled function, which follows it, or deterministic="batch" in the calls inside'
+                "batch_invariant() is entered inside a function that torch.compile or torch.export captures; wanted it around the call of "
+                'the compiled function, which follows it, or deterministic="batch" in the calls inside'
             )
         with OPEN.lock:
             OPEN.count += 1

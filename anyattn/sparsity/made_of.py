@@ -45,8 +45,9 @@ class MadeOf(NamedTuple):
         return True
 
     def holds_for(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> bool | None:
-        """``holds`` for a compiled graph's operands, in the program's order: tensors may be other objects of the same memory, and numbers, as
-        ``bits_of_numbers``, are those that the compiler has not made constants. None if that depends on which capture is which operand."""
+        """``holds`` for a compiled graph's operands, in the program's order: tensors may be other objects of the same memory, and numbers,
+        as ``bits_of_numbers``, are those that the compiler has not made constants. None if that depends on which capture is which operand.
+        """
         alive = {}
         for same, version in zip(self.tensors, self.versions):
             t = same()

@@ -14,6 +14,7 @@ import torch
 
 import anyattn
 from anyattn import BackendError, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, flex_attention, masks
+from anyattn.determinism import is_batch_invariant
 from tests.support import batches
 
 MODE: dict[str, Any] = {"deterministic": "batch", "backend": "triton" if os.environ.get("TRITON_INTERPRET") else None}

@@ -57,6 +57,8 @@ def rebound() -> Changing:
 
 
 AT = torch.arange(S)
+
+
 def swapped() -> Changing:
     first, second = AT // 24, AT // 10
 

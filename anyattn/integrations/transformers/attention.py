@@ -20,12 +20,13 @@ from anyattn.integrations.transformers.description import (
     Cached,
     Listed,
     MaskDescription,
+    Packed,
     Unplanned,
     Way,
     mark_used,
     refuse_dropped,
 )
-from anyattn.integrations.transformers.packed import Ends, packed_attention
+from anyattn.integrations.transformers.packed import Ends, packed_attention, packed_rows
 from anyattn.integrations.transformers.planned import refuse_bias, refuse_unplanned
 
 __all__ = ["attention_forward"]
@@ -177,6 +178,8 @@ def _described(
     if bias is not None:
         score_mod = dense_masks.score_of(softcap, dense_masks.fitted("position_bias", bias, query, key))
         return _by_mask_of(way, query, key, value, score_mod, scaling, sink, dropout)
+    if isinstance(way, Packed):
+        return packed_rows(query, key, value, way, scaling, softcap, sink, dropout)
     cap = 0.0 if softcap is None else softcap
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(way, Aligned):
@@ -211,6 +214,11 @@ def _by_mask_of(
     """Attention as ``way`` says: ``flex_attention`` with lists or a mask mod, or ``flash_attn_func`` with a window."""
     if isinstance(way, Unplanned):
         way.refuse()
+    if isinstance(way, Packed):
+        raise ValueError(
+            "inside anyattn.batch_invariant() packed sequences have a position_bias, whose positions are of the row and not of a sequence; "
+            "wanted one text in each row, padded on the right"
+        )
     if isinstance(way, Aligned):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return flash_attn_func(

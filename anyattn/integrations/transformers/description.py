@@ -11,7 +11,19 @@ from torch import Tensor
 from anyattn.integrations.transformers import forward_passes
 from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Unplanned", "Way", "mark_used", "refuse_dropped"]
+__all__ = [
+    "Aligned",
+    "Cached",
+    "FewRows",
+    "Listed",
+    "MaskDescription",
+    "Masked",
+    "Packed",
+    "Unplanned",
+    "Way",
+    "mark_used",
+    "refuse_dropped",
+]
 
 
 class Aligned(NamedTuple):
@@ -44,6 +56,19 @@ class Listed(NamedTuple):
         return Listed(self.block_mask.to(device))
 
 
+class Packed(NamedTuple):
+    """``flash_attn_varlen_func`` over the rows of all batch entries, one after the other: inside ``anyattn.batch_invariant()``, where keys
+    have to have the places in tiles that they have in a sequence of their own.
+
+    ends: int32 (sequences + 1,), cumulative lengths. longest: the greatest length.
+    """
+
+    ends: Tensor
+    longest: int
+    causal: bool
+    window: tuple[int, int]
+
+
 class Masked(NamedTuple):
     """``flex_attention`` with a mask mod over query and key rows, inside a compiled graph; that call finds the tiles itself."""
 
@@ -64,7 +89,7 @@ class Unplanned(NamedTuple):
         )
 
 
-Way = Aligned | Cached | Listed | Masked | Unplanned
+Way = Aligned | Cached | Listed | Packed | Masked | Unplanned
 
 
 class FewRows(NamedTuple):
@@ -127,6 +152,8 @@ class MaskDescription:
         way, listed = self.way, self._listed
         if isinstance(way, Listed):
             way = way.to(device)
+        elif isinstance(way, Packed):
+            way = way._replace(ends=way.ends.to(device))
         elif isinstance(way, Cached):
             moved = [None if t is None else t.to(device) for t in (way.lengths, way.leftpad)]
             way = Cached(moved[0], moved[1], *way[2:])

@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 from anyattn.block_masks import create_block_mask
 from anyattn.determinism import is_batch_invariant
 from anyattn.integrations.transformers import forward_passes, hooks
-from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
+from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Packed, Way
 from anyattn.integrations.transformers.mask_functions import Form, form_of
 from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
 from anyattn.integrations.transformers.planned import planned_mask
@@ -218,7 +218,22 @@ def _way(sizes: _Sizes, form: Form, padding: Padding, is_read: bool) -> Way:
         if lengths is None and not is_read:
             lengths = sizes.of_all(sizes.keys)  # once here, instead of on the GPU in every layer
         return Cached(lengths, padding.leftpad, form.causal, form.window, mod)
-    return _listed(sizes, form, padding)
+    packed = _packed(sizes, form) if is_batch_invariant() and padding is NO_PADDING else None
+    return _listed(sizes, form, padding) if packed is None else packed
+
+
+def _packed(sizes: _Sizes, form: Form) -> Packed | None:
+    """Packed sequences by their lengths; None for other masks, and for sequences in parts. Reads where they end."""
+    ids = form.documents
+    if ids is None or form.rest or not sizes.is_aligned or sizes.queries != sizes.keys:
+        return None
+    ids = ids[:, sizes.kv_offset : sizes.kv_offset + sizes.keys].expand(sizes.batch, -1)
+    steps = ids.diff(dim=1)
+    starts = torch.nn.functional.pad(steps != 0, (1, 0), value=True).flatten().nonzero().flatten()
+    ends = torch.nn.functional.pad(starts, (0, 1), value=ids.numel()).to(torch.int32)
+    if bool((steps < 0).any()):
+        return None
+    return Packed(ends, int(ends.diff().max()), form.causal, form.window)
 
 
 def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
@@ -227,6 +242,11 @@ def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
         raise ValueError(
             "inside anyattn.batch_invariant() a batch that is padded on the left has gradients or a mask with holes, and there the longest "
             "text decides where in tiles the others' keys are; wanted padding on the right (tokenizer.padding_side), or packed texts"
+        )
+    if form.documents is not None and is_batch_invariant():
+        raise ValueError(
+            "inside anyattn.batch_invariant() packed sequences are in parts, or have padding, a cache, or a mask function that is not one "
+            "of Transformers', and so are no calls of their own; wanted one text in each row, padded on the right, or only position_ids"
         )
     distance = sizes.distance
     parts: list[Callable] = []

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from anyattn.flash import flash_attn_varlen_func
+from anyattn.integrations.transformers.description import Packed
 
-__all__ = ["Ends", "packed_attention"]
+__all__ = ["Ends", "packed_attention", "packed_rows"]
 
 
 class Ends(NamedTuple):
@@ -45,3 +46,20 @@ def packed_attention(
         sink=sink, dropout_p=dropout,
     )  # fmt: skip
     return out.unsqueeze(0)
+
+
+def packed_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    way: Packed,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """``packed_attention`` of all batch entries (batch, heads, length, D), one after the other. Returns (batch, length, heads, Dv)."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    ends = Ends(way.ends, None, way.longest, way.longest)
+    out = packed_attention(q, k, v, ends, way.causal, way.window, scaling, softcap, sink, None, dropout)
+    return out.unflatten(1, (query.shape[0], query.shape[2])).squeeze(0)

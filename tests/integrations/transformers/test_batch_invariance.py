@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 import anyattn
 from anyattn.integrations.transformers import attention_forward, describe_mask
@@ -69,6 +70,46 @@ def test_training_has_the_bits_of_serving() -> None:
         trained.sum().backward()
     assert torch.equal(trained[0, 90], served[0, 0])
     assert q.grad is not None
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, masking_utils.sliding_window_causal_mask_function(40)], ids=["all", "near"])
+def test_packed_texts_have_the_bits_of_each_alone(function: Any) -> None:
+    """Wherever in a row a text is; two rows of texts of 23, 70 and 57, and of 150."""
+    q, k, v = drawn(2, LENGTH)
+    leaf = q.clone().requires_grad_()
+    lengths = [23, 70, 57]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]), torch.arange(LENGTH)])
+    both = masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(masking_utils.find_packed_sequence_indices(positions)), function
+    )
+    with anyattn.batch_invariant():
+        packed = attended((leaf, k, v), 0, both)
+        packed.square().sum().backward()
+        for row, start, length in ((0, 0, 23), (0, 23, 70), (0, 93, 57), (1, 0, LENGTH)):
+            rows = slice(start, start + length)
+            own = q[row : row + 1, :, rows].clone().requires_grad_()
+            alone = attended((own, *(x[row : row + 1, :, rows] for x in (k, v))), 0, function)
+            alone.square().sum().backward()
+            assert torch.equal(packed[row, rows], alone[0])
+            assert leaf.grad is not None and own.grad is not None
+            assert float((leaf.grad[row, :, rows] - own.grad[0]).abs().max()) <= 1e-6 * float(own.grad.abs().max())
+
+
+@pytest.mark.parametrize(("ids", "function"), [([0] * 9 + [1] * 11, window), ([0] * 9 + [1] * 5 + [0] * 6, causal_mask_function)])
+def test_packed_texts_that_are_no_calls_of_their_own_are_refused(ids: list[int], function: Any) -> None:
+    both = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(torch.tensor([ids])), function)
+    with anyattn.batch_invariant(), pytest.raises(ValueError, match=r"packed sequences are in parts, .*wanted one text in each row"):
+        describe_mask(batch_size=1, q_length=20, kv_length=20, mask_function=both)
+
+
+def test_packed_texts_with_a_position_bias_are_refused() -> None:
+    ids = (torch.arange(20) // 8)[None]
+    both = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(ids), causal_mask_function)
+    q, k, v = drawn(1, 20)
+    with anyattn.batch_invariant():
+        mask = describe_mask(batch_size=1, q_length=20, kv_length=20, mask_function=both)
+        with pytest.raises(ValueError, match=r"packed sequences have a position_bias.*wanted one text in each row"):
+            attention_forward(nn.Module(), q, k, v, mask, position_bias=torch.zeros(1, 4, 20, 20))
 
 
 def test_left_padding_with_gradients_is_refused() -> None:
