@@ -73,6 +73,7 @@ def decode(arguments: CacheArguments, options: Options, backend: str | None) -> 
     """(out, lse) of a ``flash_attn_with_kvcache`` call."""
     if active := kinds.transforms():
         raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
+    arguments = kvcache.with_values(arguments)
     rows = (arguments.q, arguments.k_cache, arguments.v_cache)
     kvcache.check_storage(*rows, arguments.k, arguments.v, arguments.cu_seqlens_q, arguments.page_table)
     others = {n: t for n, t in arguments._asdict().items() if isinstance(t, Tensor)}

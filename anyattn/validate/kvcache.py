@@ -19,7 +19,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences, end_to_end
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
-from anyattn.tensors.kinds import has_memory
+from anyattn.tensors.kinds import are_fake, has_memory
 from anyattn.tensors.strides import begins, in_order
 from anyattn.validate import flash
 from anyattn.validate import scales as check_scales
@@ -191,9 +191,19 @@ def with_own_pages(arguments: CacheArguments) -> CacheArguments:
 def with_values(arguments: CacheArguments) -> CacheArguments:
     """The call with the new values where only keys are given, for a cache whose values are the first columns of its keys."""
     _, k_cache, v_cache, k, v, *_ = arguments
-    if v is not None or not all(isinstance(t, Tensor) and has_memory(t) for t in (k, k_cache, v_cache)) or not begins(v_cache, k_cache):
+    if v is not None or not all(isinstance(t, Tensor) for t in (k, k_cache, v_cache)) or not _are_first_columns(v_cache, k_cache):
         return arguments
     return arguments._replace(v=k[..., : v_cache.shape[-1]])
+
+
+def _are_first_columns(v_cache: Tensor, k_cache: Tensor) -> bool:
+    """``begins``; of caches without values or entries, which have no addresses, by their storage."""
+    if v_cache.numel() and has_memory(v_cache) and has_memory(k_cache):
+        return begins(v_cache, k_cache)
+    if v_cache.numel() and not are_fake((v_cache, k_cache)):
+        return False
+    places = [(t.untyped_storage()._cdata, t.storage_offset(), t.dtype, t.shape[:-1], t.stride()) for t in (v_cache, k_cache)]
+    return places[0] == places[1] and v_cache.shape[-1] <= k_cache.shape[-1]
 
 
 _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
@@ -291,8 +301,13 @@ def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens
     if k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}"
         raise ValueError(f"{shapes}; wanted the same but for head_dim")
-    if (k is None) != (v is None):
-        raise ValueError(f"{'k' if k is None else 'v'} is None but {'v' if k is None else 'k'} is given; pass both or neither")
+    if v is None and k is not None:
+        raise ValueError(
+            "v is None but k is given, and v_cache is not the first columns of k_cache in the same memory; wanted both, or neither, or "
+            "v_cache=k_cache[..., :n] for one cache of both (PagedKVCache(v_dim=n) has one)"
+        )
+    if k is None and v is not None:
+        raise ValueError("k is None but v is given; pass both or neither")
     if k is None:
         return
     rank = k.ndim if isinstance(k, Tensor) and cu_seqlens_q is not None and k.ndim == 3 else 4

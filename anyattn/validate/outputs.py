@@ -32,7 +32,8 @@ def check_out(out: Any, q: Any, v: Any) -> None:
         raise ValueError(f"out has shape {tuple(out.shape)}; wanted {tuple(wanted)}, that of q with the head dimension of v")
     if out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
-            f"out is {out.dtype} on {out.device}; wanted {q.dtype} on {q.device}, as q: pass out={q.dtype}, or copy the result"
+            f"out is {out.dtype} on {out.device}; wanted {q.dtype} on {q.device}, as q: pass "
+            f"out=torch.empty_like(out, dtype={q.dtype}, device={str(q.device)!r}), or copy the result"
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires grad, but a call that is given out has no gradients: pass a tensor that requires none")

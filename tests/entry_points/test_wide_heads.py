@@ -5,11 +5,13 @@ On the torch backend, and by ``ANYATTN_TEST_BACKEND`` on Triton's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import anyattn
 from anyattn import masks, oracle
@@ -222,3 +224,28 @@ def test_what_one_cache_refuses() -> None:
     bytes_, scale = torch.zeros(1, 16, 1, 24, dtype=torch.int8), torch.ones(1, 16, 1)
     with pytest.raises(ValueError, match="wanted v_descale=k_descale"):
         anyattn.flash_attn_with_kvcache(q, bytes_, bytes_[..., :16], k=k, cache_seqlens=3, k_descale=scale, v_descale=scale.clone())
+
+
+def appended(memory: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    batch, device = len(memory), memory.device
+    q, k = torch.zeros(batch, 1, 4, 24, device=device), torch.zeros(batch, 1, 1, 24, device=device)
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    return anyattn.flash_attn_with_kvcache(q, memory, values, k=k, cache_seqlens=lengths, causal=True)
+
+
+@pytest.mark.parametrize(("batch", "device"), [(0, "cpu"), (2, "meta"), (0, "meta")])
+def test_appending_keys_alone_without_entries_or_values(batch: int, device: str) -> None:
+    memory = torch.zeros(batch, 32, 1, 24, device=device)
+    out = appended(memory, memory[..., :16])
+    assert out.shape == (batch, 1, 4, 16) and out.device.type == device
+    with FakeTensorMode():
+        memory = torch.zeros(batch, 32, 1, 24, device="cpu")
+        assert appended(memory, memory[..., :16]).shape == (batch, 1, 4, 16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("of", [lambda k: k[..., 8:], lambda k: k[..., ::2], torch.zeros_like], ids=["last", "every second", "others"])
+def test_appending_keys_alone_to_other_values_is_refused(of: Callable, device: str) -> None:
+    memory = torch.zeros(2, 32, 1, 24, device=device)
+    with pytest.raises(ValueError, match=r"v is None but k is given, and v_cache is not the first columns .*v_cache=k_cache\[\.\.\., :n\]"):
+        appended(memory, of(memory))
