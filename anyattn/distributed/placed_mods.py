@@ -16,6 +16,7 @@ from torch import Tensor
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod, compact
+from anyattn.tensors.kinds import are_fake
 
 __all__ = ["Place", "placed", "reads", "tensor_slots"]
 
@@ -54,7 +55,8 @@ def placed(mod: TracedMod, place: Place) -> TracedMod:
     expr, scalars, slots, parts, pattern = _rewritten(mod.expr, len(mod.scalars), len(mod.tensors), form)
     tensors = [*mod.tensors, *[_part(mod.tensors[part.slot], part, place) for part in parts]]
     if len(place.rows) > _MOST_COMPARED:
-        tensors.append(_table(place.rows, place.device))
+        table = _table.__wrapped__ if are_fake(()) else _table  # a fake tensor is of its mode alone
+        tensors.append(table(place.rows, place.device))
     if mod.source is not None and mod.source.pattern.fixed:
         pattern.fix(tuple([i for i, s in enumerate(scalars) if s < len(mod.scalars) and mod.source.scalars[s] in mod.source.pattern.fixed]))
     source = Source(pattern, tuple(range(len(scalars))), tuple(range(len(slots))))

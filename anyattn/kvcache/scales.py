@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.kvcache.quantise import LIMITS
+from anyattn.tensors.kinds import are_fake
 from anyattn.triton_tools.recording import active_recorder
 
 __all__ = ["EIGHT_BITS", "KVScales", "kv_scales"]
@@ -58,8 +59,9 @@ def _factors(descale: Any, k: Tensor, batch: int) -> Tensor | None:
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    """A tensor of one number. One that is made while a CUDA graph is captured is filled at replays, and so belongs to that graph alone."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """A tensor of one number. One that is made while a CUDA graph is captured is filled at replays, and so belongs to that graph alone; one
+    that is made in a fake mode has no number."""
+    if are_fake(()) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return _filled(value, device)
     found = _kept(value, device)
     if (recorder := active_recorder()) is not None:

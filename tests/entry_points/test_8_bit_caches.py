@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import anyattn
@@ -300,3 +301,16 @@ def test_hopper_leaves_8_bits_to_triton() -> None:
     problem = flash.varlen_problem(q, k, k, None, None, None, None, None, None, None, None, flash.Options())
     assert "k and v have 8 bits" in str(planner._reason_against_problem("hopper", problem))
     assert planner._reason_against_problem("triton", problem) is None
+
+
+def test_numbers_as_scales_after_a_fake_call() -> None:
+    """What is kept of a number is no tensor of a fake mode, in which a program asked for shapes before."""
+    number = 0.3437
+
+    def of_ones(scale: Any) -> Tensor:
+        q, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 4, 2, 8, dtype=torch.int8)
+        return anyattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, k_descale=scale, v_descale=scale)
+
+    with FakeTensorMode():
+        assert of_ones(number).shape == (1, 1, 2, 8)
+    assert torch.equal(of_ones(number), of_ones(torch.tensor([number])))
