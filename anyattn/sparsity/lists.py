@@ -107,8 +107,9 @@ def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None, least: int |
 
 
 def _sees_all(tiles: Tensor) -> bool:
-    """Whether all tiles are processed instead of only the listed ones: on a GPU, the number of listed ones is known only by waiting."""
-    return tiles.is_cuda
+    """Whether all tiles are processed instead of only the listed ones: on a GPU, the number of listed ones is known only by waiting, and a
+    compiled graph has no tensors of sizes that depend on contents."""
+    return tiles.is_cuda or torch.compiler.is_compiling()
 
 
 def _moved_up(hit: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def _batches(grid: Tensor) -> Iterator[slice]:
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Zeros on pages that the operating system maps at the first write: most of a long mask's index tensor is never touched."""
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.from_numpy(np.zeros(shape, dtype=np.int32))
     return torch.zeros(shape, dtype=torch.int32, device=device)
 

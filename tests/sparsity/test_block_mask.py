@@ -20,6 +20,7 @@ from anyattn.sparsity import (
 )
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support.compiling import fresh, nearly_same
 from tests.support.counting import peak_bytes
 from tests.support.tiles import brute_classes, dense, library_masks, random_mask
 
@@ -535,3 +536,28 @@ def test_a_map_of_blocks_that_cannot_be():
             BlockMask.from_block_map(block_map, **{"BLOCK_SIZE": 8} | more)
     with pytest.raises(TypeError, match="BLOCK_SIZE"):
         BlockMask.from_block_map(good)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["constant", "symbolic"])
+@pytest.mark.parametrize("of", ["a map", "lists"])
+def test_blocks_chosen_inside_a_graph(of: str, dynamic: bool | None) -> None:
+    """Other maps and lists of the same sizes compile nothing."""
+    length, tile = 44, 16
+    drawn = torch.randn(3, 2, 2, length, 8, generator=torch.Generator().manual_seed(0))
+    inputs = [t.clone().requires_grad_() for t in drawn.unbind()]
+
+    def attention(q, k, v, block_map, counts, indices):
+        if of == "a map":
+            causal = lambda b, h, i, j: i >= j
+            made = BlockMask.from_block_map(block_map, BLOCK_SIZE=tile, mask_mod=causal, seq_lengths=(length, length))
+        else:
+            made = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=tile, seq_lengths=(length, length))
+        return flex_attention(q, k, v, block_mask=made)
+
+    call, counter = fresh(attention, dynamic=dynamic)
+    for seed in range(3):
+        block_map = torch.rand(2, 2, 3, 3, generator=torch.Generator().manual_seed(seed)) < 0.6
+        indices = torch.argsort(block_map.int(), dim=-1, descending=True, stable=True).to(torch.int32)
+        given = (block_map, block_map.sum(-1, dtype=torch.int32), indices)
+        assert nearly_same(call, attention, (*inputs, *given), inputs)
+    assert counter.frame_count == 1
