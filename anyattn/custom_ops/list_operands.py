@@ -57,16 +57,17 @@ def still_follow(
     """
     if exactness == INEXACT:
         return False
-    own_numbers, own_tensors = _operands_of_first(programs)
-    holds = still_holds(lists[0], numbers[:own_numbers], tensors[:own_tensors], is_backward)
+    program, own_numbers, own_tensors = _operands_of_first(programs)
+    holds = still_holds(lists[0], program, numbers[:own_numbers], tensors[:own_tensors], is_backward)
     return exactness == EXACT_IN_GRAPH if holds is None else holds
 
 
 @lru_cache(maxsize=1024)
-def _operands_of_first(programs: str) -> tuple[int, int]:
-    """How many numbers and how many tensors the first program captures."""
-    expr = codec.decode(codec.separated(programs)[0])
-    return len({node.attr for node in expr.nodes if node.op == "scalar"}), len(expr.tensor_slots)
+def _operands_of_first(programs: str) -> tuple[str, int, int]:
+    """The first program, and how many numbers and how many tensors it captures."""
+    program = codec.separated(programs)[0]
+    expr = codec.decode(program)
+    return program, len({node.attr for node in expr.nodes if node.op == "scalar"}), len(expr.tensor_slots)
 
 
 # An entry's views keep the memory allocated, so no other tensor gets the same address. It lives as long as a counts tensor that was passed

@@ -89,7 +89,7 @@ def counted_anew(t: Tensor) -> Tensor:
 
 class _Noted(NamedTuple):
     """block_masks: those that have the lists; none if a compiled graph makes them. operands: those of calls that were found to follow:
-    numbers, and addresses and layouts of tensors."""
+    the program, numbers, and addresses and layouts of tensors."""
 
     counts: weakref.ref[Tensor]
     block_masks: tuple[weakref.ref[Any], ...]
@@ -144,7 +144,7 @@ def follow(counts: Tensor, now: _Captures) -> bool:
     return entry is not None and entry.made.holds(now)
 
 
-def still_holds(counts: Tensor, numbers: Sequence[int], tensors: Sequence[Tensor], is_backward: bool) -> bool | None:
+def still_holds(counts: Tensor, program: str, numbers: Sequence[int], tensors: Sequence[Tensor], is_backward: bool) -> bool | None:
     """Whether noted lists follow from their mask with these operands of its program; None for other lists.
 
     Which capture is which operand only the block masks know, and only in a forward pass: later a mask may capture something else, also what
@@ -156,11 +156,10 @@ def still_holds(counts: Tensor, numbers: Sequence[int], tensors: Sequence[Tensor
     holds = entry.made.holds_for(numbers, tensors)
     if holds is not None or not entry.block_masks:
         return holds is not False
-    operands = (*numbers, *((t.data_ptr(), *_layout(t)) for t in tensors))
-    masks = [] if is_backward else [*entry.masks()]
-    if not masks:
-        return operands in entry.operands
-    if not all(mask.is_exact for mask in masks):
+    operands = (program, *numbers, *((t.data_ptr(), *_layout(t)) for t in tensors))
+    if operands in entry.operands:
+        return True
+    if is_backward or not all(mask.is_exact for mask in entry.masks()) or next(entry.masks(), None) is None:
         return False
     entry.remember(operands)
     return True
