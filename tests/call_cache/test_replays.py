@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import anyattn
-from anyattn.call_cache import attention, replays
 from tests.support.pretended_launches import Launched, batch, described, noted_by_address, step
+from tests.support.replayed import replayed_and_first
 
 pytest.importorskip("triton")
 
@@ -48,11 +48,6 @@ def test_launches(name: str, splits: int, scale: float | None, launched: list[La
         assert type(results) is tuple
         return described(launched[before:], arguments, results), [(t.shape, t.stride(), t.dtype) for t in results]
 
-    for seed in range(10):
-        call(seed)
-    with monkeypatch.context() as patched:
-        patched.setattr(replays.Replays, "made", None)  # a call that were not a replay would fail
-        warm = call(11)
-    attention.clear()
-    assert warm == call(11)
+    warm, first = replayed_and_first(call, range(10), 11, monkeypatch)
+    assert warm == first
     assert len(warm[0]) == 1 + (splits > 1) + ("appends" in name or name == "varlen")

@@ -69,7 +69,7 @@ MUTANTS = by_name(
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
     Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),
     Mutant("dQ is not fenced", f"{_BACK}._post_dq", _FENCE, "pass", "full"),
-    Mutant("S is not waited for", f"{_BACK}._row_tile", "warpgroup.wait_group(1); self.probabilities(scores, lse, scales[1])",
+    Mutant("S is not waited for", f"{_BACK}._p_begun", "warpgroup.wait_group(1); self.probabilities(scores, lse, scales[1])",
            "self.probabilities(scores, lse, scales[1])", "full"),
     Mutant("Q is not released", f"{_BACK}._row_tile", "pipes[0].consumer_release(q_state)", "pass", "full"),
     Mutant("the adder is not told of the end", _BACK, "Int32(END)", "Int32(0)", "full"),

@@ -68,7 +68,7 @@ MUTANTS = by_name(
     Mutant("scores_of_hidden_keys", f"{_REDUCTIONS}:_visit_keys", "tl.where(seen, s, float('-inf'))", "s", "reductions"),
     Mutant("maxima_in_base_2", f"{_REDUCTIONS}:_visit_keys", "highest * _LN2", "highest * 1.0", "reductions"),
     Mutant("blocks_of_the_first_rows", f"{_REDUCTIONS}:_visit_keys", "first_row // c.BLOCK_ROWS", "first_row * 0", "reductions"),
-    Mutant("hidden_probability_in_key_sums", f"{_REDUCTIONS}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "reductions"),
+    Mutant("hidden_probability_in_key_sums", f"{_REDUCTIONS}:_visit_rows", "tl.where(__, p, 0.0)", "p * 1.0", "reductions"),
     Mutant("key_sums_without_full_tiles", f"{_REDUCTIONS}:key_sums_tile", "range(skipped, fulls)", "range(skipped, skipped)", "reductions"),
     Mutant("sums_over_all_queries", f"{_REDUCTIONS}:_visit_rows", "first + m_lane >= first_query", "first + m_lane >= 0", "last_queries"),
     # a row's bits in every batch
@@ -318,7 +318,7 @@ MUTANTS = by_name(
         "touches | (lo < n_end) & (hi > n_first)", "touches & ((lo < n_end) & (hi > n_first))", "sink_window",
     ),
     Mutant("tile_that_is_cut_not_asked", f"{_BACKWARD}:dkdv_tile", "m < runs.full", "m < 0", "window"),
-    Mutant("hidden_probability_kept", f"{_BACKWARD}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
+    Mutant("hidden_probability_kept", f"{_BACKWARD}:_visit_rows", "tl.where(__, p, 0.0)", "p * 1.0", "causal"),
     Mutant("hidden_score_kept_in_dq", f"{_BACKWARD}:_visit_keys", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
     Mutant(
         "hidden_derivative_kept", f"{_BACKWARD}:_visit_rows",
@@ -332,7 +332,7 @@ MUTANTS = by_name(
     Mutant("derivative_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "of_score[1].to(tl.float32)", "1.0", "softcap"),
     Mutant("derivative_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "of_score[1].to(tl.float32)", "1.0", "softcap"),
     Mutant("mask_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "is_shown", "kv >= 0", "dilated"),
-    Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "kv >= 0", "dilated"),
+    Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "lanes >= 0", "dilated"),
     Mutant("sink_gradient_sign", "backends.sink_gradient:sink_gradient", "-__", "__", "sink"),
     Mutant(
         "captured_derivative_forgotten", f"{_CAPTURED_GRADIENTS}:scatter_source",
@@ -361,7 +361,7 @@ MUTANTS = by_name(
     Mutant("ds_of_the_modified_score", f"{_PAIR_TILE}:pair_tile", "of_score[1].to(tl.float32)", "1.0", "windows"),
     Mutant(
         "mask_of_a_small_problem_forgotten", f"{_PAIR_TILE}:_seen",
-        "seen & mods.mask.value(b, h, kv, of_mask, mods.mask.scalars, mods.mask.tensors)", "seen", "windows",
+        "seen & shown_by(mods.mask, b, h, lanes, end, of_mask, __)", "seen", "windows",
     ),
     Mutant("first_derivative_for_all", f"{_PROGRAMS}:by_entry", "numbers[factor]", "0", "windows"),
     Mutant("sums_of_one_entry", f"{_PAIR_TILE}:pair_tile", "first_sum += terms[0]", "first_sum = terms[0]", "windows"),

@@ -14,7 +14,7 @@ import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper.compile import launch as hopper_launch
 from anyattn.backends.hopper.tables_config import TablesConfig
-from anyattn.call_cache import attention, kvcache_step, replays
+from anyattn.call_cache import kvcache_step
 from anyattn.plan import Plan
 from anyattn.triton_tools import launch as triton_launch
 from anyattn.triton_tools.fast_launch import Handle
@@ -24,6 +24,7 @@ from anyattn.validate.kvcache import CacheArguments
 from tests.support.compiling import fresh
 from tests.support.hopper.pretended import H200, Launch, count_in_one_tensor, described, noting
 from tests.support.no_reading import no_reading, pretend_unread
+from tests.support.replayed import replayed_and_first
 
 if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("triton") is None:
     pytest.skip("needs nvidia-cutlass-dsl and triton", allow_module_level=True)
@@ -231,7 +232,7 @@ REPLAYED = {
 def test_replays(name: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     call = REPLAYED[name]
 
-    def launches() -> list[Any]:
+    def launches(number: int) -> list[Any]:
         made.clear()
         arguments = call.arguments()
         if not call.is_varlen:
@@ -239,13 +240,8 @@ def test_replays(name: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) ->
         function = anyattn.flash_attn_varlen_func if call.is_varlen else anyattn.flash_attn_with_kvcache
         return described(made, arguments, function(**arguments))
 
-    for _ in range(12):
-        launches()
-    with monkeypatch.context() as patched:
-        patched.setattr(replays.Replays, "made", None)  # a call that were not a replay would fail
-        warm = launches()
-    attention.clear()
-    assert warm == launches() and len(warm) == (2 if name == "rows of 16 bits" else 3)
+    warm, first = replayed_and_first(launches, range(12), 12, monkeypatch)
+    assert warm == first and len(warm) == (2 if name == "rows of 16 bits" else 3)
 
 
 @pytest.mark.parametrize("name", ["with scales", "varlen, packed", "16 bits in pages"])

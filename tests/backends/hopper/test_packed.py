@@ -12,10 +12,11 @@ from torch import Tensor
 
 import anyattn
 from anyattn.backends.hopper.compile import launch, packed
-from anyattn.call_cache import attention, replays
+from anyattn.call_cache import attention
 from anyattn.validate import sequences
 from tests.backends.hopper.test_varlen_replays import RECIPES, batch
 from tests.support.hopper.pretended import COUNTER, Launch, count_in_one_tensor
+from tests.support.replayed import replayed_and_first
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
@@ -145,13 +146,8 @@ def test_replays_pass_what_first_calls_pass(name: str, launched: list[Launch], m
 
     launch.forget()
     attention.clear()
-    for seed in range(12):
-        call(seed % 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(replays.Replays, "made", None)  # a call that were not a replay would fail
-        warm = call(1)
-    attention.clear()
-    assert warm == call(1) and len(warm) == 2
+    warm, first = replayed_and_first(call, [0, 1] * 6, 1, monkeypatch)
+    assert warm == first and len(warm) == 2
     launch.forget()
     attention.clear()
 

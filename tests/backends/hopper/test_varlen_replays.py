@@ -10,9 +10,9 @@ from torch import Tensor
 
 import anyattn
 from anyattn.arithmetic import LOG2E
-from anyattn.call_cache import attention, replays
 from anyattn.validate import sequences
 from tests.support.hopper.pretended import Launch, count_in_one_tensor, described
+from tests.support.replayed import replayed_and_first
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,8 @@ def test_launches(name: str, launched: list[Launch], monkeypatch: pytest.MonkeyP
         assert type(results) is tuple
         return described(launched[before:], arguments, results), [(t.shape, t.stride(), t.dtype) for t in results]
 
-    for seed in range(12):
-        call(seed % 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(replays.Replays, "made", None)  # a call that were not a replay would fail
-        warm = call(1)
-    attention.clear()
-    assert warm == call(1) and len(warm[0]) == 2
+    warm, first = replayed_and_first(call, [0, 1] * 6, 1, monkeypatch)
+    assert warm == first and len(warm[0]) == 2
 
 
 def test_scales_have_replays_of_their_own(launched: list[Launch]) -> None:

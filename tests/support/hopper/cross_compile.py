@@ -26,7 +26,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
-from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, ModsOfConfig, slots, tiles_for
 from anyattn.backends.hopper.kernel.forward import HopperForward
 from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
 from anyattn.mods.tracing.trace import trace
@@ -66,6 +66,19 @@ def products_and_waits(cubin: Path) -> tuple[int, int]:
     return sum(code in (0xDF0, 0x9F0) for code in codes), codes.count(0x9C5)
 
 
+def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: ignore[type-arg]
+    """The numbers and tensors that the mods of a config capture, and those of dropout."""
+    scalars, tensors = [], []
+    for mod, expr in zip(mods, config.exprs, strict=True):
+        numbers, count = slots(expr)
+        scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
+        tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:count]]
+    if config.has_dropout:
+        scalars += [Int32(0), Float32(1.0)]
+        tensors += [fake(Int32, 1)]
+    return tuple(scalars), tuple(tensors)
+
+
 def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
     kernel = HopperForward(config)
     big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
@@ -74,17 +87,9 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
     tables = [fake(Int32, 2) if wanted else None for wanted in (config.has_order, config.has_entries, config.is_paged)]
-    scalars, tensors = [], []
-    for mod, expr in zip(mods, config.exprs, strict=True):
-        numbers, captured = slots(expr)
-        scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
-        tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
-    if config.has_dropout:
-        scalars += [Int32(0), Float32(1.0)]
-        tensors += [fake(Int32, 1)]
     sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     folder.mkdir()
-    given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
+    given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, *captured(config, mods), make_fake_stream())
     cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --dump-dir={folder}")
     for cubin in folder.glob("*.cubin"):
         products, waits = products_and_waits(cubin)

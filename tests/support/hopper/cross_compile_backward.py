@@ -30,11 +30,11 @@ from anyattn.backends.hopper.backward_config import (
 )
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
-from anyattn.backends.hopper.config import Ask, slots
+from anyattn.backends.hopper.config import Ask
 from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, of_each, products_and_waits
+from tests.support.hopper.cross_compile import captured, fake, frame_sizes, of_each, products_and_waits
 from tests.support.hopper.masks import MASKS
 
 _CODE_BYTES = 16
@@ -66,17 +66,9 @@ def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
     lists = [*lists[:2], None, None, fake(Int32, 4)] if config.has_ranks else [*lists, None]
     lists += [fake(Int32, 2), fake(Int32, 2)] if config.has_entries else [fake(Int32, 2) if has_order else None, None]
-    scalars, tensors = [], []
-    for mod, expr in zip(mods, config.exprs, strict=True):
-        numbers, captured = slots(expr)
-        scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
-        tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
-    if config.has_dropout:
-        scalars += [Int32(0), Float32(1.0)]
-        tensors += [fake(Int32, 1)]
     totals = tuple(fake(Float32, rank) for rank in _ranks(config))
     numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
-    given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, tuple(scalars), tuple(tensors), totals, make_fake_stream())
+    given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, *captured(config, mods), totals, make_fake_stream())
     folder.mkdir()
     cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
     (cubin,) = folder.glob("*.cubin")

@@ -40,8 +40,8 @@ from anyattn.backends.triton.kernels.key_tiles import (
     store_whole,
     whole_tile,
 )
-from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_that_see, store_span
-from anyattn.backends.triton.kernels.softmax.visits import kv_for
+from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, full_rows_at, partial_rows_at, rows_that_see, store_span
+from anyattn.backends.triton.kernels.softmax.visits import kv_for, probabilities, row_values, seen_by_rows, seen_in, shown_by
 from anyattn.backends.triton.kernels.tile_iterator import (
     clipped,
     full_at,
@@ -137,25 +137,13 @@ def _visit_keys(
         v = load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
     s = scores(q, k, c)
     lanes = lane[None, :]
-    if mods.score.exists:
-        kv = kv_for(lanes, end, mods.score, not IS_PARTIAL)
-        of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows.score, mods.score.scalars, mods.score.tensors)
-        p = tl.exp2(of_score[0] - lse[:, None])
-    else:
-        p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
+    p, of_score = probabilities(s, lse, b, h, kv_for(lanes, end, mods.score, not IS_PARTIAL), rows.score, scale, mods, 1)
     # in a missing row lse is infinite, and dq is not stored
-    if IS_PARTIAL and c.RANGES > 0:  # the rows' limits are inside the sequence
-        seen = mods.mask.value(b, h, lanes, rows.mask, mods.mask.scalars, mods.mask.tensors)
-    else:
-        seen = lanes < end
-        if IS_PARTIAL and mods.mask.exists:
-            kv = kv_for(lanes, end, mods.mask, False)
-            seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
+    seen = seen_in(lanes, end, is_shown, rows, b, h, mods, c, False) if IS_PARTIAL else lanes < end
     if mods.score.scatter is not None:
         seen = seen & is_row[:, None]
     if mods.always.exists:
-        kv = kv_for(lanes, end, mods.always, not IS_PARTIAL)
-        seen = seen & mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors)
+        seen = seen & shown_by(mods.always, b, h, lanes, end, rows.always, not IS_PARTIAL)
     if IS_PARTIAL or mods.always.exists:
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout, tl.trans(v), input_precision=c.PRECISION)
@@ -301,28 +289,12 @@ def _visit_rows(
     dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
     q_idx = (position + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
-    if mods.score.exists:
-        kv = kv_for(lanes, n_end, mods.score, False)
-        rows = mods.score.rows(b, h, q_idx, mods.score.scalars, mods.score.tensors)
-        of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows, mods.score.scalars, mods.score.tensors)
-        p = tl.exp2(of_score[0] - lse[None, :])
-    else:
-        p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
+    kv = kv_for(lanes, n_end, mods.score, False)
+    p, of_score = probabilities(s, lse, b, h, kv, row_values(mods.score, b, h, q_idx), scale, mods, 0)
     if IS_PARTIAL or mods.always.exists:
-        seen = is_row[None, :]
-        if IS_PARTIAL and mods.mask.exists:
-            rows = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
-            kv = kv_for(lanes, n_end, mods.mask, False)
-            shown = mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors)
-            if c.RANGES > 0:  # in a missing row lse is infinite
-                seen = shown
-            else:
-                seen = seen & (shown | is_shown)
-        if mods.always.exists:
-            rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
-            kv = kv_for(lanes, n_end, mods.always, False)
-            seen = seen & mods.always.value(b, h, kv, rows, mods.always.scalars, mods.always.tensors)
-        p = tl.where(seen, p, 0.0)
+        # by ranges lse is infinite in a missing row
+        seen = True if IS_PARTIAL and c.RANGES > 0 else is_row[None, :]
+        p = tl.where(seen_by_rows(seen, is_shown, b, h, lanes, n_end, q_idx, mods, IS_PARTIAL), p, 0.0)
     kept_p = p
     if mods.dropout.exists:
         rows = mods.dropout.rows(
@@ -352,10 +324,7 @@ def _visit_row_run(
 ):  # fmt: skip
     """``_visit_rows`` of the full tiles ``begin`` to ``stop``."""
     for i in range(begin, stop):
-        if c.RANGES > 0:
-            start = (runs.full + i) * c.TILE_M
-        else:
-            start = full_at(runs, i, 0, c.TILE_M, c.LIST_M)
+        start = full_rows_at(runs, i, c)
         dk, dv = _visit_rows(
             dk, dv, k, v, start, start + c.TILE_M, True,
             n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, False,
@@ -382,9 +351,8 @@ def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, he
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if is_cut:
         position = first + tl.minimum(device_math.unknown(m_lane, first, c.IS_NVIDIA), end - 1 - first)
-        rows = mods.mask.rows(b, h, (position + sequence.q_first)[None, :], mods.mask.scalars, mods.mask.tensors)
-        kv = kv_for((n_first + tl.arange(0, c.TILE_N))[:, None], n_end, mods.mask, False)
-        p = tl.where(mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors), p, 0.0)
+        rows = row_values(mods.mask, b, h, (position + sequence.q_first)[None, :])
+        p = tl.where(shown_by(mods.mask, b, h, (n_first + tl.arange(0, c.TILE_N))[:, None], n_end, rows, False), p, 0.0)
     if c.HAS_DV:
         dv = plus_product(dv, None, p, dout, c.PRECISION)
     if c.HAS_DK:
@@ -456,13 +424,7 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
                 )
         else:
             for i in range(0, partials):
-                if c.RANGES > 0:
-                    at_row = runs.first + i
-                    start = tl.where(at_row < runs.full, at_row, at_row + fulls) * c.TILE_M
-                    stop = seqlen_q
-                    is_shown = False
-                else:
-                    start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, c.TILE_M, c.LIST_M)
+                start, stop, is_shown = partial_rows_at(runs, i, fulls, seqlen_q, c)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, True
                 )

@@ -19,6 +19,7 @@ from anyattn.backends.triton.kernels.results import no_output, no_results, store
 from anyattn.backends.triton.kernels.softmax.ascending import ascending
 from anyattn.backends.triton.kernels.softmax.visits import (
     add_late,
+    row_values,
     visit,
     visit_all,
     visit_far,
@@ -47,16 +48,10 @@ _OF_HEAD: tl.constexpr = tl.constexpr(OF_HEAD)
 @triton.jit
 def rows_of(b, h, q_idx, q_places, mods):
     """``RowsOfParts``; any tuple for a part that does not exist. q_places: the rows' ``kernels.dropout.places``."""
-    score_rows, mask_rows, always_rows, dropout_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
-    if mods.score.exists:
-        score_rows = mods.score.rows(b, h, q_idx, mods.score.scalars, mods.score.tensors)
-    if mods.mask.exists:
-        mask_rows = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
-    if mods.always.exists:
-        always_rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
-    if mods.dropout.exists:
-        dropout_rows = mods.dropout.rows(b, h, q_places, mods.dropout.scalars, mods.dropout.tensors)
-    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows, dropout=dropout_rows, sure=(0, 0))
+    return RowsOfParts(
+        score=row_values(mods.score, b, h, q_idx), mask=row_values(mods.mask, b, h, q_idx), always=row_values(mods.always, b, h, q_idx),
+        dropout=row_values(mods.dropout, b, h, q_places), sure=(0, 0),
+    )  # fmt: skip
 
 
 @triton.jit

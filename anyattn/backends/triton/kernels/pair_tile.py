@@ -16,7 +16,7 @@ from anyattn.backends.triton.kernels.addressing import row_at, row_offsets
 from anyattn.backends.triton.kernels.arguments import TileOfScores
 from anyattn.backends.triton.kernels.dropout import factor_of, kept_of, places
 from anyattn.backends.triton.kernels.key_tiles import load_rows
-from anyattn.backends.triton.kernels.softmax.visits import kv_for
+from anyattn.backends.triton.kernels.softmax.visits import kv_for, probabilities, shown_by
 
 __all__ = ["pair_tile"]
 
@@ -49,11 +49,9 @@ def _seen(is_pair, b, h, q_idx, lanes, end, of_mask, of_always, mods, c):
             limits = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
             seen = seen & mods.mask.value(b, h, lanes, limits, mods.mask.scalars, mods.mask.tensors)
         else:
-            kv = kv_for(lanes, end, mods.mask, not c.IS_CUT)
-            seen = seen & mods.mask.value(b, h, kv, of_mask, mods.mask.scalars, mods.mask.tensors)
+            seen = seen & shown_by(mods.mask, b, h, lanes, end, of_mask, not c.IS_CUT)
     if mods.always.exists:
-        kv = kv_for(lanes, end, mods.always, not c.IS_CUT)
-        seen = seen & mods.always.value(b, h, kv, of_always, mods.always.scalars, mods.always.tensors)
+        seen = seen & shown_by(mods.always, b, h, lanes, end, of_always, not c.IS_CUT)
     return seen
 
 
@@ -92,12 +90,7 @@ def pair_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
         lse = tl.load(tensors.lse + place, mask=is_row, other=float("-inf"))
         lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
         s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-        of_score = (s, s)
-        if mods.score.exists:
-            of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, of_pairs, mods.score.scalars, mods.score.tensors)
-            p = tl.exp2(of_score[0] - lse[:, None])
-        else:
-            p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
+        p, of_score = probabilities(s, lse, b, h, kv, of_pairs, scale, mods, 1)
         dp = tl.dot(dout, tl.trans(v), input_precision=c.PRECISION)
         dropout_rows = (q_idx, q_idx)
         if mods.dropout.exists:

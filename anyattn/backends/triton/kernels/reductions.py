@@ -13,8 +13,8 @@ from anyattn.backends.triton.kernels.arguments import RowsOfParts
 from anyattn.backends.triton.kernels.dropout import scores
 from anyattn.backends.triton.kernels.forward import rows_of
 from anyattn.backends.triton.kernels.key_tiles import offsets_of, rows_at, whole_tile
-from anyattn.backends.triton.kernels.row_tile_bounds import rows_that_see
-from anyattn.backends.triton.kernels.softmax.visits import kv_for
+from anyattn.backends.triton.kernels.row_tile_bounds import full_rows_at, partial_rows_at, rows_that_see
+from anyattn.backends.triton.kernels.softmax.visits import kv_for, row_values, seen_by_rows, shown_by
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.triton_tools import device_math
 
@@ -52,24 +52,13 @@ def _visit_rows(
     s = scores(k, q, c)
     q_idx = (start + row + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
-    rows = (q_idx, q_idx)
-    if mods.score.exists:
-        rows = mods.score.rows(b, h, q_idx, mods.score.scalars, mods.score.tensors)
+    rows = row_values(mods.score, b, h, q_idx)
     p = tl.exp2(_in_base_2(s, b, h, kv_for(lanes, n_end, mods.score, False), rows, scale, mods) - lse[None, :])
     if IS_PARTIAL or mods.always.exists or c.HAS_FIRST:
         seen = (first + m_lane < end)[None, :]
         if c.HAS_FIRST:
             seen = seen & (first + m_lane >= first_query)[None, :]
-        if IS_PARTIAL and mods.mask.exists:
-            rows = mods.mask.rows(b, h, q_idx, mods.mask.scalars, mods.mask.tensors)
-            kv = kv_for(lanes, n_end, mods.mask, False)
-            shown = mods.mask.value(b, h, kv, rows, mods.mask.scalars, mods.mask.tensors)
-            seen = seen & (shown | is_shown)
-        if mods.always.exists:
-            rows = mods.always.rows(b, h, q_idx, mods.always.scalars, mods.always.tensors)
-            kv = kv_for(lanes, n_end, mods.always, False)
-            seen = seen & mods.always.value(b, h, kv, rows, mods.always.scalars, mods.always.tensors)
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(seen_by_rows(seen, is_shown, b, h, lanes, n_end, q_idx, mods, IS_PARTIAL), p, 0.0)
     return total + p
 
 
@@ -94,12 +83,7 @@ def key_sums_tile(tensors, strides, spans, sizes, reduced, lists, scale, mods, c
     runs, fulls, partials = rows_that_see(0, tensors.spans, spans, sizes, lists, sequence, b, h, line, n_first, n_end, c)
     total = tl.zeros((c.TILE_N, c.TILE_M), tl.float32)
     for i in range(0, partials):
-        if c.RANGES > 0:
-            at_row = runs.first + i
-            start = tl.where(at_row < runs.full, at_row, at_row + fulls) * c.TILE_M
-            stop, is_shown = seqlen_q, False
-        else:
-            start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, c.TILE_M, c.LIST_M)
+        start, stop, is_shown = partial_rows_at(runs, i, fulls, seqlen_q, c)
         if (start + c.TILE_M > reduced.first) | (not c.HAS_FIRST):
             total = _visit_rows(
                 total, k, start, stop, is_shown, n_first, n_end, reduced.first, sequence, q_from, lse_from, offsets, strides, b, h, scale,
@@ -109,12 +93,8 @@ def key_sums_tile(tensors, strides, spans, sizes, reduced, lists, scale, mods, c
     if c.HAS_FIRST and c.RANGES > 0:
         skipped = tl.minimum(tl.maximum(reduced.first // c.TILE_M - runs.full, 0), fulls)
     for i in range(skipped, fulls):
-        if c.RANGES > 0:
-            start, counts = (runs.full + i) * c.TILE_M, True
-        else:
-            start = full_at(runs, i, 0, c.TILE_M, c.LIST_M)
-            counts = (start + c.TILE_M > reduced.first) | (not c.HAS_FIRST)
-        if counts:
+        start = full_rows_at(runs, i, c)
+        if c.RANGES > 0 or (start + c.TILE_M > reduced.first) | (not c.HAS_FIRST):
             total = _visit_rows(
                 total, k, start, start + c.TILE_M, True, n_first, n_end, reduced.first, sequence, q_from, lse_from, offsets, strides, b, h,
                 scale, mods, c, False,
@@ -164,11 +144,9 @@ def _visit_keys(
     s = _in_base_2(s, b, h, kv_for(lanes, end, mods.score, not IS_PARTIAL), rows.score, scale, mods)
     seen = is_row[:, None] & (lanes < end)
     if IS_PARTIAL and mods.mask.exists:
-        kv = kv_for(lanes, end, mods.mask, False)
-        seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
+        seen = seen & (shown_by(mods.mask, b, h, lanes, end, rows.mask, False) | is_shown)
     if mods.always.exists:
-        kv = kv_for(lanes, end, mods.always, not IS_PARTIAL)
-        seen = seen & mods.always.value(b, h, kv, rows.always, mods.always.scalars, mods.always.tensors)
+        seen = seen & shown_by(mods.always, b, h, lanes, end, rows.always, not IS_PARTIAL)
     row = tl.arange(0, c.TILE_M // c.BLOCK_ROWS)[:, None]
     column = tl.arange(0, c.TILE_N // c.BLOCK_KEYS)[None, :]
     exists = (first_row + row * c.BLOCK_ROWS < end_row) & (first + column * c.BLOCK_KEYS < end)

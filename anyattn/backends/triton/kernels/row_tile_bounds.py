@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.kernels.addressing import slot_of
-from anyattn.backends.triton.kernels.tile_iterator import by_lists, place_of_lists
+from anyattn.backends.triton.kernels.tile_iterator import by_lists, full_at, partial_at, place_of_lists
 
-__all__ = ["first_spans", "rows_that_see", "store_span"]
+__all__ = ["first_spans", "full_rows_at", "partial_rows_at", "rows_that_see", "store_span"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 _CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are compared at once
@@ -122,3 +122,22 @@ def rows_that_see(early, row_spans, spans, sizes, lists, sequence, b, h, line, n
         counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, c.LIST_M, c.HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, c.TILE_M, c.LIST_M, c.HAS_FULL)
         return runs, runs.full, runs.partial
+
+
+@triton.jit
+def full_rows_at(runs, i, c):
+    """The first row of the i-th row tile that sees all keys; runs: of ``rows_that_see``."""
+    if c.RANGES > 0:
+        return (runs.full + i) * c.TILE_M
+    else:
+        return full_at(runs, i, 0, c.TILE_M, c.LIST_M)
+
+
+@triton.jit
+def partial_rows_at(runs, i, fulls, seqlen_q, c):
+    """(first row, end, whether all keys are visible) of the i-th of the other row tiles."""
+    if c.RANGES > 0:
+        m = runs.first + i
+        return tl.where(m < runs.full, m, m + fulls) * c.TILE_M, seqlen_q, False
+    else:
+        return partial_at(runs, i, seqlen_q, 0, c.TILE_M, c.LIST_M)

@@ -37,25 +37,13 @@ class MultipliesAlone(MultipliesBack):
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """As in ``MultipliesBack``."""
         q_state, do_state, work_state, _ = states
-        mmas, operands, shapes, positions, pipes, board, _, _, statistics, exchange = fixed
+        mmas, operands, shapes, _, pipes, board, _, _, _, exchange = fixed
         _, _, _, _, dout_t, q_t, ds_t, k_parts = operands
         _, to_v, to_k, to_q = mmas
         dk, dv = sums
         tiles = self.config.tiles
-        scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         slots = (board, q_state, work_state)
-        self._both_begun(fixed, scores, dp, states)
-        lse = self.of_rows(statistics[0][None, q_state.index], positions)
-        if const_expr(self.config.score is None):
-            warpgroup.wait_group(1)
-            self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, slots, captured)
-            warpgroup.wait_group(0)
-            self.score_gradients(scores, dp, None)
-        else:
-            warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, None, positions, slots, scales[0], captured)
-            self.hidden((scores, dp), positions, slots, captured)
+        scores, dp, _ = self._p_and_ds(fixed, states, slots, scales, captured)
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128)
         self._stored((exchange.store, exchange.ds[None, None, stage]), dp)

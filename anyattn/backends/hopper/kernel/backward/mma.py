@@ -212,6 +212,44 @@ class MultipliesBack:
             self.begin_dp(dp, self.of_rows(statistics[1][None, do_state.index], positions))
         self._scores(mmas[0], dp, v, dout[None, None, None, do_state.index], tiles.holds_v, tiles.delta == "behind")
 
+    def _p_begun(self, fixed: Any, states: Any, slots: Any, scales: Any, captured: Any) -> tuple[Any, Any, tuple]:
+        """Issues S^T and dP^T of a row tile. Returns (P, dP, ()) while dP may still be under way; with a score mod (P, dS, ``late_parts``).
+        slots: see ``read_slots``."""
+        q_state, do_state, _, _ = states
+        positions, statistics, shape = fixed.positions, fixed.statistics, fixed.shapes[0]
+        scores, dp = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        self._both_begun(fixed, scores, dp, states)
+        lse = self.of_rows(statistics[0][None, q_state.index], positions)
+        if self.config.score is None:
+            warpgroup.wait_group(1)
+            self.probabilities(scores, lse, scales[1])
+            self.hidden((scores,), positions, slots, captured)
+            return scores, dp, ()
+        delta = self.delta_behind(statistics, do_state, positions)
+        warpgroup.wait_group(0)
+        late = self.late_parts(shape)
+        if self.config.sums_while_made:
+            words = cute.make_rmem_tensor(ceil_div(cute.size(scores), 32), Int32)
+            words.fill(-1)
+            self.hidden((words,), positions, slots, captured)
+            self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late), Seen(words))
+        else:
+            self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late))
+            self.hidden((scores, dp, *late), positions, slots, captured)
+        return scores, dp, late
+
+    def _p_and_ds(self, fixed: Any, states: Any, slots: Any, scales: Any, captured: Any) -> tuple[Any, Any, tuple]:
+        """(P, dS, ``late_parts``) of a row tile."""
+        scores, dp, late = self._p_begun(fixed, states, slots, scales, captured)
+        if self.config.score is None:
+            delta = self.delta_behind(fixed.statistics, states[1], fixed.positions)
+            warpgroup.wait_group(0)
+            if self.config.has_dropout:
+                self.drop_gradients(scores, dp, delta, fixed.positions, slots, captured)
+            else:
+                self.score_gradients(scores, dp, delta)
+        return scores, dp, late
+
     def delta_behind(self, statistics: Any, do_state: Any, positions: Any) -> Any:
         """delta of a thread's rows if it is subtracted from the finished dP, else None."""
         if self.config.tiles.delta != "behind":
@@ -243,37 +281,13 @@ class MultipliesBack:
         """Adds one row tile to dK and dV, and passes its part of dQ on. The visit and the key tile are read from the board
         where they are used instead of being kept in registers. is_last: no row tile of these keys follows."""
         q_state, do_state, work_state, key_state = states
-        mmas, operands, shapes, positions, pipes, board, _, _, statistics, exchange = fixed
+        mmas, operands, shapes, positions, pipes, board, _, _, _, exchange = fixed
         _, _, _, _, dout_t, q_t, ds_in_smem, k_t = operands
         _, to_v, to_k, to_q = mmas
         dk, dv = sums
         tiles = self.config.tiles
-        scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         slots = (board, q_state, work_state)
-        self._both_begun(fixed, scores, dp, states)
-        lse = self.of_rows(statistics[0][None, q_state.index], positions)
-        if const_expr(self.config.score is None):
-            warpgroup.wait_group(1)
-            self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, slots, captured)
-            delta = self.delta_behind(statistics, do_state, positions)
-            warpgroup.wait_group(0)
-            if const_expr(self.config.has_dropout):
-                self.drop_gradients(scores, dp, delta, positions, slots, captured)
-            else:
-                self.score_gradients(scores, dp, delta)
-        else:
-            delta = self.delta_behind(statistics, do_state, positions)
-            warpgroup.wait_group(0)
-            late = self.late_parts(shapes[0])
-            if const_expr(self.config.sums_while_made):
-                words = cute.make_rmem_tensor(ceil_div(cute.size(scores), 32), Int32)
-                words.fill(-1)
-                self.hidden((words,), positions, slots, captured)
-                self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late), Seen(words))
-            else:
-                self.modified(scores, dp, lse, delta, positions, slots, scales[0], captured, self.late_views(late))
-                self.hidden((scores, dp, *late), positions, slots, captured)
+        scores, dp, late = self._p_and_ds(fixed, states, slots, scales, captured)
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * tiles.warp_groups)

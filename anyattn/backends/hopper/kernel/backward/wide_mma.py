@@ -40,23 +40,13 @@ class MultipliesWide(MultipliesBack):
     def _row_tile(self, fixed, sums, scales, captured, states, stage, is_last):
         """As in ``MultipliesBack``; stage: of P."""
         q_state, do_state, work_state, _ = states
-        mmas, operands, shapes, positions, pipes, board, _, _, statistics, exchange = fixed
+        mmas, operands, shapes, _, pipes, board, _, _, _, exchange = fixed
         _, _, _, _, dout_t, q_t, ds_t, k_t, p, ds = operands
         _, to_v, to_k, to_q = mmas
         dk, dv = sums
         of_ds = self.config.tiles.ds_stages
-        scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         slots = (board, q_state, work_state)
-        self._both_begun(fixed, scores, dp, states)
-        lse = self.of_rows(statistics[0][None, q_state.index], positions)
-        if const_expr(self.config.score is None):
-            warpgroup.wait_group(1)
-            self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, slots, captured)
-        else:
-            warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, None, positions, slots, scales[0], captured)
-            self.hidden((scores, dp), positions, slots, captured)
+        scores, dp, _ = self._p_begun(fixed, states, slots, scales, captured)
         self._exchanged(exchange, scores, stage, _P_WRITTEN)
         self._product(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.score is None):

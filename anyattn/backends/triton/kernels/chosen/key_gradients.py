@@ -7,16 +7,12 @@ tile of keys, of all its queries in ascending order: sums are added in the same 
 import triton
 import triton.language as tl
 
-from anyattn.arithmetic import LOG2E
-from anyattn.backends.triton.kernels.addressing import entry, is_off, row_offsets, row_tile
-from anyattn.backends.triton.kernels.backward import place_of_program, slot_of
+from anyattn.backends.triton.kernels.addressing import entry, is_off, place_of_program, row_offsets, row_tile, slot_of
 from anyattn.backends.triton.kernels.dropout import plus_product
 from anyattn.backends.triton.kernels.key_tiles import load_rows
-from anyattn.backends.triton.kernels.softmax.visits import kv_for
+from anyattn.backends.triton.kernels.softmax.visits import kv_for, probabilities, row_values, shown_by
 
 __all__ = ["dkdv_of_queries"]
-
-_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -61,23 +57,14 @@ def dkdv_of_queries(tensors, strides, spans, sizes, lists, scale, mods, c):
         dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
         lse, delta = tl.load(tensors.lse + slots + position), tl.load(tensors.delta + slots + position)
         q_idx, q_head, lanes = position[None, :], heads[None, :], lane[:, None]
-        if mods.score.exists:
-            kv = kv_for(lanes, n_end, mods.score, False)
-            rows = mods.score.rows(b, q_head, q_idx, mods.score.scalars, mods.score.tensors)
-            of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, q_head, kv, rows, mods.score.scalars, mods.score.tensors)
-            p = tl.exp2(of_score[0] - lse[None, :])
-        else:
-            p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
+        kv = kv_for(lanes, n_end, mods.score, False)
+        p, of_score = probabilities(s, lse, b, q_head, kv, row_values(mods.score, b, q_head, q_idx), scale, mods, 0)
         seen = is_row
         if mods.mask.exists:
-            rows = mods.mask.rows(b, q_head, q_idx, mods.mask.scalars, mods.mask.tensors)
-            kv = kv_for(lanes, n_end, mods.mask, False)
-            shown = mods.mask.value(b, q_head, kv, rows, mods.mask.scalars, mods.mask.tensors)
+            shown = shown_by(mods.mask, b, q_head, lanes, n_end, row_values(mods.mask, b, q_head, q_idx), False)
             seen = seen & (shown | ((item & 1) != 0)[None, :])
         if mods.always.exists:
-            rows = mods.always.rows(b, q_head, q_idx, mods.always.scalars, mods.always.tensors)
-            kv = kv_for(lanes, n_end, mods.always, False)
-            seen = seen & mods.always.value(b, q_head, kv, rows, mods.always.scalars, mods.always.tensors)
+            seen = seen & shown_by(mods.always, b, q_head, lanes, n_end, row_values(mods.always, b, q_head, q_idx), False)
         p = tl.where(seen, p, 0.0)
         if c.HAS_DV:
             dv = plus_product(dv, None, p, dout, c.PRECISION)

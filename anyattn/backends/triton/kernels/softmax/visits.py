@@ -6,6 +6,7 @@ A visit takes and returns (acc, row_sum, row_max). The loops differ in what they
 import triton
 import triton.language as tl
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.arguments import OF_KEY, Mods, RowsOfParts
 from anyattn.backends.triton.kernels.dropout import first_block, plus_kept, scores
 from anyattn.backends.triton.kernels.eight_bits import widened, widened_rows
@@ -18,9 +19,11 @@ from anyattn.backends.triton.kernels.softmax.weights import scaled_weights_of, w
 from anyattn.backends.triton.kernels.tile_iterator import first_at, full_at, lanes_of
 
 __all__ = [
-    "add_late", "kv_for", "visit", "visit_all", "visit_far", "visit_late", "visit_or_skip", "visit_portion", "visit_run", "visit_sections",
+    "add_late", "kv_for", "probabilities", "row_values", "seen_by_rows", "seen_in", "shown_by", "visit", "visit_all", "visit_far",
+    "visit_late", "visit_or_skip", "visit_portion", "visit_run", "visit_sections",
 ]  # fmt: skip
 
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 _OF_KEY: tl.constexpr = tl.constexpr(OF_KEY)
 
 
@@ -31,6 +34,43 @@ def kv_for(kv, end, mod, IS_WHOLE: tl.constexpr):
         return kv
     else:
         return tl.minimum(kv, end - 1)
+
+
+@triton.jit
+def row_values(mod, b, h, q_idx):
+    """The values of a part's rows; any tuple for a part that does not exist."""
+    if mod.exists:
+        return mod.rows(b, h, q_idx, mod.scalars, mod.tensors)
+    else:
+        return (q_idx, q_idx)
+
+
+@triton.jit
+def shown_by(mod, b, h, lanes, end, rows, IS_WHOLE: tl.constexpr):
+    """Where a mask shows the keys at positions ``lanes``; rows: its ``row_values``."""
+    return mod.value(b, h, kv_for(lanes, end, mod, IS_WHOLE), rows, mod.scalars, mod.tensors)
+
+
+@triton.jit
+def seen_by_rows(seen, is_shown, b, h, lanes, end, q_idx, mods, IS_PARTIAL: tl.constexpr):
+    """``seen`` [keys, rows] without what the masks hide, the one for all tiles and, with IS_PARTIAL, that of ranges or lists, unless
+    is_shown."""
+    if IS_PARTIAL and mods.mask.exists:
+        seen = seen & (shown_by(mods.mask, b, h, lanes, end, row_values(mods.mask, b, h, q_idx), False) | is_shown)
+    if mods.always.exists:
+        seen = seen & shown_by(mods.always, b, h, lanes, end, row_values(mods.always, b, h, q_idx), False)
+    return seen
+
+
+@triton.jit
+def probabilities(s, lse, b, h, kv, rows, scale, mods, AXIS: tl.constexpr):
+    """(the probabilities of products ``s``, what the score mod's gradient program returns, or any tuple). lse: of the rows, in base 2.
+    AXIS: the dimension of s that is not the rows'. rows: the score mod's ``row_values``."""
+    if mods.score.exists:
+        of_score = mods.score.value(s * scale, s * (scale * _LOG2E), b, h, kv, rows, mods.score.scalars, mods.score.tensors)
+        return tl.exp2(of_score[0] - tl.expand_dims(lse, AXIS)), of_score
+    else:
+        return tl.exp2(s * (scale * _LOG2E) - tl.expand_dims(lse, AXIS)), (s, s)
 
 
 @triton.jit
@@ -75,8 +115,7 @@ def scores_of(
 @triton.jit
 def seen_always(s, lanes, end, rows, b, h, mod, IS_WHOLE: tl.constexpr):
     """Scores of the keys at positions ``lanes``, -inf where the mask that every tile evaluates hides them."""
-    kv = kv_for(lanes, end, mod, IS_WHOLE)
-    return tl.where(mod.value(b, h, kv, rows.always, mod.scalars, mod.tensors), s, float("-inf"))
+    return tl.where(shown_by(mod, b, h, lanes, end, rows.always, IS_WHOLE), s, float("-inf"))
 
 
 @triton.jit
@@ -87,8 +126,7 @@ def seen_in(lanes, end, is_shown, rows, b, h, mods, c, IS_WHOLE: tl.constexpr):
     else:
         seen = lanes < end
         if mods.mask.exists:
-            kv = kv_for(lanes, end, mods.mask, IS_WHOLE)
-            seen = seen & (mods.mask.value(b, h, kv, rows.mask, mods.mask.scalars, mods.mask.tensors) | is_shown)
+            seen = seen & (shown_by(mods.mask, b, h, lanes, end, rows.mask, IS_WHOLE) | is_shown)
         return seen
 
 
