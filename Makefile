@@ -20,6 +20,7 @@ GPU_JOBS  ?= 8
 FUZZ      ?= 5000
 FUZZ_JOBS ?= 16
 SHARE     ?= 1/1
+KIND      ?= mods
 LIMIT     ?= 1000000
 BENCH     ?=
 
@@ -102,9 +103,10 @@ test-long: style
 fuzz: $(STAMP)
 	ANYATTN_FUZZ_EXAMPLES=$(FUZZ) $(PYTEST) --timeout 0 tests/fuzz $(ARGS)
 
-# random masks and scores with gradients on a GPU; SHARE=3/10 runs the third tenth of the seeds, LIMIT=500 ends it after as many seconds
+# random masks and scores with gradients on a GPU; SHARE=3/10 runs the third tenth of the seeds, LIMIT=500 ends it after as many seconds.
+# KIND=batches: random batches for deterministic="batch"
 fuzz-gpu: $(STAMP)
-	FUZZ=$(FUZZ) GPU_JOBS=$(FUZZ_JOBS) SHARE=$(SHARE) LIMIT=$(LIMIT) $(BIN)/python -m tests.gpu.fuzz
+	KIND=$(KIND) FUZZ=$(FUZZ) GPU_JOBS=$(FUZZ_JOBS) SHARE=$(SHARE) LIMIT=$(LIMIT) $(BIN)/python -m tests.gpu.fuzz
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)

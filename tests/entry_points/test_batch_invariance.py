@@ -129,6 +129,20 @@ def test_dense_varlen_lists_and_mods_agree(heads: tuple[int, int]) -> None:
         assert torch.equal(out[1].transpose(0, 1), expected), list(more)
 
 
+@pytest.mark.parametrize("length", [5, 62, 100])
+def test_lists_of_sequences_shorter_than_a_block(length: int) -> None:
+    """A block holds all keys, however many there are."""
+    g = torch.Generator().manual_seed(9)
+    own = batches.draw(g, length, (2, 2), (32, 32), torch.float32)
+    call = _call("thirds", 2, 0)
+    expected, _ = batches.alone(own, call)
+    visible = lambda b, h, q, kv: (q >= kv) & call["mask_mod"](b, h, q, kv)
+    lists = anyattn.create_block_mask(visible, 1, 2, length, length, device="cpu", BLOCK_SIZE=128)
+    q, k, v = (x.transpose(1, 2) for x in (own.q, own.k, own.v))
+    out = flex_attention(q, k, v, block_mask=lists, **MODE)
+    assert torch.equal(out[0].transpose(0, 1), expected)
+
+
 def test_block_lists_that_do_not_follow_from_a_mask() -> None:
     g = torch.Generator().manual_seed(6)
     own, other = (batches.draw(g, 400, (2, 2), (32, 32), torch.bfloat16) for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -701,3 +702,41 @@ def test_22_sums_of_chosen_blocks(name):
 @pytest.mark.parametrize("name", chosen_blocks.EDGES)
 def test_23_thresholds_beside_chosen_blocks(name):
     judge_threshold(chosen(name), Threshold(0.5, True, False))
+
+
+# ---- 24. the same under deterministic="batch"
+
+IN_THE_MODE: dict[str, Callable[[], None]] = {
+    "nothing visible": lambda: test_01_everything_masked("mask_mod", "bfloat16"),
+    "nothing visible by lists": lambda: test_01_everything_masked("block_mask", "float32"),
+    "rows that see nothing": lambda: test_01_masked_rows_and_tiles_among_others("block_mask"),
+    "one row and key": lambda: test_02_single_rows(1, 1),
+    "one row": lambda: test_02_single_rows(1, 300),
+    "one key": lambda: test_02_single_rows(300, 1),
+    "no keys, a sink": test_02_empty_keys_with_a_sink,
+    "fewer keys than queries": lambda: test_03_fewer_keys_than_queries_causal("bottom_right", "float16"),
+    "a window as wide as the sequence": test_04_a_window_wider_than_the_sequence_is_none_bitwise,
+    "an empty band": test_04_an_empty_band_masks_everything,
+    "windows": test_04_windows_around_the_tile_size,
+    "strides": lambda: test_06_any_strides("bfloat16"),
+    "one entry of keys": test_06_one_batch_entry_of_keys_for_all,
+    "dims 7, 13": lambda: test_07_head_dims(7, 13, "float32"),
+    "dims 576, 512": lambda: test_07_head_dims(576, 512, "bfloat16"),
+    "7 heads": lambda: test_08_gqa_ratios_with_a_mod_that_uses_the_query_head(7),
+    "blocks of 1024": lambda: test_09_block_sizes_that_do_not_divide(1024, "torch"),
+    "blocks of 128": lambda: test_09_block_sizes_that_do_not_divide(128, "anyattn"),
+    "lists beyond the mask": test_09_lists_beyond_the_mask_mod_are_kept,
+    "masks of each entry": lambda: test_10_broadcast_masks(True),
+    "scores and lists": lambda: test_15_score_mod_and_block_mask_on_ragged_lengths("bfloat16"),
+    "scores of -inf": test_16_minus_infinity_from_the_score_mod_is_a_mask,
+    "a huge bias": lambda: test_16_huge_bias(1e30),
+    "the mask comes last": test_16_the_mask_applies_after_the_score_mod,
+    "values that change": test_17_a_captured_value_that_changes_between_calls,
+    "threads": test_20_threads_calling_at_once,
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_MODE)
+def test_24_in_the_mode(name):
+    with anyattn.batch_invariant():
+        IN_THE_MODE[name]()

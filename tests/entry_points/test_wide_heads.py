@@ -18,7 +18,9 @@ from anyattn import masks, oracle
 from anyattn.kvcache.quantise import row_scales
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.entry_points.test_flash_packed import judged, paged
 from tests.support import cases, poison
+from tests.support import flash_calls as calls
 from tests.support.flex_calls import flex, judge
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -175,6 +177,12 @@ def test_many_query_heads_over_one_cache(page: int) -> None:
         given = [x.transpose(0, 1)[None] for x in (q[b], held, held[..., :512])]
         right, plain = oracle.attention(*given), oracle.same_dtype(*given)
         budget.check("out", out[b].transpose(0, 1)[None], right.out, plain.out, rounding(*given).out)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_gradients_of_keys_in_pages(page: int) -> None:
+    made = calls.ragged([3, 20], [5, 33], (2, 1), (576, 512), torch.bfloat16)
+    judged(made, paged(made, page), calls.RECIPES["causal"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

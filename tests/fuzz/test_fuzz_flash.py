@@ -27,6 +27,7 @@ from tests.support import eight_bits
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
 from tests.support.fuzz.choices import Choice, choices
+from tests.support.fuzz.random_batches import or_refused
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards
 from tests.support.sequences import Meaning, judge
@@ -85,7 +86,8 @@ options = st.builds(
 
 @dataclass(frozen=True)
 class Sequences:
-    """One random call of ``flash_attn_varlen_func``, or of ``flash_attn_func`` in the form "dense"; its repr is enough to repeat it."""
+    """One random call of ``flash_attn_varlen_func``, or of ``flash_attn_func`` in the form "dense"; its repr is enough to repeat it.
+    in_mode: with ``deterministic="batch"`` and what a call can have beside it: no splits, no lists."""
 
     form: str
     lengths: list
@@ -98,6 +100,7 @@ class Sequences:
     blocks: tuple | None
     with_lse: bool
     seed: int
+    in_mode: bool = False
 
 
 sequences = st.builds(
@@ -113,14 +116,27 @@ sequences = st.builds(
     blocks=st.one_of(st.none(), st.none(), st.sampled_from(((16, 16), (48, 8), (128, 64)))),
     with_lse=st.booleans(),
     seed=st.integers(0, 99),
+    in_mode=st.sampled_from((False, False, True)),
 )
 
 
+def _splits(splits: int, in_mode: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The number of splits of a call, or the mode, which has none, where a call of this dtype can have it."""
+    return {"deterministic": "batch"} if in_mode and dtype is not torch.float64 else {"num_splits": splits}
+
+
 def run_sequences(call: Sequences) -> None:
+    with or_refused(call.in_mode):
+        _run_sequences(call)
+
+
+def _run_sequences(call: Sequences) -> None:
     per_entry = call.lengths[:3] if call.form != "dense" else [call.lengths[0]] * min(2, len(call.lengths))
     n_q, n_k = ([pair[i] for pair in per_entry] for i in (0, 1))
     made = calls.ragged(n_q, n_k, call.heads, call.dims, call.dtype, call.kind, call.seed)
-    recipe, more = call.options.recipe(call.heads[0]), {"num_splits": call.splits}
+    recipe, more = call.options.recipe(call.heads[0]), _splits(call.splits, call.in_mode, call.dtype)
+    if "deterministic" in more:
+        call = replace(call, blocks=None)
     if call.form == "dense":
         tensors = recipe.draw(call.heads[0], len(n_q), made.longest, call.dtype)
         q, k, v, dout, dlse = (torch.stack(part) for part in (made.q, made.k, made.v, made.dout, made.dlse))
@@ -166,6 +182,7 @@ class Cache:
     setting: Setting
     options: Options
     splits: int
+    in_mode: bool = False
 
 
 @st.composite
@@ -196,7 +213,7 @@ def caches(draw: Callable) -> Cache:
         dtype=draw(st.sampled_from(DTYPES)),
         seed=draw(st.integers(0, 99)),
     )
-    return Cache(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))))
+    return Cache(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))), draw(st.sampled_from((False, False, True))))
 
 
 def _needs_places(chain: list, mask: tuple | None) -> bool:
@@ -209,7 +226,8 @@ def run_cache(call: Cache) -> None:
     firsts = [c - (s.leftpad or (0,) * len(s.cached))[b] + s.appended[b] - s.queries[b] for b, c in enumerate(s.cached)]
     if min(firsts) < 0 and _needs_places(chosen.chain, chosen.mask):
         return
-    check(s, chosen.recipe(s.heads[0]), num_splits=call.splits)
+    with or_refused(call.in_mode):
+        check(s, chosen.recipe(s.heads[0]), **_splits(call.splits, call.in_mode, s.dtype))
 
 
 @dataclass(frozen=True)
@@ -222,6 +240,7 @@ class EightBits:
     splits: int
     new: int = 0
     half: int = 0
+    in_mode: bool = False
 
 
 @st.composite
@@ -248,7 +267,8 @@ def of_8_bits(draw: Callable) -> EightBits:
         seed=draw(st.integers(0, 99)),
     )
     new, half = draw(st.integers(0, min(7, setting.capacity - max(cached)))), draw(st.integers(0, found_dims[0] // 2))
-    return EightBits(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))), new, half)
+    in_mode = draw(st.sampled_from((False, False, True)))
+    return EightBits(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))), new, half, in_mode)
 
 
 def run_8_bits(call: EightBits) -> None:
@@ -263,8 +283,10 @@ def run_8_bits(call: EightBits) -> None:
         mask_mod=None if chosen.mask is None else mask_of(chosen.mask), **{name: t.detach() for name, t in drawn.items()},
     )  # fmt: skip
     case = eight_bits.made(s, meaning)
-    out, lse = anyattn.flash_attn_with_kvcache(*case.args, return_lse=True, num_splits=call.splits, **case.options)
-    judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, meaning, case.firsts, label=str(s))
+    splits = _splits(call.splits, call.in_mode, s.q_dtype)
+    with or_refused(call.in_mode):
+        out, lse = anyattn.flash_attn_with_kvcache(*case.args, return_lse=True, **splits, **case.options)
+        judge({"out": list(out.transpose(1, 2)), "lse": list(lse)}, case.batch, meaning, case.firsts, label=str(s))
     if call.new:
         appending.check(s, Meaning(causal=chosen.causal, window_size=chosen.window), call.new, call.half)
 
@@ -321,5 +343,17 @@ def test_a_row_of_which_a_sink_leaves_nothing_beside_rows_of_nobody() -> None:
         Sequences(
             form="tail", lengths=[(127, 1)], heads=(1, 1), dims=(20, 1), dtype=torch.float16, kind="peaky", options=options, splits=0,
             blocks=None, with_lse=True, seed=0,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["pages of 1", "pages of 16"])
+def test_gradients_of_pages_in_the_mode(form: str) -> None:
+    """Found by random calls: loops that read no pages computed them."""
+    options = Options(mask=None, chain=[], causal=True, window=(-1, -1), softcap=0.0, slopes="none", has_sink=True, scale=None)
+    run_sequences(
+        Sequences(
+            form=form, lengths=[(5, 9), (33, 65)], heads=(2, 1), dims=(16, 8), dtype=torch.float32, kind="normal", options=options,
+            splits=0, blocks=None, with_lse=True, seed=0, in_mode=True,
         )
     )  # fmt: skip

@@ -22,6 +22,7 @@ import anyattn
 from tests.support import cases
 from tests.support.flex_calls import judge
 from tests.support.fuzz.choices import Choice, choices
+from tests.support.fuzz.random_batches import or_refused
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.requests import Operands, Request, Threshold, judge_request, judge_threshold, requests, thresholds
 from tests.support.fuzz.shards import shards
@@ -35,7 +36,7 @@ RARE_LENGTHS = (255, 256, 257, 400)
 
 @dataclass(frozen=True)
 class Call:
-    """One random call; its repr is all that is needed to repeat it."""
+    """One random call; its repr is all that is needed to repeat it. in_mode: with ``deterministic="batch"``, where the call can have it."""
 
     mask: tuple | None
     chain: list
@@ -53,6 +54,7 @@ class Call:
     tile: tuple | None
     has_sink: bool
     seed: int
+    in_mode: bool = False
 
 
 lengths = st.one_of(st.sampled_from(LENGTHS), st.sampled_from(LENGTHS), st.sampled_from(RARE_LENGTHS))
@@ -75,6 +77,7 @@ calls = st.builds(
     tile=st.one_of(st.none(), st.tuples(st.sampled_from((1, 16, 64, 100)), st.sampled_from((8, 64, 129)))),
     has_sink=st.booleans(),
     seed=st.integers(0, 99),
+    in_mode=st.sampled_from((False, False, True)),
 )
 
 
@@ -114,9 +117,15 @@ def operands(
 
 
 def run(call: Call, device: str = "cpu", backend: str | None = None, choice: Choice | None = None, **more: int) -> None:
-    """Forward and backward; arguments as ``operands``."""
+    """Forward and backward; arguments as ``operands``. Calls in the mode have no tiles and splits of their own, and blocks of 128."""
+    in_mode = call.in_mode and choice is None and call.dtype is not torch.float64
+    if in_mode:
+        call, more = replace(call, tile=None, block=call.block and 128), {}
     (q, k, v, score, mask, sink, options), captured = operands(call, device, backend, choice, **more)
-    judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
+    if in_mode:
+        options["deterministic"] = "batch"
+    with or_refused(in_mode):
+        judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
 
 
 def run_request(call: Call, request: Request, choice: Choice | None = None, device: str = "cpu", backend: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """The Triton kernels on random calls of every door, by Triton's interpreter (``test_fuzz_triton_interpreted.py``).
 
-A few dozen fixed calls as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n / 10 fresh ones in all, for each takes a second, whose seeds are
-printed and can be given back as ANYATTN_FUZZ_SEED.
+A few dozen fixed calls as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n / 10 fresh ones in all, for each takes a second, and as many
+batches for ``deterministic="batch"``, whose seeds are printed and can be given back as ANYATTN_FUZZ_SEED.
+``make fuzz FUZZ=20000 ARGS="-k 'triton and batches'"`` runs 2,000 batches.
 """
 
 from __future__ import annotations
@@ -23,23 +24,29 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS = 4
+# of a shard; their calls differ in how long they take
 FIXED = {
-    "flex": 5,
-    "chosen blocks": 2,
-    "requests": 2,
-    "thresholds": 2,
-    "sequences": 2,
-    "chosen sequences": 1,
-    "cache": 3,
-    "8 bits": 3,
-}  # of a shard; their calls differ in how long they take
+    "calls": {
+        "flex": 5,
+        "chosen blocks": 2,
+        "requests": 2,
+        "thresholds": 2,
+        "sequences": 2,
+        "chosen sequences": 1,
+        "cache": 3,
+        "8 bits": 3,
+    },
+    "batches": {"batches": 4},
+}
 
 
 @pytest.mark.timeout(0 if FRESH else HANG + 600)
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
-def test_random_calls(shard: int) -> None:
+@pytest.mark.parametrize("kinds", FIXED)
+def test_random_calls(kinds: str, shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    examples = dict.fromkeys(FIXED, -(-FRESH // (10 * SHARDS * len(FIXED)))) if FRESH else FIXED
+    fixed = FIXED[kinds]
+    examples = dict.fromkeys(fixed, -(-FRESH // (10 * SHARDS * len(fixed)))) if FRESH else fixed
     if FRESH:
         print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
     in_the_interpreter(

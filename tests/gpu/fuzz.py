@@ -1,13 +1,18 @@
-"""Random mods on a GPU: ``python -m tests.gpu.fuzz`` (``make fuzz-gpu``). Masks are compared exactly, scores with gradients by the budget.
+"""Random mods, or random batches, on a GPU: ``python -m tests.gpu.fuzz`` (``make fuzz-gpu``). Masks are compared exactly, scores with
+gradients by the budget, batches for ``deterministic="batch"`` with what a sequence alone gives, bit by bit.
 
 Seed n stands for one mod (``tests.support.fuzz.written_mods``), a third of them scores, in bfloat16, float16 (Hopper's kernels, where there
 are such) and float32 (Triton's), which is called with ``DRAWS`` sets of captured values and sizes, and each call twice: both must be the
 same bits. The mod is evaluated for the comparison by calling it with torch's index tensors on the CPU. ``TOGETHER`` mods of one kind and
 dtype stand side by side in one call, each for heads of its own: a mod alone costs 11 to 13 seconds of a CPU, nearly all for compiling.
 
-FUZZ: number of mods (30,000). SHARE: ``i/n``, the part of them that this run takes. GPU_JOBS: processes at once. LIMIT: the longest time
-in seconds.
-A failure prints its seed; ``python -m tests.gpu.fuzz SEED`` repeats it alone. The exit status is 1 if anything failed.
+With KIND=batches seed n is a batch (``tests.support.fuzz.random_batches``): ``make fuzz-gpu KIND=batches FUZZ=2000``. The batches of one
+process have one option, one dtype and one pair of head dimensions (``batch_class``), for which some 50 kernels are compiled at head
+dimension 64 and up to 120 at 576 and 512, as the interpreter counts them: N batches have N / 72 such classes.
+
+FUZZ: number of mods or batches (30,000). SHARE: ``i/n``, the part of them that this run takes. GPU_JOBS: processes at once. LIMIT: the
+longest time in seconds.
+A failure prints its seed; ``python -m tests.gpu.fuzz SEED`` repeats it alone, with the same KIND. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -35,16 +40,21 @@ from anyattn import oracle
 from anyattn.errors import ModError
 from anyattn.testing import budget
 from anyattn.testing.rounding import later
+from anyattn.triton_tools import launch
+from tests.support.batches import OPTIONS
+from tests.support.fuzz import random_batches
+from tests.support.fuzz.random_batches import Limits
 from tests.support.fuzz.written_mods import Sizes, Writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAWS = 4
-TOGETHER = {"mask": 8, "score": 4}  # mods of one call
+KIND = os.environ.get("KIND") or "mods"
+TOGETHER = {"mask": 8, "score": 4, "batch": 1}  # mods of one call
 EACH = 72  # mods of one process: how processes end is tested too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUERIES, KEYS = (1, 5, 16, 33, 64, 100, 127, 130, 200, 257), (1, 7, 31, 64, 100, 128, 130, 200, 256)
 BLOCKS = (16, 31, 32, 48, 64, 100, 128, (64, 128), (128, 32), (32, 31), (64, 31), (127, 200), (1, 5))
-HANG = 180  # seconds of one mod, compiling included
+HANG = 300  # seconds of one call's mods or of a batch, compiling included
 
 
 class Failed(AssertionError):
@@ -123,7 +133,7 @@ def scores(seeds: list[int], dtype: torch.dtype) -> dict[int, int]:
     number of calls of each seed's mod, 0 if torch refuses it or a value is not finite."""
     randoms = [Random(seed) for seed in seeds]
     random, generator = randoms[0], torch.Generator().manual_seed(seeds[0])
-    d, ratio = random.choice((8, 32, 64, 72, 128)), random.choice((1, 1, 2, 3))
+    d, ratio = random.choice((8, 32, 64, 72, 128) * 3 + (256, 576)), random.choice((1, 1, 2, 3))
     dv = d if random.random() < 0.6 else random.choice((16, 64))
     writers = [Writer(r, "score", depth=r.choice((1, 2, 2, 3)), has_floats=False) for r in randoms]
     has_masks = random.random() < 0.6
@@ -157,6 +167,31 @@ def scores(seeds: list[int], dtype: torch.dtype) -> dict[int, int]:
         for at, i in enumerate(usable):
             compared(results[0], wanted[i], at, len(usable), f"seed {seeds[i]}, {sizes}, D {d}, Dv {dv}, mask {has_masks}")
     return {seed: DRAWS // 2 * (i in usable) for i, seed in enumerate(seeds)}
+
+
+BATCHES = Limits(lengths=(*random_batches.LENGTHS, (1000, 3000), (1000, 3000)), work=(2**30, 2**33))
+
+
+def batch_class(seed: int) -> dict[str, Any]:
+    """What the batches of a process have in common, so that few kernels are compiled."""
+    n = seed // EACH
+    dims = random_batches.DIMS[n % len(random_batches.DIMS)]
+    return {
+        **{"option": list(OPTIONS)[n % len(OPTIONS)], "dtype": DTYPES[(n + n // len(OPTIONS)) % len(DTYPES)], "dims": dims},
+        **{"in_keys": dims == (576, 512), "stored": random_batches.STORED[n % len(random_batches.STORED)]},
+        "page_sizes": ((1, 16), (64,), (3, 256), (128,))[n % 4],
+    }
+
+
+def batches(seeds: list[int]) -> dict[int, int]:
+    """Batches in which a sequence is computed in several forms. The result: the number of computations of each seed's batch."""
+    found = {}
+    with random_batches.on_machines() as another:
+        for seed in seeds:
+            batch = random_batches.drawn(Random(seed), BATCHES, **batch_class(seed))
+            random_batches.check(batch, DEVICE, another)
+            found[seed] = 1 + len(batch.forms)
+    return found
 
 
 def compared(results: dict[str, Any], want: dict[str, tuple], at: int, count: int, text: str) -> None:
@@ -221,9 +256,13 @@ def run(seeds: list[int]) -> tuple[collections.Counter[str], collections.Counter
     mods, calls = collections.Counter[str](), collections.Counter[str]()
     faulthandler.dump_traceback_later(HANG, exit=True)
     try:
-        counts = (scores if kind == "score" else masks)(seeds, dtype)
+        counts = batches(seeds) if kind == "batch" else (scores if kind == "score" else masks)(seeds, dtype)
         for count in counts.values():
-            name = f"{kind} {dtype}".replace("torch.", "") if count else "skipped: torch refuses the mod, or a value is not finite"
+            name = (
+                f"{kind} {batch_class(seeds[0])['option'] if kind == 'batch' else dtype}".replace("torch.", "")
+                if count
+                else "skipped: torch refuses the mod, or a value is not finite"
+            )
             mods[name] += 1
             calls[name] += count
         return mods, calls
@@ -246,6 +285,8 @@ def run(seeds: list[int]) -> tuple[collections.Counter[str], collections.Counter
 
 
 def kind_of(seed: int) -> tuple[str, torch.dtype]:
+    if KIND == "batches":
+        return "batch", batch_class(seed)["dtype"]
     return ("score" if seed % 3 == 0 else "mask"), DTYPES[seed // 3 % 3]
 
 
@@ -261,6 +302,7 @@ def work(first: int, last: int, until: float) -> None:
             for total, part in zip((mods, calls), run(group), strict=True):
                 total.update(part)
             faulthandler.cancel_dump_traceback_later()
+    calls["kernels"] += len(launch._ready)
     print(json.dumps([mods, calls]), flush=True)
 
 
@@ -297,9 +339,11 @@ def main() -> int:
             ended += 1
             for total_of, part_of in zip((mods, calls), json.loads(counts), strict=True):
                 total_of.update(part_of)
+    kernels = calls.pop("kernels", 0)
     for kind, count in mods.most_common():
-        print(f"{count:6} mods, {calls[kind]:6} calls: {kind}")
-    print(f"seeds {first} to {last - 1}: {sum(mods.values())} mods, {sum(calls.values())} calls, {mods['FAILED'] + bad} failed")
+        print(f"{count:6} {KIND}, {calls[kind]:6} calls: {kind}")
+    print(f"seeds {first} to {last - 1}: {sum(mods.values())} {KIND}, {sum(calls.values())} calls, {mods['FAILED'] + bad} failed")
+    print(f"{kernels} Triton kernels launched, counted for each process")
     print(f"{ended} processes ended with status 0, {bad} did not")
     return int(bool(mods["FAILED"] + bad))
 

@@ -1,7 +1,8 @@
 """Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward, with chosen blocks, requests and thresholds too.
 
 The recipes are those of ``tests/fuzz``, at lengths around a GPU's tile sizes: 40 fixed calls, which compile some 200 kernels, and 16 of
-each other kind, or with ANYATTN_FUZZ=n n fresh ones of each, whose seeds are printed and can be passed as ANYATTN_FUZZ_SEED.
+each other kind, batches for ``deterministic="batch"`` among them; with ANYATTN_FUZZ=n n fresh ones of each, whose seeds are printed and can
+be passed as ANYATTN_FUZZ_SEED.
 ``tests/fuzz/test_fuzz_triton.py`` makes calls through the other entry points too, in Triton's interpreter.
 """
 
@@ -11,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import test_fuzz_flex as flex
+from tests.gpu import fuzz
 from tests.support.fuzz import random_mods as mods
 from tests.support.fuzz.choices import choices
 from tests.support.fuzz.requests import requests, thresholds
@@ -31,7 +34,7 @@ FRESH = int(os.environ.get("ANYATTN_FUZZ") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS = 8
 LENGTHS = st.one_of(st.sampled_from((0, 1, 2, 3, 15, 16, 17, 37)), st.sampled_from((63, 64, 65, 127, 128, 129, 131, 255, 257, 383, 400)))
-DIMS = st.sampled_from((8, 16, 33, 40, 64, 72, 128))
+DIMS, DIMS_V = (st.sampled_from((8, 16, 33, 40, 64, 72, 128, 256, widest)) for widest in (576, 512))
 calls = st.builds(
     flex.Call,
     mask=st.one_of(st.none(), mods.trees(3), mods.trees(3)),
@@ -42,7 +45,7 @@ calls = st.builds(
     seqlen_q=LENGTHS,
     seqlen_k=LENGTHS,
     head_dim=DIMS,
-    head_dim_v=DIMS,
+    head_dim_v=DIMS_V,
     dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
     kind=st.sampled_from(judging.KINDS),
     strides=st.tuples(*[st.sampled_from(("plain", "transposed", "offset", "expanded"))] * 3),
@@ -50,7 +53,8 @@ calls = st.builds(
     tile=st.one_of(st.none(), st.none(), st.sampled_from(((16, 64), (32, 32), (64, 64)))),
     has_sink=st.booleans(),
     seed=st.integers(0, 99),
-)
+    in_mode=st.sampled_from((False, False, True)),
+).map(lambda call: replace(call, tile=None) if max(call.head_dim, call.head_dim_v) > 128 else call)  # larger ones have tiles that fit
 
 
 def backend_of(call: flex.Call) -> str | None:
@@ -68,6 +72,7 @@ KINDS: dict[str, tuple[int, st.SearchStrategy, Callable[..., None]]] = {
         16, st.tuples(calls, thresholds, st.one_of(st.none(), choices)),
         lambda call, threshold, choice: flex.run_threshold(call, threshold, choice, judging.DEVICE, backend_of(call)),
     ),
+    "batches": (16, st.tuples(st.integers(0, 2000)), lambda seed: fuzz.batches([seed])),
 }  # fmt: skip
 
 

@@ -61,7 +61,9 @@ class Repeater(plan.Repeater):
         call = _call(problem, self.plan, self.coverage)
         if lse is None:  # the forward pass computed whole spans
             return *unstreamed.backward(call, dout), None
-        work = (self._work or work_of(problem, call.coverage)) if self.plan.has_loops else None
+        in_pages = problem.sequences is not None and problem.sequences.page_table is not None
+        # the forward pass in the keys' order copies keys out of pages; the loops of the backward pass do not read them
+        work = (self._work or work_of(problem, call.coverage)) if self.plan.has_loops and not in_pages else None
         return backward_pass.backward(call, out, lse, dout, dlse, work)
 
     def key_sums(self, problem: Problem, lse: Tensor, first: int) -> Tensor:

@@ -188,7 +188,8 @@ def _launch(form_plan: FormPlan, target: _Target) -> None:
     if call_program is not None and plan.is_tuned:
         plan = _tuned(problem, plan, call_program)
     lists = launches.lists if call_program is None else call_program.lists
-    tables = tables_of(problem, lists, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
+    tile_n = plan.tile_n if plan.section else 1
+    tables = tables_of(problem, lists, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents, tile_n)
     if form.guard is not None:
         tables = tables._replace(guard=form.guard)
     cache = tables.cache

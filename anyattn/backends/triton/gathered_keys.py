@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.arithmetic import ceil_div
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.kernels.arguments import NO_FACTOR, OF_HEAD, OF_KEY
-from anyattn.backends.triton.wide_tiles import padded
 from anyattn.kvcache.gathered import FEW, MANY, MOST_BYTES, Gathering, gathering, line_of
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.compose import behind, chained
@@ -143,7 +142,7 @@ def gathered(problem: Problem) -> Problem:
     factors, of_keys = problem.kv_scales or (None, None), _factors_copied(problem, places, device)
     given = [lengths if t is None else t.detach() for t in (*factors, *places[:6], lengths, of_keys)]  # an absent tensor is any one
     new, rows_q = (s.sizes.new or 0, s.sizes.rows_q) if isinstance(s, StoredCache) else (0, 0)
-    widths = padded(k.shape[3]), padded(v.shape[3])
+    widths = [max(16, next_power_of_2(t.shape[3])) for t in (k, v)]  # in one block: nothing is computed with idle columns
     rows = min(64, _NUMBERS // max(widths))
     tiles = ceil_div(places.bound, rows)
     numbers = (

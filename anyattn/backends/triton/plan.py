@@ -57,7 +57,7 @@ def _reason_against_order(problem: Problem, capability: tuple[int, int] | None) 
     tiles = tiles_in_order(shape, capability)
     if keys and problem.sequences is not None:
         return "lists of a varlen batch are not in the order of the keys: pass the mask as mask_mod alone"
-    if keys % tiles.tile_n:
+    if keys % tiles.tile_n and keys < problem.k.shape[2]:
         return f"its tiles have {tiles.tile_n} keys, and the block lists' have {keys}: make them with blocks of a multiple, such as 128"
     return tile_config.reason_against("forward", tiles, shape, capability)
 

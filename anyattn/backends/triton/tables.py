@@ -46,10 +46,13 @@ class Tables(NamedTuple):
     guard: Tensor | None = None
 
 
-def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``."""
+def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None, tile_n: int = 1) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``CallProgram.lists``. documents: see ``documents.Form``.
+    tile_n: a listed tile that holds all keys is enlarged to a multiple of it."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
+    if tile[1] >= problem.k.shape[2]:
+        tile = tile[0], ceil_div(tile[1], tile_n) * tile_n
     if problem.is_batch_invariant and lists is not None:
         lists = in_key_order(lists)
     tensors, strides = _of_lists(lists, sequences is not None, problem.heads_q)

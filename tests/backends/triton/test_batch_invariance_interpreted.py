@@ -25,6 +25,7 @@ from tests.entry_points.test_batch_invariance import (  # noqa: F401
     test_eight_bits_in_pages_and_not,
     test_every_chunking_of_a_prefill,
     test_inside_the_context_every_call_is_in_the_mode,
+    test_lists_of_sequences_shorter_than_a_block,
     test_random_batches,
     test_the_default_is_not_invariant,
     test_training_gives_the_bits_of_serving,
@@ -55,9 +56,9 @@ def test_a_program_for_each_section(name: str, monkeypatch: pytest.MonkeyPatch) 
     plan = planner.choose
     divided = []
     monkeypatch.setattr(planner, "choose", lambda *given: divided.append(plan(*given)) or divided[-1])
-    for way, rows, own, own_lse in batches.ways(g, batch, call):
-        assert torch.equal(own, out[rows]), way
-        assert torch.equal(own_lse, lse[:, rows]), way
+    for way in batches.ways(g, batch, call):
+        assert torch.equal(way.out, out[way.rows]), way.name
+        assert torch.equal(way.lse, lse[:, way.rows]), way.name
     assert max(p.num_splits for p in divided) > 1
 
 

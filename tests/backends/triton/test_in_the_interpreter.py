@@ -35,6 +35,7 @@ class Part(NamedTuple):
 EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_window_of or test_04_an_empty or test_05 or test_06_expanded
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_21 or test_22 or test_23
+    or (test_24 and (one or blocks or dims))
     or test_gradient_through or test_only_the"""
 # each function of triton_tools/device_math.py; rows that are products, distances, looked up and counted; a mask of many operations
 OPERATIONS = (
