@@ -18,10 +18,12 @@ from anyattn import masks, oracle
 from anyattn.kvcache.quantise import row_scales
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.entry_points.test_8_bit_caches import check
 from tests.entry_points.test_flash_packed import judged, paged
-from tests.support import cases, poison
+from tests.support import cases, eight_bits, poison
 from tests.support import flash_calls as calls
 from tests.support.flex_calls import flex, judge
+from tests.support.sequences import Meaning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CAUSAL, BIAS = masks.causal(), torch.tensor([0.5, -0.25], dtype=torch.float64)
@@ -179,9 +181,9 @@ def test_many_query_heads_over_one_cache(page: int) -> None:
         budget.check("out", out[b].transpose(0, 1)[None], right.out, plain.out, rounding(*given).out)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_gradients_of_keys_in_pages(page: int) -> None:
-    made = calls.ragged([3, 20], [5, 33], (2, 1), (576, 512), torch.bfloat16)
+@pytest.mark.parametrize(("dims", "page"), [((576, 512), 1), ((520, 16), 16)])
+def test_gradients_of_keys_in_pages(dims: tuple[int, int], page: int) -> None:
+    made = calls.ragged([3, 20], [5, 33], (2, 1), dims, torch.bfloat16)
     judged(made, paged(made, page), calls.RECIPES["causal"])
 
 
@@ -207,6 +209,12 @@ def test_one_cache_of_8_bits(dtype: torch.dtype) -> None:
     narrow = [x.bfloat16() for x in given]
     right, plain = oracle.attention(*given), oracle.same_dtype(*narrow)
     budget.check("out", out[0].transpose(0, 1)[None], right.out, plain.out)
+
+
+@pytest.mark.parametrize("form", ["none", "inline"])
+def test_rows_of_8_bits_that_do_not_begin_at_multiples_of_16(form: str) -> None:
+    """Where rows of one block have their columns wrapped."""
+    check(eight_bits.Setting(k_form=form, v_form=form, d=520, dv=16), Meaning(causal=True))
 
 
 def test_what_one_cache_refuses() -> None:

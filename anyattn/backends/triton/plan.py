@@ -38,7 +38,8 @@ def reason_against(problem: Problem) -> str | None:
         if t.shape[3] > 1 and t.stride(3) != 1:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
     if not problem.may_have_pairs:
-        return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}: one of them is empty, so there is nothing to multiply"
+        shapes = f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}"
+        return f"{shapes}, and no entry has both queries and keys, so there is nothing to multiply"
     # with more entries than a grid axis, lists can only be given: making them covers all entries in one launch
     is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and bool(masks_of(problem).listed)
     for what, count in (("batch entries with tiles to list", problem.batch if is_listed else 1), ("query heads", problem.heads_q)):

@@ -29,7 +29,7 @@ class Repeater(plan.Repeater):
         self._launches = LaunchCache()
         self._over_documents: dict[int, tuple[TritonPlan, LaunchCache]] = {}  # by number of batch entries
         self._reductions: Passes | None = None
-        self._passes: dict[tuple[bool, bool], Passes] = {}  # of the backward pass; over documents, with wide gradients of keys
+        self._passes: dict[tuple[bool, ...], Passes] = {}  # of the backward pass
 
     def reads_lists(self, problem: Problem) -> bool:
         return self._document_form is not None or masks_of(problem).uses_blocks
@@ -71,7 +71,8 @@ class Repeater(plan.Repeater):
     def _passes_of(self, form: Form, *results: Tensor | None) -> Passes:
         if self.plan.is_tuned:
             return backward_pass.passes_of(form.problem, self.plan, *results)
-        key = form.documents is not None, form.problem.wide_kv_grads
+        # saved values may be restored elsewhere than in the keys
+        key = form.documents is not None, form.problem.wide_kv_grads, form.problem.has_one_kv
         passes = self._passes.get(key)
         if passes is None:
             passes = self._passes[key] = backward_pass.passes_of(form.problem, self.plan, *results)

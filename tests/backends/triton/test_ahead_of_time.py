@@ -242,6 +242,27 @@ def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> 
     assert "a block has 64" in str(plan.reason_against_backward(wide))
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_values_that_were_in_keys_and_are_restored_elsewhere(capability: tuple[int, int]) -> None:
+    """Hooks of saved tensors may copy them between the passes: a tile then has no room for as many keys."""
+    from anyattn.backends.triton import Repeater, tile_config
+    from anyattn.backends.triton.codegen.assumptions import shape_of
+
+    apart = ahead.problem_of(dim=576, dim_v=512, has_grad=True)
+    together = apart.like(v=apart.k.detach()[..., :512].requires_grad_())
+    with ahead.caught(capability) as made:
+        repeater = Repeater(together, ahead.planned(together, capability))
+        found = repeater.forward(together)
+        for problem in (together, apart):
+            made.clear()
+            repeater.backward(problem, found.out, found.lse, torch.zeros_like(found.out), None)  # type: ignore[arg-type]
+            launched = [x.options for x in made if "TILE_N" in x.options]
+            assert len(launched) == 3
+            for name, x in zip(("dq", "dkdv", "dkdv"), launched, strict=True):
+                tiles = tile_config.Tiles(*(x[n] for n in ("TILE_M", "TILE_N", "num_warps", "num_stages")))
+                assert tile_config.fits(name, tiles, shape_of(problem), capability)
+
+
 def test_what_no_grid_has_room_for_is_not_supported() -> None:
     """A launch with more than 65,535 heads fails in the driver, and so does that which lists tiles of as many entries."""
     from anyattn import hardware, planner

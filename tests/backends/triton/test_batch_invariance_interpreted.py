@@ -79,3 +79,13 @@ def test_lists_of_other_blocks_are_refused() -> None:
     lists = anyattn.BlockMask.from_topk(torch.zeros(1, 2, 10, 1, dtype=torch.int32), BLOCK_SIZE=(32, 24), seq_lengths=(300, 300))
     with pytest.raises(BackendError, match=r"its tiles have 64 keys, and the block lists' have 24: make them with blocks of a multiple"):
         anyattn.flex_attention(q, q, q, block_mask=lists, **MODE)
+
+
+@pytest.mark.parametrize("length", [40, 100])
+def test_lists_of_a_block_that_the_keys_do_not_fill(length: int) -> None:
+    """They give the bits of the mask without lists."""
+    mask = lambda b, h, i, j: (i * 3 + j * 5) % 7 != 0
+    q, k, v = torch.randn(3, 1, 2, length, 32)
+    lists = anyattn.create_block_mask(mask, None, None, length, length, device="cpu")
+    found = [anyattn.flex_attention(q, k, v, **how, **MODE) for how in ({"block_mask": lists}, {"mask_mod": mask})]
+    assert torch.equal(*found)

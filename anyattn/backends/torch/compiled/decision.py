@@ -84,7 +84,7 @@ def _why_not_of_mods(problem: Problem) -> str | None:
 def _why_not_written(problem: Problem) -> str | None:
     found = loops(problem)
     if isinstance(found, str):
-        return f"they have no {found}"
+        return f"such loops have no {found}"
     return None if _is_inside(problem, found) else "a captured tensor is smaller than the positions"
 
 

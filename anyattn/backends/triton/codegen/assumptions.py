@@ -57,7 +57,8 @@ def shape_of(problem: Problem) -> Shape:
     most_keys = most_keys_of(problem.bound_k) if asks_pairs and problem.sequences is None else 0
     has_score = problem.score is not None
     has_8_bits = problem.k.dtype is not problem.q.dtype
-    wrap = wrap_bytes(most_wrap(d, dv), problem.k, problem.v) if has_8_bits else 0
+    has_tail = blocks_of(problem.k.shape[3])[1] > 0  # whose columns have an address of their own
+    wrap = wrap_bytes(most_wrap(d, dv), problem.k, problem.v) if has_8_bits and not has_tail else 0
     return Shape(
         d, dv, problem.q.dtype, has_score, columns, has_pairs=asks_pairs, pair_bytes=pair_bytes, most_keys=most_keys,
         has_8_bits=has_8_bits, wrap=wrap, is_narrow=has_8_bits and not wrap and row_bytes(problem.k, problem.v) < 8,

@@ -30,6 +30,7 @@ OF_CACHE = ("cache_seqlens", "cache_leftpad", "cache_batch_idx", "page_table")
 CASES = SETTINGS | {
     "an entry without keys": Setting(cached=(70, 0, 7), page_size=16, queries=2),
     "odd dimensions": Setting(d=33, dv=7, page_size=5),
+    "keys of two blocks": Setting(d=520, dv=24, page_size=16, queries=2),
     "many rows": Setting(cached=(150, 64, 65), capacity=200, page_size=16),
 }
 
