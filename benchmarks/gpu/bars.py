@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, one, probe, some, versus
-from benchmarks.gpu import bars_backward, bars_compiled, bars_triton
+from benchmarks.gpu import bars_backward, bars_compiled, bars_triton, bars_wide
 from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, PARTIAL, SCORE_VARIANTS, names_of
 from benchmarks.gpu.classes import BIASES
 
@@ -70,4 +70,4 @@ _HOPPER: list[Bar] = [
     probe("compilations over 1,000 random shapes", "compilations", "random_shapes", 2, ""),
     probe("compilations for a new closure", "compilations", "new_closure", 0, ""),
 ]
-BARS = [*_HOPPER, *bars_backward.BARS, *bars_triton.BARS, *bars_compiled.BARS]
+BARS = [*_HOPPER, *bars_backward.BARS, *bars_triton.BARS, *bars_wide.BARS, *bars_compiled.BARS]

@@ -76,16 +76,33 @@ def _cross() -> list[Case]:
 
 
 def _wide_heads() -> list[Case]:
-    """Head dimension 512, of prefill, training and decoding, and 576 with 512 for v, of latent attention."""
+    """Head dimension 512, of prefill, training and decoding, and 576 with 512 for v, of latent attention; each also with values that are
+    the first columns of keys."""
     shape, found = Shape(1, 8, 4, 8192, 8192, 512), []
-    for variant, peer in (("causal", "sdpa"), ("sliding_window", "sdpa-mask")):
-        of_forward = gpu_case("wide-heads", "flash", variant, shape, (peer,), names_shape=True)
+    for variant, peers in (("causal", ("sdpa", "ffpa-attn")), ("sliding_window", ("sdpa-mask",))):
+        of_forward = gpu_case("wide-heads", "flash", variant, shape, (*peers, "anyattn-one-kv"), names_shape=True)
         found += [of_forward, replace(of_forward, group="wide-heads-backward", is_backward=True)]
     for heads, dim in ((16, 512), (128, 512), (16, 576), (128, 576)):
         of_cache = Shape(32, heads, 1, 1, 8192, dim, 512)
-        peers = ("copy", "anyattn-paged-64")
+        peers = ("copy", "anyattn-paged-64", "anyattn-one-kv", "flash-mla", *(["matrix-product"] if heads == 128 else []))
         found.append(gpu_case("wide-heads-decode", "decode", "causal", of_cache, peers, backend="triton", names_shape=True))
     return found
 
 
-CLASSES = [*_few_heads(), *_head_dims(), *_short(), *_tables(), *_video(), *_cross(), *_chosen_blocks(), *_wide_heads()]
+def _every_batch() -> list[Case]:
+    """``deterministic="batch"`` beside the default: prefill, the backward pass of training, decoding."""
+    found, mode = [], ("anyattn-batch",)
+    for dim in (64, 128, 256):
+        of_forward = gpu_case("every-batch", "flash", "causal", Shape(1, 32, 8, 8192, 8192, dim), mode, names_shape=True)
+        found += [of_forward, replace(of_forward, group="every-batch-backward", is_backward=True)]
+    for batch, keys in ((16, 8192), (64, 2048), (1, 131_072)):
+        shape = Shape(batch, 32, 8, 1, keys, 128)
+        found.append(gpu_case("every-batch-decode", "decode", "causal", shape, mode, backend="triton", names_shape=True))
+    return found
+
+
+CLASSES = [
+    *(case for of_class in (_few_heads, _head_dims, _short, _tables, _video, _cross, _chosen_blocks) for case in of_class()),
+    *_wide_heads(),
+    *_every_batch(),
+]

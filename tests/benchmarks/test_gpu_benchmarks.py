@@ -25,8 +25,8 @@ from anyattn.testing.harness.variants import Setting
 from benchmarks import process, report
 from benchmarks.bars import Found, versus
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bars, memory, probes
-from benchmarks.gpu.cases import BESIDE_A_PRODUCT, CASES, chosen, gpu_case
+from benchmarks.gpu import bars, bars_wide, memory, probes
+from benchmarks.gpu.cases import CASES, chosen, gpu_case
 from benchmarks.host_time import SERVING_BARS
 from benchmarks.store import State, Store
 from tests.support.limits import HANG
@@ -148,6 +148,8 @@ def _record(name: str, seconds: dict[str, tuple[float, ...]], flops: int = 0, di
         ("flex", "document", ("anyattn-mod", "cudnn-fe")),
         ("flex", "softcap", ("anyattn-mod", "anyattn-causal", "fa3")),
         ("flex", "full", ("anyattn-flash", "anyattn-mods", "sdpa")),
+        ("flash", "causal", ("sdpa", "anyattn-batch", "anyattn-one-kv", "ffpa-attn")),
+        ("flash", "full", ("ffpa-attn", "anyattn-one-kv")),
     ],
 )
 def test_a_case_runs_here_and_missing_peers_are_named(kind: str, variant: str, others: tuple[str, ...]) -> None:
@@ -267,8 +269,8 @@ def _everything(ours: float) -> Found:
     for case in CASES:
         seconds = {name: (ours if name.startswith(OURS) else 1e-4,) * 3 for name in case.contestants}
         flops = case.flops(10**6)
-        if case.name == BESIDE_A_PRODUCT:
-            seconds["matrix-product"] = (1e-4 * 2 * PRODUCT_SIZE**3 / flops,) * 3
+        if "matrix-product" in case.contestants:
+            seconds["matrix-product"] = (1e-4 * 2 * PRODUCT_SIZE**3 / (flops or bars_wide.decoding_flops(case)),) * 3
         records[case.name] = _record(case.name, seconds, flops)
         records[case.name].extra["syncs"] = "" if ours < 1e-4 else "called a synchronizing operation"
     figures = ("cold_s", "warm_s", "first_s", "host_us", "peak_bytes", "waits", "passed_on", "new_closure", "random_shapes", "breaks")

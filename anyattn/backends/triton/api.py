@@ -48,7 +48,7 @@ from anyattn.backends.triton.launch_shape import (
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
 from anyattn.backends.triton.tile_config import Tiles, TmaUse
-from anyattn.backends.triton.wide_tiles import padded
+from anyattn.backends.triton.wide_tiles import is_divided, padded
 from anyattn.mods.float32_scores import is_ordinary_scale
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
@@ -289,6 +289,9 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_joined = pipeline.is_joined and tma >= TmaUse.KV and program.range_count > 0 and has_own_loops
     of_problem = constants_of(problem, call_program, tables)
     of_problem["ONE_KV"] &= not (is_late or is_joined)  # these loops load values later than keys
+    widths, arch = (of_problem["BLOCK_D"], of_problem["BLOCK_DV"]), tile_config.architecture(capability)
+    is_one = bool(of_problem["ONE_KV"] and not plan.section)  # in the order of the keys, where values are changes no instruction
+    of_problem["IS_DIVIDED"] = is_divided("forward", is_one, *widths, arch, plan.tile_m, plan.num_warps)
     return {
         **of_problem, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,

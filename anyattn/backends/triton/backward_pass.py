@@ -59,7 +59,7 @@ from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.single_queries import gathers_queries, tables_of_queries, tiles_of_queries, with_whole_queries
 from anyattn.backends.triton.tables import Tables, key_tables_of, tables_of
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn
-from anyattn.backends.triton.wide_tiles import is_wide, padded
+from anyattn.backends.triton.wide_tiles import is_divided, is_wide, keys_of_dv, padded
 from anyattn.problem import Problem
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
@@ -100,8 +100,9 @@ def backward(
 
 
 class Passes(NamedTuple):
-    """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. launches: the
-    prepared launches of each kernel. pairs: ``pair_tiles_of``. head_rows, gathers_queries: the functions' results."""
+    """Properties that the calls of a plan share in one form. tiles: of "dq" and "dkdv", and perhaps of "dv" alone. range_count:
+    ``Program.range_count``. launches: the prepared launches of each kernel. pairs: ``pair_tiles_of``. head_rows, gathers_queries: the
+    functions' results."""
 
     tiles: dict[str, Tiles]
     range_count: int
@@ -125,7 +126,8 @@ def passes_of(problem: Problem, plan: TritonPlan, *results: Any) -> Passes:
     tiles = _tiles(problem, plan)
     pairs = pair_tiles_of(problem, tiles["dq"] if plan.has_asked_tiles else None)
     is_tuned = plan.is_tuned and pairs_for(problem, pairs) is None
-    return Passes.of(problem, _tuned(problem, tiles, results) if is_tuned else tiles, pairs)
+    tiles = _tuned(problem, tiles, results) if is_tuned else tiles
+    return Passes.of(problem, tiles if plan.has_asked_tiles else _with_dv(problem, tiles), pairs)
 
 
 def over_pages(problem: Problem, run: Callable[[Problem], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
@@ -144,7 +146,7 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: tuple[Any, ...]) 
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        passes = [(Form(problem), Passes.of(problem, {**tiles, name: other}, None))]
+        passes = [(Form(problem), Passes.of(problem, _with_dv(problem, {**tiles, name: other}), None))]
         return autotune.seconds(lambda: backward(problem, passes, *results), device)
 
     follow = {"dq": head_rows(problem) > 0, "dkdv": gathers_queries(problem)}  # whose tiles follow from the heads
@@ -287,6 +289,15 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
     return tiles
 
 
+def _with_dv(problem: Problem, tiles: dict[str, Tiles]) -> dict[str, Tiles]:
+    """``tiles``, for wide heads with those of launches of dv alone (``_parts``), of the same rows."""
+    if gathers_queries(problem) or not is_wide(padded(problem.k.shape[3]), padded(problem.v.shape[3])):
+        return tiles
+    of_both, most = tiles["dkdv"], listed_tile(problem)[1]
+    keys = keys_of_dv(of_both.tile_n, tile_config.architecture(tile_config.capability_of(problem.q.device)))
+    return {**tiles, "dv": of_both if 0 < most < keys else replace(of_both, tile_n=keys)}
+
+
 def log_sums_by_tiles(problem: Problem, passes: Passes, lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse and spans of ``prepare_tile`` from a contiguous log-sum-exp (B, Hq, Sq) alone, by the row tiles of ``passes.tiles["dkdv"]``."""
     statistics = _row_statistics(Form(problem), passes, _Results(problem.q, lse, problem.q, None), None, has_delta=False)
@@ -358,8 +369,8 @@ def _launch(
     totals: tuple[Tensor, ...],
 ) -> None:
     """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"."""
-    problem, by_key, tiles, launches = form.problem, name != "dq", passes.tiles[name], passes.launches[name]
-    q, k, v, dout, dq, dk, dv = shared
+    problem, by_key, launches, (q, k, v, dout, dq, dk, dv) = form.problem, name != "dq", passes.launches[name], shared
+    tiles = passes.tiles["dv" if by_key and dk is None and "dv" in passes.tiles else name]
     make_tables, tile = (key_tables_of, tiles.tile_n) if by_key else (tables_of, tiles.tile_m // (passes.head_rows or 1))
     if by_key and passes.gathers_queries:
         make_tables = tables_of_queries
@@ -402,6 +413,9 @@ def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Ten
     else:
         constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None, "GROUP": group}
         constants["JOINS"] = 0 if problem.wanted_slots else joined_tiles(problem, tables.list_tile[1], tiles.tile_n)
+    arch, rows = tile_config.architecture(tile_config.capability_of(q.device)), tiles.tile_n if by_key else tiles.tile_m
+    widths = constants["BLOCK_D"], constants["BLOCK_DV"]
+    constants["IS_DIVIDED"] = is_divided("dkdv" if by_key else "dq", False, *widths, arch, rows, tiles.num_warps)
     num_stages = stages_of_gathered(tiles.num_stages) if gathers or constants["JOINS"] else tiles.num_stages
     options = constants | {"num_warps": tiles.num_warps, "num_stages": num_stages}
     heads = problem.heads_kv if by_key or group else problem.heads_q

@@ -44,5 +44,5 @@ def constants_of(problem: Problem, call_program: CallProgram, tables: Tables) ->
         "HAS_ENTRIES": tables.entries is not None, "HAS_GUARD": tables.guard is not None,
         # irrelevant for 16 bits, and naming a precision that a GPU lacks (TF32 on most of AMD's) is an error
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,
-        "JOINS": 0,
+        "JOINS": 0, "IS_DIVIDED": False,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.backends.triton.wide_tiles import blocks_of, is_wide, padded, tiles_of, tiles_of_few
+from anyattn.backends.triton.wide_tiles import blocks_of, is_divided, is_wide, padded, tiles_of, tiles_of_few
 from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
@@ -268,7 +268,7 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
     if is_wide(shape.d, shape.dv):
-        return Tiles(*tiles_of(name, shape.has_one_kv, shape.dtype.itemsize))
+        return Tiles(*tiles_of(name, shape.has_one_kv, shape.dtype.itemsize, arch))
     if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
         return Tiles(*_BANDS[arch][name])
     loads_ahead = shape.has_pairs and (shape.pair_bytes > 0 or shape.most_keys == _FEWEST_KEYS)
@@ -325,7 +325,8 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     is_blackwell = capability is not None and capability[0] >= 10
     # a product's left operand goes through shared memory unless it comes from registers
     passed = m * n * (2 if name != "forward" else 1)
-    if size == 4 or (is_blackwell and name != "forward"):
+    about = shape.has_one_kv, shape.d, shape.dv, architecture(capability), n if name == "dkdv" else m, tiles.num_warps
+    if size == 4 or (is_blackwell and name != "forward") or is_divided(name, *about):
         total += passed * size
     if name == "dq" and shape.has_score and capability is not None and capability[0] == 9:
         total += m * n * size  # for values added to captured tensors the left operand does not come from registers either

@@ -11,7 +11,21 @@ from torch import Tensor
 from anyattn import scores
 from anyattn.testing.harness.inputs import Inputs
 
-__all__ = ["EIGHT_BITS", "PREFILL_8_BITS", "alibi", "append", "contiguous", "copy", "eight_bits", "fa3", "paged", "pages", "splits"]
+__all__ = [
+    "EIGHT_BITS",
+    "PREFILL_8_BITS",
+    "alibi",
+    "append",
+    "contiguous",
+    "copy",
+    "eight_bits",
+    "fa3",
+    "flash_mla",
+    "one_kv",
+    "paged",
+    "pages",
+    "splits",
+]
 
 _ROTARY = 64  # dimensions
 
@@ -164,5 +178,29 @@ def fa3(module: Any, page_size: int = 0) -> Callable[[Inputs], Callable[[], Any]
             k, v, table = pages(inputs, page_size)
         lengths = _lengths(inputs)
         return lambda: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+
+    return prepare
+
+
+def one_kv(inputs: Inputs) -> Callable[[], Any]:
+    """Decoding, or attention, with values that are the first columns of the keys, and without a gradient of their own."""
+    import anyattn
+
+    (q, k, _), backend, columns = inputs.bshd, inputs.case.backend, inputs.case.shape.value_dim
+    if inputs.case.kind == "decode":
+        lengths = _lengths(inputs)
+        return lambda: anyattn.flash_attn_with_kvcache(q, k, k[..., :columns], cache_seqlens=lengths, causal=True, backend=backend)
+    options = inputs.variant.native or {}
+    return lambda: anyattn.flash_attn_func(q, k, k[..., :columns], **options, backend=backend)
+
+
+def flash_mla(module: Any, page_size: int = 64) -> Callable[[Inputs], Callable[[], Any]]:
+    """FlashMLA's decoding, from one cache in pages of 64."""
+
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        package, (q, k, v), lengths = module(), inputs.bshd, _lengths(inputs)
+        pool, _, table = pages(inputs, page_size)
+        plan = package.get_mla_metadata(lengths, q.shape[1] * q.shape[2] // k.shape[2], k.shape[2])
+        return lambda: package.flash_mla_with_kvcache(q, pool, table, lengths, v.shape[-1], *plan, causal=True)
 
     return prepare

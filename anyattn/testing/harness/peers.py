@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -69,7 +70,7 @@ class Peer:
         return backward_of(entry, inputs) if inputs.case.is_backward and self.has_gradient else entry
 
 
-def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[[Inputs], Entry]:
+def _anyattn(backend: str | None = "", deterministic: bool | str = False) -> Callable[[Inputs], Entry]:
     """anyattn's function. backend: the required one, None for its own choice, and by default the case's."""
 
     def prepare(inputs: Inputs) -> Entry:
@@ -77,7 +78,7 @@ def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[
         call, layout = _our_function(inputs)
         if inputs.case.kind == "mask":
             return call, layout
-        more = {"deterministic": True} if deterministic else {}
+        more = {"deterministic": deterministic} if deterministic else {}
         return lambda: call(backend=insisted, **more), layout
 
     return prepare
@@ -408,6 +409,14 @@ def _cudnn_blocks(inputs: Inputs) -> Entry:
     return lambda: tuple(lists.block_sparse_attention_backward(*passed, **options).values()), "bhsd"
 
 
+def _ffpa(inputs: Inputs) -> Entry:
+    """ffpa-attn's kernels for Hopper, of head dimensions from 257 to 512."""
+    attend, native, qkv, gqa = module("ffpa_attn").ffpa_attn_func, inputs.variant.native, inputs.bhsd, inputs.enable_gqa
+    if native not in ({}, {"causal": True}):
+        raise Unavailable("it has no name for this mask")
+    return lambda: attend(*qkv, is_causal=bool(native), enable_gqa=gqa, forward_backend="cutedsl"), "bhsd"
+
+
 def _matrix_product(inputs: Inputs) -> Entry:
     """A product of two square matrices of the case's dtype, which a device does at about the highest rate that it sustains."""
     a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=inputs.device).to(inputs.bshd[0].dtype) for _ in range(2))
@@ -420,6 +429,7 @@ def _at_cache(prepare: Callable[[Inputs], Callable[[], Any]]) -> Callable[[Input
 
 
 _PAGES = "flash_attn_interface"
+_MLA = "flash_mla" if find_spec("flash_mla") else "sgl_kernel.flash_mla"
 PRODUCT_SIZE = 8192  # rows and columns
 _CPU, _CUDA = ("cpu",), ("cuda",)
 PEERS: dict[str, Peer] = {
@@ -427,6 +437,8 @@ PEERS: dict[str, Peer] = {
     "anyattn-auto": Peer(_anyattn(None), _CUDA),
     "anyattn-triton": Peer(_anyattn("triton"), _CUDA),
     "anyattn-deterministic": Peer(_anyattn(deterministic=True)),
+    "anyattn-batch": Peer(_anyattn(deterministic="batch")),
+    "anyattn-one-kv": Peer(_at_cache(decode.one_kv), is_other_job=True),
     "anyattn-mod": Peer(_anyattn_mod),
     "anyattn-full": Peer(_anyattn_full, _CPU, is_other_job=True),
     "anyattn-causal": Peer(_anyattn_causal, is_other_job=True),
@@ -446,6 +458,8 @@ PEERS: dict[str, Peer] = {
     **{name: Peer(_at_cache(decode.eight_bits(name)), is_other_job=True) for name in decode.EIGHT_BITS | decode.PREFILL_8_BITS},
     "anyattn-paged-16-triton": Peer(_at_cache(decode.paged(16, backend="triton")), _CUDA),
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),
+    "flash-mla": Peer(_at_cache(decode.flash_mla(lambda: module(_MLA))), _CUDA, is_other_job=True),
+    "ffpa-attn": Peer(_ffpa, _CUDA, is_compiled=True),
     "matrix-product": Peer(_matrix_product, _CUDA, is_other_job=True, has_gradient=False),
     "flash-attn": Peer(_native("flash_attn"), _CUDA),
     "fa3": Peer(_native("fa3_fwd_interface", lacks="window_size"), _CUDA),

@@ -109,6 +109,7 @@ PARTS = {
         has_slow=False,
     ),
     "wide heads": Part(("entry_points/test_wide_heads.py",), has_slow=False),
+    "tiles of wide heads": Part((f"{KERNELS}/test_wide_tiles_interpreted.py",), has_slow=False, insists=False),
     "dropout": Part(("entry_points/test_dropout.py",), "(oracle and (causal or pairs or splits or odd)) or packed", has_slow=False),
     "edge cases": Part(("entry_points/test_edge_cases.py",), f"({EDGES}) and not float64", "64x32", fills=False),
 }
@@ -125,6 +126,7 @@ PROCESSES = {
         "edge cases",
         "dropout",
         "wide heads",
+        "tiles of wide heads",
         "8-bit caches",
         "appending to 8-bit caches",
         "wide gradients of keys",

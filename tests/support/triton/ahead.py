@@ -129,13 +129,24 @@ def loops(kernel: Any) -> list[list[str]]:
     return [[line for line in lines[to:at] if line and line[0] not in "$/."] for to, at in _innermost(jumps)]
 
 
-def machine_loops(cubin: bytes) -> list[list[str]]:
-    """The machine's operations in each innermost loop."""
+def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
+    """The address and the text of each instruction."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = _tool("cuobjdump", "-sass", file.name)
-    found = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+    return [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+
+
+def products_and_waits(cubin: bytes) -> tuple[int, int]:
+    """How many products of warp groups a kernel has, and how many of them are the last before a wait."""
+    products = [line for _, line in _machine_code(cubin) if "HGMMA" in line]
+    return len(products), sum("gsb0" in line for line in products)
+
+
+def machine_loops(cubin: bytes) -> list[list[str]]:
+    """The machine's operations in each innermost loop."""
+    found = _machine_code(cubin)
     places = {address: at for at, (address, _) in enumerate(found)}
     jumps = [
         (places[int(m[1], 16)], at)

@@ -167,10 +167,10 @@ class Mods(NamedTuple):
 # a block whose sum is stored. HAS_PAIRS: see ``key_tiles.pairs_at``. IS_NVIDIA: 8 bits are converted by NVIDIA's instructions. IS_HALVED:
 # see ``eight_bits.halved``. WRAP: see ``wrapped_rows``. JOINS: listed tiles that one tile of keys gathers; 0 if it is one of them or a
 # part of one. GROUP: rows per position of a tile with a K/V head's query heads, or 0. SECTION, IS_PART: ``softmax.sections``. TAIL_DIM:
-# columns of q and k behind HEAD_DIM, multiplied apart; BLOCK_TAIL: their padded number. ONE_KV: values are the first columns of keys.
+# columns of q and k behind HEAD_DIM, multiplied apart; BLOCK_TAIL: padded. ONE_KV: values are keys' columns. IS_DIVIDED: ``first_product``.
 _OF_TILES = (  # of the kernels that visit tiles of scores
     "RANGES", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD", "PRECISION",
-    "HAS_FOURS", "TILE_M", "TILE_N", "JOINS", "TAIL_DIM", "BLOCK_TAIL", "ONE_KV",
+    "HAS_FOURS", "TILE_M", "TILE_N", "JOINS", "TAIL_DIM", "BLOCK_TAIL", "ONE_KV", "IS_DIVIDED",
 )  # fmt: skip
 
 

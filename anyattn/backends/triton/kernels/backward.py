@@ -28,18 +28,19 @@ from anyattn.backends.triton.kernels.addressing import (
     tile_offsets,
 )
 from anyattn.backends.triton.kernels.arguments import KeyStorage, Mods, RowsOfParts, TileOfScores
-from anyattn.backends.triton.kernels.dropout import factor_of, first_block, kept_of, no_rows, places, plus_product, plus_rows, scores
-from anyattn.backends.triton.kernels.forward import rows_of
-from anyattn.backends.triton.kernels.key_tiles import (
-    load_rest,
-    load_rows,
-    load_tile,
-    offsets_of,
-    rest_of,
-    rows_at,
-    store_whole,
-    whole_tile,
+from anyattn.backends.triton.kernels.dropout import (
+    factor_of,
+    first_block,
+    first_product,
+    kept_of,
+    no_rows,
+    places,
+    plus_product,
+    plus_rows,
+    scores,
 )
+from anyattn.backends.triton.kernels.forward import rows_of
+from anyattn.backends.triton.kernels.key_tiles import load_rest, load_rows, load_tile, offsets_of, rest_of, rows_at, store_whole, whole_tile
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, full_rows_at, partial_rows_at, rows_that_see, store_span
 from anyattn.backends.triton.kernels.softmax.visits import kv_for, probabilities, row_values, seen_by_rows, seen_in, shown_by
 from anyattn.backends.triton.kernels.tile_iterator import (
@@ -135,7 +136,7 @@ def _visit_keys(
         v = first_block(k, c)
     else:
         v = load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, c.IS_NEAR), v_at, c.HEAD_DIM_V, c.BLOCK_DV)
-    s = scores(q, k, c)
+    s = scores(q, k, end, c)
     lanes = lane[None, :]
     p, of_score = probabilities(s, lse, b, h, kv_for(lanes, end, mods.score, not IS_PARTIAL), rows.score, scale, mods, 1)
     # in a missing row lse is infinite, and dq is not stored
@@ -146,7 +147,7 @@ def _visit_keys(
         seen = seen & shown_by(mods.always, b, h, lanes, end, rows.always, not IS_PARTIAL)
     if IS_PARTIAL or mods.always.exists:
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout, tl.trans(v), input_precision=c.PRECISION)
+    dp = first_product(dout, v, None, end, c)
     if mods.dropout.exists:
         dp = kept_of(dp, b, h, first, rows.dropout, mods.dropout, False) * factor_of(mods)
     ds = p * (dp - delta[:, None])
@@ -284,9 +285,9 @@ def _visit_rows(
     at = sequence.q_start + start
     q = whole_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c)
     lse = tl.load(heads.lse + kept + m_lane)
-    s = scores(k, q, c)
+    s = scores(k, q, end, c)
     dout = load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
-    dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
+    dp = first_product(v, dout, None, end, c)
     q_idx = (position + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
     kv = kv_for(lanes, n_end, mods.score, False)
@@ -344,9 +345,9 @@ def _visit_either(dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, he
     q_offsets, do_offsets = offsets
     q = rest_of(q_at, q_offsets, is_row, c)
     lse = tl.load(heads.lse + first + m_lane)
-    s = scores(k, q, c)
+    s = scores(k, q, end, c)
     dout = load_rest(do_at + do_offsets, is_row, c.HEAD_DIM_V, c.BLOCK_DV)
-    dp = tl.dot(v, tl.trans(dout), input_precision=c.PRECISION)
+    dp = first_product(v, dout, None, end, c)
     delta = tl.load(heads.delta + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if is_cut:

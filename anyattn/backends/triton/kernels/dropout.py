@@ -6,17 +6,29 @@ Rows of q and k, and their gradients, are a block, or with BLOCK_TAIL a pair of 
 import triton
 import triton.language as tl
 
-__all__ = ["factor_of", "first_block", "kept_of", "no_rows", "places", "plus_kept", "plus_product", "plus_rows", "scores"]
+__all__ = ["factor_of", "first_block", "first_product", "kept_of", "no_rows", "places", "plus_kept", "plus_product", "plus_rows", "scores"]
 
 
 @triton.jit
-def scores(a, b, c):
-    """a @ b^T, of rows of queries and of keys in either order."""
+def scores(a, b, end, c):
+    """a @ b^T, of rows of queries and of keys in either order. end: see ``first_product``."""
     if c.BLOCK_TAIL > 0:
-        first = tl.dot(a[0], tl.trans(b[0]), input_precision=c.PRECISION)
-        return tl.dot(a[1], tl.trans(b[1]), first, input_precision=c.PRECISION)
+        return first_product(a[1], b[1], first_product(a[0], b[0], None, end, c), end, c)
     else:
-        return tl.dot(a, tl.trans(b), input_precision=c.PRECISION)
+        return first_product(a, b, None, end, c)
+
+
+@triton.jit
+def first_product(a, b, acc, end, c):
+    """acc + a @ b^T, from which an operand of a second product is computed. acc: None is 0. end: of a tile, not negative.
+
+    IS_DIVIDED: its columns are divided among warp groups. Triton divides only the rows of a product that another one follows in the same
+    block of code, so that both groups of a tile of 64 rows would compute all columns; a branch, even one never taken, ends the block."""
+    product = tl.dot(a, tl.trans(b), acc, input_precision=c.PRECISION)
+    if c.IS_DIVIDED:  # noqa: SIM102 (the first condition is decided at compile time, the second at run time)
+        if end < 0:
+            product = -product
+    return product
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def _visit_rows(
         row = tl.minimum(row, end - 1 - start)
     q = whole_tile(q_from + row_at(sequence.q_start + start, strides.q, c.IS_NEAR), q_offsets, c)
     lse = tl.load(lse_from + kept + m_lane)
-    s = scores(k, q, c)
+    s = scores(k, q, 0, c)
     q_idx = (start + row + sequence.q_first)[None, :]
     lanes = (n_first + tl.arange(0, c.TILE_N))[:, None]
     rows = row_values(mods.score, b, h, q_idx)
@@ -139,7 +139,7 @@ def _visit_keys(
         start = tl.minimum(first, end - 1)
         k_offsets = offsets_of(tl.minimum(n_lane, end - 1 - start), strides.k, c)
     k = whole_tile(k_from + row_at(sequence.k_start + start, strides.k, c.IS_NEAR), k_offsets, c)
-    s = scores(q, k, c)
+    s = scores(q, k, 0, c)
     lanes = (first + n_lane)[None, :]
     s = _in_base_2(s, b, h, kv_for(lanes, end, mods.score, not IS_PARTIAL), rows.score, scale, mods)
     seen = is_row[:, None] & (lanes < end)

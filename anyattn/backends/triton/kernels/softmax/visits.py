@@ -88,7 +88,7 @@ def scores_of(
     lane = lanes_of(first, c)
     IS_PLAIN: tl.constexpr = not IS_PARTIAL and not (c.ONE_KV and IS_CUT)  # a value that does not exist is 0
     k = widened_rows(whole_keys_at(key, first, end, numbers, c, IS_CUT, IS_PLAIN), first_block(q, c).dtype, c)
-    s = scores(q, k, c)
+    s = scores(q, k, end, c)
     if c.IS_HALVED:
         s = s * scales.rows
     if c.K_SCALE == _OF_KEY:
