@@ -114,7 +114,7 @@ def or_refused(in_mode: bool) -> Iterator[None]:
     try:
         yield
     except BackendError as error:
-        reasons = ("they have no ", "a captured tensor is smaller than the positions")
+        reasons = ("such loops have no ", "a captured tensor is smaller than the positions")
         if not in_mode or not any(f'deterministic="batch" cannot have this call: {reason}' in str(error) for reason in reasons):
             raise
 
