@@ -28,7 +28,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS  := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies functions hopper lists varlen device fuzz compiled)
+TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies functions hopper lists varlen device fuzz compiled wide_decoding)
 
 .PHONY: demo test test-gpu test-long lint style types format fuzz fuzz-gpu bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test
