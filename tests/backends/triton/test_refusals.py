@@ -39,7 +39,7 @@ ALWAYS = [  # refused before a backend is asked
     (lambda: packed(ends, ends, max_seqlen_q=3), ValueError, "max_seqlen_q=3", "at least 9"),
     (lambda: cache(cache_seqlens=40), ValueError, "cache_seqlens=40", "at most 32"),
     (lambda: cache(cache_seqlens=torch.tensor([40, 3])), ValueError, "cache_seqlens[0]=40", "at most 32"),
-    (lambda: cache(k=t(2, 1, 1, 16), cache_seqlens=3), ValueError, "v is None", "pass both"),
+    (lambda: cache(k=t(2, 1, 1, 16), cache_seqlens=3), ValueError, "v is None", "wanted both, or neither"),
     (lambda: flex(scale=float("nan")), ValueError, "scale=nan", "finite"),
     (lambda: flex(sink=t(3)), ValueError, "sink", "(3,)", "(2,)"),
     (lambda: flash_attn_func(*[t(1, 4, 2, 8)] * 3, num_splits=-1, backend="triton"), ValueError, "num_splits=-1", "0"),
