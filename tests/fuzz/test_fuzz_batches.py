@@ -8,22 +8,17 @@ Triton's interpreter, ``tests/gpu/fuzz.py`` for a GPU.
 from __future__ import annotations
 
 import collections
-import os
 import random
-import sys
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from tests.support.fuzz.fresh import FRESH, many
 from tests.support.fuzz.random_batches import Batch, Limits, check, drawn, of_threads
 from tests.support.fuzz.shards import shards
 
-FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
-FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS, FIXED = 4, 64
 
 # of a generator with its own numbers: hypothesis prefers first choices and equal ones, of which a batch has few combinations
@@ -40,24 +35,12 @@ def _threads() -> Iterator[None]:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))
 def test_random_batches(shard: int) -> None:
-    if FRESH:
-        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
-    ran = collections.Counter[str]()
+    ran, examples = collections.Counter[str](), -(-(FRESH or FIXED) // SHARDS)
 
-    @hypothesis.seed(FIRST_SEED + shard)
-    @settings(
-        max_examples=-(-(FRESH or FIXED) // SHARDS),
-        deadline=None,
-        database=None,
-        print_blob=bool(FRESH),
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @hypothesis.given(batches)
-    def many(batch: Batch) -> None:
+    def one(batch: Batch) -> None:
         check(batch, between=of_threads)
         ran.update({"batches": 1, "ways": len(batch.forms), batch.option: 1, str(batch.dims): 1, str(batch.dtype): 1})
 
-    many()
+    many(one, batches, examples, shard)
     print(dict(ran))
-    assert ran["batches"] >= -(-(FRESH or FIXED) // SHARDS)
+    assert ran["batches"] >= examples

@@ -6,17 +6,12 @@ back as ANYATTN_FUZZ_SEED.
 
 from __future__ import annotations
 
-import os
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import anyattn
@@ -27,13 +22,12 @@ from tests.support import eight_bits
 from tests.support import flash_calls as calls
 from tests.support import flash_reference as reference
 from tests.support.fuzz.choices import Choice, choices
+from tests.support.fuzz.fresh import FRESH, many
 from tests.support.fuzz.random_batches import or_refused
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.shards import shards
 from tests.support.sequences import Meaning, judge
 
-FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
-FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS, FIXED = 2, 60
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -303,24 +297,7 @@ def run_8_bits(call: EightBits) -> None:
     ids=["sequences", "chosen sequences", "cache", "8 bits"],
 )
 def test_random_calls(drawn, run, shard):
-    seed = FIRST_SEED + shard
-    if FRESH:
-        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=-(-(FRESH // 2 or FIXED) // SHARDS),
-        deadline=None,
-        database=None,
-        print_blob=bool(FRESH),
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @hypothesis.given(drawn)
-    def many(call: Any) -> None:
-        run(call)
-
-    many()
+    many(run, drawn, -(-(FRESH // 2 or FIXED) // SHARDS), shard)
 
 
 def test_a_sinks_gradient_below_the_normal_numbers() -> None:

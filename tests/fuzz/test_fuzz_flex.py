@@ -6,29 +6,23 @@ and can be given back as ANYATTN_FUZZ_SEED.
 
 from __future__ import annotations
 
-import os
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import anyattn
 from tests.support import cases
 from tests.support.flex_calls import judge
 from tests.support.fuzz.choices import Choice, choices
+from tests.support.fuzz.fresh import FRESH, many
 from tests.support.fuzz.random_batches import or_refused
 from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 from tests.support.fuzz.requests import Operands, Request, Threshold, judge_request, judge_threshold, requests, thresholds
 from tests.support.fuzz.shards import shards
 
-FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
-FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS = 8
 LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 97, 127, 128, 129, 130)
 RARE_LENGTHS = (255, 256, 257, 400)
@@ -138,24 +132,7 @@ def run_threshold(call: Call, threshold: Threshold, choice: Choice | None = None
 
 def many_of(shard: int, fixed: int, run_one: Callable, *drawn: st.SearchStrategy) -> None:
     """Runs a shard of ``fixed`` calls, or of the fresh ones."""
-    seed = FIRST_SEED + shard
-    if FRESH:
-        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=-(-(FRESH or fixed) // SHARDS),
-        deadline=None,
-        database=None,
-        print_blob=bool(FRESH),
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @hypothesis.given(st.tuples(*drawn))
-    def many(values: tuple) -> None:
-        run_one(*values)
-
-    many()
+    many(lambda values: run_one(*values), st.tuples(*drawn), -(-(FRESH or fixed) // SHARDS), shard)
 
 
 @pytest.mark.parametrize("shard", shards(SHARDS, FRESH))

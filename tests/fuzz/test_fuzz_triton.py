@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import random
 import sys
 
 import pytest
 
+from tests.support.fuzz.fresh import FIRST_SEED, FRESH
 from tests.support.fuzz.shards import shards
 from tests.support.limits import HANG
 from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
-FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
-FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
 SHARDS = 4
 # of a shard; their calls differ in how long they take
 FIXED = {

@@ -9,21 +9,18 @@ be passed as ANYATTN_FUZZ_SEED.
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import test_fuzz_flex as flex
 from tests.gpu import fuzz
 from tests.support.fuzz import random_mods as mods
 from tests.support.fuzz.choices import choices
+from tests.support.fuzz.fresh import first_seed, many
 from tests.support.fuzz.requests import requests, thresholds
 from tests.support.gpu import judging
 
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or 0)
-FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
+FIRST_SEED = first_seed(FRESH)
 SHARDS = 8
 LENGTHS = st.one_of(st.sampled_from((0, 1, 2, 3, 15, 16, 17, 37)), st.sampled_from((63, 64, 65, 127, 128, 129, 131, 255, 257, 383, 400)))
 DIMS, DIMS_V = (st.sampled_from((8, 16, 33, 40, 64, 72, 128, 256, widest)) for widest in (576, 512))
@@ -81,20 +78,5 @@ KINDS: dict[str, tuple[int, st.SearchStrategy, Callable[..., None]]] = {
 def test_random_calls(kind: str, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed, drawn, run = KINDS[kind]
     monkeypatch.setattr(mods, "DEVICE", judging.DEVICE)
-    if FRESH:
-        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
-
-    @hypothesis.seed(FIRST_SEED + shard)
-    @settings(
-        max_examples=-(-(FRESH or fixed) // SHARDS),
-        deadline=None,
-        database=None,
-        print_blob=bool(FRESH),
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink) if FRESH else (Phase.generate,),  # every smaller call is compiled anew
-    )
-    @hypothesis.given(drawn)
-    def many(values: tuple) -> None:
-        run(*values)
-
-    many()
+    examples, shrinks = -(-(FRESH or fixed) // SHARDS), FRESH > 0  # every smaller call is compiled anew
+    many(lambda values: run(*values), drawn, examples, shard, FIRST_SEED, FRESH, shrinks)

@@ -337,9 +337,8 @@ def _chained(chain: list[Callable[..., Any]]) -> Callable[..., Any]:
     return score
 
 
-def _flex(scene: Scene, batch: list[Sequence], **more: Any) -> tuple[Tensor, Tensor]:
-    k, v, _ = _keys(scene, batch, torch.cat)
-    q = torch.cat([s.q for s in batch])
+def _flex(scene: Scene, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, S, Dv) and lse of tensors (B, S, heads, D)."""
     mods = scene._replace(call=_as_mods(scene) | {"enable_gqa": True} | more)
     return mods.called(anyattn.flex_attention, *(x.transpose(1, 2) for x in (q, k, v)))
 
@@ -356,7 +355,9 @@ def mods(scene: Scene) -> Found:
         of = (len(scene.batch), heads) if scene.flip() else (None, heads)
         lists = anyattn.create_block_mask(mask_mod, *of, n, n, device=str(scene.g.device), BLOCK_SIZE=size)
         more, name = {"block_mask": lists, "mask_mod": None}, f"a block mask of {of}, {size}"
-    out, lse = _flex(scene, [_resized(s, n) for s in scene.batch], **more)
+    batch = [_resized(s, n) for s in scene.batch]
+    k, v, _ = _keys(scene, batch, torch.cat)
+    out, lse = _flex(scene, torch.cat([s.q for s in batch]), k, v, **more)
     return Found(name, slice(0, n), out[scene.place].transpose(0, 1), lse[scene.place])
 
 
@@ -385,8 +386,7 @@ def trained(scene: Scene) -> Found:
         out, lse = scene.called(anyattn.flash_attn_func, q, k, v, causal=True)
         own = out[scene.place], lse[scene.place]
     else:
-        of_mods = scene._replace(call=_as_mods(scene) | {"enable_gqa": True})
-        out, lse = of_mods.called(anyattn.flex_attention, *(x.transpose(1, 2) for x in (q, k, v)))
+        out, lse = _flex(scene, q, k, v)
         own = out[scene.place].transpose(0, 1), lse[scene.place]
     leaves = [q, k, *([v] if v.is_leaf else []), *_captured(scene.call)]
     incoming = [torch.randn(x.shape, generator=scene.g, device=x.device).to(x.dtype) for x in (out, lse)]
