@@ -3,7 +3,7 @@
 Candidates are compiled in many processes first; those that the device refuses, or that spill more than ``--spills``, are left out. The
 others take turns in CUDA graphs. Prints for each pass the candidates, the fastest first: microseconds, TFLOP/s of the pass's own products,
 for decoding the share of a copy's bandwidth, and a star at what the tables have. The backward passes' times are those of forward and
-backward pass minus the forward pass. ``--loop late`` and ``joined`` try forward loops that the tables do not use for wide heads, and
+backward pass minus the forward pass. ``--loop plain``, ``late`` and ``joined`` try these forward loops where values are apart, and
 ``undivided`` the tables' tiles with first products that both warp groups compute.
 
 The winners belong into ``anyattn.backends.triton.wide_tiles``.
@@ -43,19 +43,20 @@ from benchmarks.process import ANSWER, apart
 __all__ = ["PASSES", "Size", "Trial", "calls_of", "candidates", "using"]
 
 PASSES = ("forward", "dq", "dkdv", "few")
-LOOPS = ("plain", "joined", "late", "undivided")
+LOOPS = ("table", "plain", "joined", "late", "undivided")
+_FORWARD_LOOPS = LOOPS[1:4]
 _VALUES = 512  # columns of v
 _HOPPER = (9, 0)
 _FEWER_ROWS = 2048  # whose kernels are those of more rows
 # by pass and whether values are in keys: tiles, warps and stages besides the tables' own
 _CANDIDATES: dict[tuple[str, bool], tuple[Numbers, ...]] = {
-    ("forward", False): ((64, 32, 8, 1), (64, 16, 8, 3), (64, 64, 8, 1), (32, 32, 8, 2)),
+    ("forward", False): ((64, 32, 8, 1), (64, 16, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2)),
     ("forward", True): ((64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 1), (64, 16, 8, 4)),
     ("dq", False): ((32, 32, 8, 2), (64, 16, 8, 1), (32, 32, 4, 2), (32, 16, 8, 2)),
     ("dq", True): ((32, 32, 8, 2), (64, 16, 8, 3), (64, 16, 8, 2), (64, 32, 8, 1)),
     ("dkdv", False): ((16, 64, 8, 2), (16, 64, 8, 1), (16, 32, 8, 3), (32, 32, 4, 2)),
     ("dkdv", True): ((16, 64, 8, 3), (16, 64, 8, 2), (32, 64, 8, 1), (32, 32, 8, 2)),
-    ("few", False): ((64, 32, 8, 1), (64, 16, 8, 3), (32, 32, 8, 2), (16, 32, 8, 3)),
+    ("few", False): ((64, 64, 8, 1), (64, 16, 8, 3), (32, 32, 8, 2), (16, 32, 8, 3)),
     ("few", True): ((64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 1), (32, 64, 8, 2)),
 }
 
@@ -67,11 +68,11 @@ class Trial(NamedTuple):
     head_dim: int
     has_one_kv: bool
     numbers: Numbers
-    loop: str = "plain"
+    loop: str = "table"
 
     @property
     def name(self) -> str:
-        return "{} x {}, {} warps, {} stages".format(*self.numbers) + ("" if self.loop == "plain" else f", {self.loop} loop")
+        return "{} x {}, {} warps, {} stages".format(*self.numbers) + ("" if self.loop == "table" else f", {self.loop} loop")
 
 
 class Size(NamedTuple):
@@ -82,14 +83,14 @@ class Size(NamedTuple):
     heads: int = 128
 
 
-def candidates(of: str, head_dim: int, has_one_kv: bool, loops: tuple[str, ...] = ("plain",)) -> list[Trial]:
+def candidates(of: str, head_dim: int, has_one_kv: bool, loops: tuple[str, ...] = ("table",)) -> list[Trial]:
     """The tables' tiles first; none that do not fit Hopper, whose stages or sizes a call would reduce."""
     table: Numbers = wide_tiles.tiles_of_few(64, has_one_kv) if of == "few" else wide_tiles.tiles_of(of, has_one_kv, 2, "sm_90")
     shape, as_pass = Shape(head_dim, _VALUES, torch.bfloat16, has_one_kv=has_one_kv), "forward" if of == "few" else of
     fitting = [n for n in _CANDIDATES[of, has_one_kv] if tile_config.fits(as_pass, Tiles(*n), shape, _HOPPER)]
     own = [Trial(of, head_dim, has_one_kv, numbers) for numbers in dict.fromkeys((table, *fitting))]
     # the other loops load tiles of values later than those of keys, by descriptors of whole rows
-    more = [loop for loop in loops if loop in ("joined", "late") and of == "forward" and not has_one_kv and head_dim <= _VALUES]
+    more = [loop for loop in loops if loop in _FORWARD_LOOPS and of == "forward" and not has_one_kv and head_dim <= _VALUES]
     divides = "undivided" in loops and (has_one_kv or of in ("dq", "dkdv"))
     return own + [t._replace(loop=loop) for t, loop in product(own, more)] + [own[0]._replace(loop="undivided")] * divides
 
@@ -104,7 +105,8 @@ def using(trial: Trial) -> Iterator[None]:
 
     def pipeline(*about: Any) -> tile_config.PipelineOptions:
         found = pipeline_of(*about)
-        return replace(found, is_joined=True, is_late=trial.loop == "late") if trial.loop in ("joined", "late") else found
+        is_late, is_joined = trial.loop == "late", trial.loop != "plain"
+        return replace(found, is_joined=is_joined, is_late=is_late) if trial.loop in _FORWARD_LOOPS else found
 
     patches = [mock.patch.object(tile_config, "tiles_of", table), mock.patch.object(tile_config, "pipeline_of", pipeline)]
     if trial.of == "few":
@@ -224,7 +226,7 @@ def _without_failures(trials: list[Trial], jobs: int, spills: int) -> list[Trial
 @click.option("--pass", "passes", multiple=True, type=click.Choice(PASSES), default=PASSES, show_default=True)
 @click.option("--dim", "dims", multiple=True, type=int, default=(512,), show_default=True, help="Head dimension, 257 to 576.")
 @click.option("--kv", "kinds", multiple=True, type=click.Choice(("apart", "one")), default=("apart", "one"), show_default=True)
-@click.option("--loop", "loops", multiple=True, type=click.Choice(LOOPS), default=("plain",), show_default=True)
+@click.option("--loop", "loops", multiple=True, type=click.Choice(LOOPS), default=("table",), show_default=True)
 @click.option("--heads", default=Size().heads, show_default=True, help="Query heads of decoding.")
 @click.option("--jobs", default=min(16, os.cpu_count() or 1), show_default=True, help="Processes that compile.")
 @click.option("--spills", default=250, show_default=True, help="Most words of a thread that a kernel may spill.")

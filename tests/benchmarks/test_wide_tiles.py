@@ -31,13 +31,15 @@ def test_the_first_trial_is_the_tables_own(of: str, d: int, one: bool) -> None:
             return tile_config.forward_tiles(shape, HOPPER, 64, of == "few")
         return tile_config.backward_tiles(shape, HOPPER)[of]
 
+    tables = tile_config.pipeline_of(shape, HOPPER, False)
     assert planned() == Tiles(*trials[0].numbers)
     for trial in trials:
         with wide_tiles.using(trial):
             assert planned() == Tiles(*trial.numbers)
             loop = tile_config.pipeline_of(shape, HOPPER, False)
             is_divided = api.is_divided("dq", False, shape.d, shape.dv, "sm_90", 64, 8)
-        assert (loop.is_joined, loop.is_late) == (trial.loop in ("joined", "late"), trial.loop == "late")
+        is_joined = tables.is_joined if trial.loop in ("table", "undivided") else trial.loop != "plain"
+        assert (loop.is_joined, loop.is_late) == (is_joined, trial.loop == "late")
         assert is_divided == (trial.loop != "undivided")
     assert planned() == Tiles(*trials[0].numbers)
 

@@ -1,6 +1,7 @@
 """Mutants of the Hopper kernels' roles, which the simulated thread blocks have to find: a few of each kind of mistake and each role.
 
-``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), or names a case of the
+``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), "wide schedules", those of
+wide heads (``test_wide_protocol.py``), or names a case of the
 backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes many more.
 """
 
@@ -16,6 +17,7 @@ __all__ = ["MUTANTS", "left_out", "planted"]
 
 _KERNEL = "backends.hopper.kernel"
 _MULTIPLIES, _LOADS, _VISITS = f"{_KERNEL}.mma:Multiplies", f"{_KERNEL}.producer:Loads", f"{_KERNEL}.tile_scheduler:Visits"
+_MULTIPLIES_WIDE, _LOADS_WIDE = f"{_KERNEL}.wide.mma:MultipliesWide", f"{_KERNEL}.wide.producer:LoadsWide"
 _BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
 _ALONE = f"{_KERNEL}.backward.alone_mma:MultipliesAlone"
 _WIDE, _HALVES = f"{_KERNEL}.backward.wide_mma:MultipliesWide", f"{_KERNEL}.backward.halved_mma:MultipliesHalves"
@@ -30,9 +32,13 @@ def _forward(where: str, name: str, old: str, new: str = "pass") -> Mutant:
     return Mutant(name, where, old, new, "schedules")
 
 
+def _wide(where: str, name: str, old: str, new: str = "pass") -> Mutant:
+    return Mutant(name, where, old, new, "wide schedules")
+
+
 MUTANTS = by_name(
     # deadlocks, and memory that is released too often
-    _forward(_MULTIPLIES, "Q is never released", "pipe.consumer_release(state)"),
+    _forward(f"{_MULTIPLIES}._give_back", "Q is never released", "pipe.consumer_release(state)"),
     _forward(_MULTIPLIES, "a Q that waits is never noted", "due = Int32(1)"),
     _forward(_MULTIPLIES, "a work slot is released twice", "pipes[3].consumer_release(__)",
              "pipes[3].consumer_release(__); pipes[3].consumer_release(__)"),
@@ -41,10 +47,10 @@ MUTANTS = by_name(
     _forward(f"{_MULTIPLIES}._next_turn", "turns go round among two of three", "3", "2"),
     # memory that is overwritten while it is read, or read before it is written
     _forward(_MULTIPLIES, "Q is released while O is leaving", "cute.arch.cp_async_bulk_wait_group(0, read=True)"),
-    _forward(f"{_MULTIPLIES}._step", "K is released while it is being read", "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
-    _forward(f"{_MULTIPLIES}._guessed", "V is released while it is being read, after a guess", "0", "1"),
+    _forward(f"{_MULTIPLIES}._scored", "K is released while it is being read", "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
+    _forward(f"{_MULTIPLIES}._values_read", "V is released while it is being read", "0", "1"),
     _forward(f"{_MULTIPLIES}._row_tiles", "facts are not waited for", "pipes[3].consumer_wait(work_state)"),
-    _forward(f"{_MULTIPLIES}._steps", "the last V is not waited for", "pipes[2].consumer_wait(v_state)"),
+    _forward(f"{_MULTIPLIES}._second", "V is not waited for", "pipes[2].consumer_wait(v_state)"),
     _forward(_LOADS, "K is copied without its memory being free", "pipe.sync_object_empty.wait(state.index, state.phase)"),
     _forward(f"{_MULTIPLIES}._product", "registers are not fenced", "warpgroup.fence()"),
     _forward(f"{_MULTIPLIES}._product", "gathered keys are not fenced", "self.config.gathers", "False"),
@@ -65,6 +71,27 @@ MUTANTS = by_name(
     _forward(f"{_VISITS}.packed", "a smaller group has as many heads", "minimum(sizes.ratio - before, most)", "most"),
     _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),
     _forward(f"{_LOADS}._fetch", "pieces are written one over the other", "group * LANES + i", "0"),
+    # ---- forward of wide heads: two warp groups, and two thread blocks
+    _wide(_MULTIPLIES_WIDE, "P is taken before it is passed on", "cute.arch.barrier(barrier_id=_PASSED, number_of_threads=__)"),
+    _wide(_MULTIPLIES_WIDE, "P is overwritten before it is taken", "cute.arch.barrier(barrier_id=_TAKEN, number_of_threads=__)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the first P waits for ever",
+          "cute.arch.barrier_arrive(barrier_id=_TAKEN, number_of_threads=_BOTH)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the second half of O is never rescaled",
+          "if cute.arch.vote_any_sync(self.rescales(factors)): ...", "if False: ..."),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the second half of O keeps the row tile before", "acc.fill(0.0)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the second half of O is not divided", "self._take(exchange, thread, None, factors); __",
+          "self._take(exchange, thread, None, factors)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "V is released while the second group reads it", "warpgroup.wait_group(0)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "both groups multiply the same half", "self.values_of(in_smem[2], 1)",
+          "self.values_of(in_smem[2], 0)"),
+    _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the second group does not release Q", "self._give_back(pipes[0], q_state, thread)"),
+    _wide(f"{_MULTIPLIES_WIDE}._scored", "V is released while the first group reads it", "warpgroup.wait_group(1)"),
+    _wide(f"{_MULTIPLIES_WIDE}._scored", "scores are read before they are there", "warpgroup.wait_group(0)"),
+    _wide(f"{_MULTIPLIES}._keys_read", "K is released where V is read there", "not self.config.has_one_kv", "True"),
+    _wide(f"{_LOADS_WIDE}.own_tile", "both thread blocks compute the first rows", "m_block * 2 + rank", "m_block * 2"),
+    _wide(f"{_LOADS_WIDE}.receivers", "a half is copied to one thread block", "_BOTH_BLOCKS", "1"),
+    _wide(f"{_LOADS}._sources", "both thread blocks load the same half", "(rank, self.config.cluster)", "(0, self.config.cluster)"),
+    _wide(f"{_VISITS}.turned", "every round begins with the first worker", "workers - 1 - work % workers", "work % workers"),
     # ---- backward: what waits for whom
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
     Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),

@@ -20,7 +20,10 @@ HERE = Path(__file__).parent
 CHECKS = {
     "hopper": (HERE / "hopper_killers.py").read_text(),
     "triton": (HERE / "triton_killers.py").read_text(),
-    "role": " ".join(f'"{name}":' for name in ("schedules", *roles.CASES, *roles.CAPTURED, *(f"packed: {name}" for name in packed.CASES))),
+    "role": " ".join(
+        f'"{name}":'
+        for name in ("schedules", "wide schedules", *roles.CASES, *roles.CAPTURED, *(f"packed: {name}" for name in packed.CASES))
+    ),
 }
 TABLES = {"hopper": hopper_mutants.MUTANTS, "triton": triton_mutants.MUTANTS, "role": hopper_role_mutants.MUTANTS}
 

@@ -170,7 +170,7 @@ def _launched(problem: Problem, spec: ForwardSpec, config: Config, visits: table
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     heads = problem.heads_kv * groups
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
-    workers = multiprocessors(q.device) * config.tiles.blocks
+    workers = max(1, multiprocessors(q.device) * config.tiles.blocks // config.cluster)
     numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, _sink(problem), *visits, counter_of(q.device), problem.scale * LOG2E, *numbers,

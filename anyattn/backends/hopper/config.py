@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from anyattn.backends.hopper.codegen.score_analysis import (
     cases,
@@ -20,16 +21,18 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
-    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "Ask", "Config", "ModsOfConfig", "Tiles",
-    "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
+    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "LEAST_SHARED_PIECE", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "WIDE", "Ask", "Config",
+    "ModsOfConfig", "Tiles", "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only
+WIDE = ((512, 512), (576, 512))  # the same of q with k and of v, of the forward kernel for wider heads
 MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30 keys, each up to 2^75, times values still fits float32
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they belong to one head, as without packing.
 PACKED = (4, 8)
 TILE_M = 128  # query rows per tile of lists that the backend makes, and of every kernel that reads lists of such tiles
 LEAST_ROWS = 64  # query rows per tile of lists that a kernel can read: those of one warp group
+LEAST_SHARED_PIECE = 16  # rows of a page piece that two thread blocks load: whole swizzled rows of 8
 LEAST_PIECE = 2  # rows of a page piece; for smaller ones threads copy faster than TMA
 SHARED_MEMORY = 227 * 1024
 _NARROW = 96  # largest head dimension with a third stage
@@ -41,6 +44,7 @@ _SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller 
 _REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (1, 1): (240, 40), (1, 2): (232, 24), (1, 3): (136, 24)}
 # the same where K and V are gathered by pieces of pages; with 24 the loading warp spills
 _REGISTERS_FOR_PIECES = {(2, 1): (232, 40), (1, 1): (240, 72), (1, 2): (208, 48)}
+_REGISTERS_OF_WIDE = (232, 40)  # with two consumer warp groups for 64 rows; with 24 the loading warp spills
 _PER_MULTIPROCESSOR = 228 * 1024  # shared memory, of which each thread block takes 1 KiB more than it asks for
 
 
@@ -50,7 +54,10 @@ def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     Raises ``ValueError`` if one is larger than any kernel's.
     """
     if max(head_dim, head_dim_v) > HEAD_DIMS[-1]:
-        raise ValueError(f"head_dim={head_dim}, head_dim_v={head_dim_v}; wanted at most {HEAD_DIMS[-1]}")
+        found = next((dims for dims in WIDE if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+        if found is None:
+            raise ValueError(f"head_dim={head_dim}, head_dim_v={head_dim_v}; wanted at most {WIDE[-1][0]}, and {WIDE[-1][1]} for v")
+        return found
     d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (head_dim, head_dim_v))
     return (d, dv) if d == dv else (max(d, 128) if d == 96 else d, max(dv, 128) if dv == 96 else dv)
 
@@ -110,11 +117,19 @@ class ModsOfConfig:
     partial: Ask | None
     always: tuple[Ask, ...]
     gathers: bool = False  # threads copy keys out of pages: never in a backward pass
+    is_wide: bool = False  # head dimensions of ``WIDE``: never in a backward pass
+    tiles: Any
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warp groups."""
+        groups: int = self.tiles.warp_groups
+        return groups
 
     def check_mods(self) -> None:
         """Raises ``ValueError`` for head dimensions or bands that no kernel has."""
         for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
+            if getattr(self, name) not in HEAD_DIMS and not self.is_wide:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
         if any(sides(band) is None for band in self.bands):
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
@@ -171,7 +186,9 @@ class Config(ModsOfConfig):
     has_entries: a table gives the storage of each batch entry. piece: 0, or K and V are a pool of pages, and one copy loads so many rows
     of a page: a key tile takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are single rows, which the
     loader's lanes copy themselves; K and V have no padded head dimension.
-    has_sink, has_lse, has_max, has_dropout: as the call requests.
+    has_sink, has_lse, has_max, has_dropout: as the call requests. has_one_kv: V is the first columns of K, which are loaded once; only with
+    head dimensions of ``WIDE``. pairs: two thread blocks of a cluster, of wide heads, have successive tiles of 64 rows and visit the same
+    keys: each loads half of every tile of K and V for both. A scheduled row tile, which lists and tables count, is that of both.
     """
 
     head_dim: int
@@ -200,6 +217,8 @@ class Config(ModsOfConfig):
     has_lse: bool = False
     has_max: bool = False
     has_dropout: bool = False
+    has_one_kv: bool = False
+    pairs: bool = False
 
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
@@ -207,6 +226,18 @@ class Config(ModsOfConfig):
         self.check_mods()
         if self.lists not in (None, "dense", "ragged", "flat") or self.spread not in ("all", "heads", "none"):
             raise ValueError(f"lists={self.lists!r}, spread={self.spread!r}; wanted names that the kernel knows")
+        if self.is_wide and (self.tiles.tile_m != LEAST_ROWS or self.tiles.blocks > 1 or self.gathers):
+            raise ValueError(
+                f"{self.tiles}, gathers={self.gathers} at head_dim {self.head_dim}; wanted tile_m={LEAST_ROWS}, one block, pieces"
+            )
+        if self.pairs and (not self.is_wide or 0 < self.piece < LEAST_SHARED_PIECE):
+            raise ValueError(
+                f"pairs at head_dim {self.head_dim}, piece={self.piece}; wanted wide heads, and pieces of {LEAST_SHARED_PIECE} rows"
+            )
+        if self.has_one_kv and not self.is_wide:
+            raise ValueError(f"has_one_kv at head_dim {self.head_dim}; wanted head dimensions above {HEAD_DIMS[-1]}")
+        if self.has_one_kv and self.tiles.stages < 2:
+            raise ValueError("stages=1 with has_one_kv; wanted 2 or more: a tile is V while the next one is K")
         if self.head_dim != self.head_dim_v and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}; wanted 128 instead of 96, for O takes Q's place")
         if self.has_count and not self.has_order:
@@ -237,26 +268,52 @@ class Config(ModsOfConfig):
 
     def shared_memory(self, q_stages: int) -> int:
         """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""
-        return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages)
+        return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages, self.has_one_kv)
 
     @property
     def q_stages(self) -> int:
         """Tiles of Q in flight: with two, the next row tile's Q is loaded before this one's output has left shared memory."""
-        return 2 if self.shared_memory(2) <= room_of(self.tiles.blocks) else 1
+        return 2 if not self.is_wide and self.shared_memory(2) <= room_of(self.tiles.blocks) else 1
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer thread and of a producer thread."""
         each, is_cut = (self.tiles.warp_groups, self.tiles.blocks), 0 < self.piece < self.tiles.tile_n
+        if self.is_wide:
+            return _REGISTERS_OF_WIDE
         return _REGISTERS_FOR_PIECES.get(each, _REGISTERS[each]) if is_cut else _REGISTERS[each]
+
+    @property
+    def is_wide(self) -> bool:  # type: ignore[override]
+        """Whether two warp groups share the rows of a tile, each with half of the output's columns."""
+        return (self.head_dim, self.head_dim_v) in WIDE
+
+    @property
+    def consumers(self) -> int:
+        return 2 if self.is_wide else self.tiles.warp_groups
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that a warp group has."""
+        return self.head_dim_v // 2 if self.is_wide else self.head_dim_v
 
     @property
     def is_paged(self) -> bool:
         return self.piece > 0
 
     @property
+    def cluster(self) -> int:
+        """Thread blocks that work together."""
+        return 2 if self.pairs else 1
+
+    @property
     def tile_q(self) -> int:
-        """Query positions of a row tile."""
+        """Query positions of a scheduled row tile."""
+        return self.own_q * self.cluster
+
+    @property
+    def own_q(self) -> int:
+        """Query positions of a thread block's row tile."""
         return self.tiles.tile_m // self.heads_per_tile
 
 
@@ -284,10 +341,14 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
-def bytes_of(tiles: Tiles, head_dim: int, head_dim_v: int, q_stages: int) -> int:
-    """The shared memory of a forward kernel's thread block; barriers and the board take less than the 1,024 bytes to which Q is aligned."""
+def bytes_of(tiles: Tiles, head_dim: int, head_dim_v: int, q_stages: int, has_one_kv: bool = False) -> int:
+    """The shared memory of a forward kernel's thread block; barriers and the board take less than the 1,024 bytes to which Q is aligned.
+    Wide heads: and P with factors of its rows, which one warp group passes to the other."""
     rest = 3072 if tiles.blocks == 1 else 1024
-    return 2 * (q_stages * tiles.tile_m * max(head_dim, head_dim_v) + tiles.stages * tiles.tile_n * (head_dim + head_dim_v)) + rest
+    if (head_dim, head_dim_v) in WIDE:
+        rest = 1024 + 2 * tiles.tile_m * tiles.tile_n + 8 * 128
+    of_key = head_dim if has_one_kv else head_dim + head_dim_v
+    return 2 * (q_stages * tiles.tile_m * max(head_dim, head_dim_v) + tiles.stages * tiles.tile_n * of_key) + rest
 
 
 def room_of(blocks: int) -> int:
@@ -324,6 +385,7 @@ def tiles_for(
     is_packed: bool = False,
     has_dropout: bool = False,
     rows: int = TILE_M,
+    has_one_kv: bool = False,
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spills.
 
@@ -335,14 +397,15 @@ def tiles_for(
 
     tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a page,
     0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words take registers too.
-    rows: the query rows of a list's tile, all heads counted that share it; a multiple of 64.
+    rows: the query rows of a list's tile, all heads counted that share it; a multiple of 64. has_one_kv: V is the first columns of K.
     """
     is_bare = score is None and tile_n is None and not asked
     if head_dim == head_dim_v == 64 and is_bare and page % _SMALL == 0:
         return Tiles(192, 96 if has_dropout else 128, 3)
     if head_dim == head_dim_v == 96 and is_bare and not page and not has_dropout:
         return Tiles(192, 112, 3)
-    widest = max(head_dim, head_dim_v)
+    is_wide = (head_dim, head_dim_v) in WIDE
+    widest = HEAD_DIMS[-1] if is_wide else max(head_dim, head_dim_v)  # a warp group has 256 columns of wide heads
     ahead = score is not None and is_foreseen(score)
     apart = score is not None and reads_apart(score) and not cases(score)
     has_whole_tiles = widest <= 128 and not page and (tile_n is None or tile_n % TILE_M == 0)
@@ -355,23 +418,24 @@ def tiles_for(
         keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     if widest <= _NARROW and any(_asks_much(ask) for ask in asked):
         keys = min(keys, 64)
-    is_short = rows % TILE_M != 0
+    is_short = rows % TILE_M != 0 or is_wide
     if is_short:
         keys = min(keys, _SHORT_KEYS)
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0
     if is_short:
-        return _short_tiles(head_dim, head_dim_v, keys, emulated)
+        return _short_tiles(head_dim, head_dim_v, keys, emulated, has_one_kv)
     stages = 3 if widest <= _NARROW else 2
     if tile_n == keys == _SHORT_KEYS and not page and _NARROW < widest <= 128:
         stages = _MOST_STAGES  # as many keys in flight as in tiles of 128
     return Tiles(128, keys, stages, emulated=emulated)
 
 
-def _short_tiles(head_dim: int, head_dim_v: int, keys: int, emulated: int) -> Tiles:
-    """Tiles of one warp group. Up to head dimension 128 exponentials take longer than the product beside them, and a second thread block's
-    products fill the time; above, one thread block keeps the tensor cores busy, and shared memory has no room for two with two stages."""
+def _short_tiles(head_dim: int, head_dim_v: int, keys: int, emulated: int, has_one_kv: bool) -> Tiles:
+    """Tiles of one warp group, or of two that share the rows of wide heads. Up to head dimension 128 exponentials take longer than the
+    product beside them, and a second thread block's products fill the time; above, one thread block keeps the tensor cores busy, and shared
+    memory has no room for two with two stages."""
     blocks = 2 if max(head_dim, head_dim_v) <= 128 else 1
     deep = [Tiles(LEAST_ROWS, keys, n, False, emulated, blocks) for n in range(_MOST_STAGES, 0, -1)]
-    return next(tiles for tiles in deep if bytes_of(tiles, head_dim, head_dim_v, 1) <= room_of(tiles.blocks))
+    return next(tiles for tiles in deep if bytes_of(tiles, head_dim, head_dim_v, 1, has_one_kv) <= room_of(tiles.blocks))

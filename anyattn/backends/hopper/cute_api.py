@@ -24,7 +24,7 @@ from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import factored
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of
-from anyattn.backends.hopper.config import MOST, Config, slots
+from anyattn.backends.hopper.config import HEAD_DIMS, MOST, Config, slots
 from anyattn.backends.hopper.make_config import forward_spec, is_bounded
 from anyattn.backends.hopper.pack_gqa import groups_of, why_apart
 from anyattn.backends.hopper.plan import reason_against
@@ -81,6 +81,9 @@ def describe(
     if reason is not None:
         raise ValueError(f"no Hopper kernel can run this: {reason}")
     spec = forward_spec(problem, pack_gqa)
+    if spec.config.is_wide:
+        wanted = f"wanted at most {HEAD_DIMS[-1]}, or call flex_attention"
+        raise ValueError(f"heads of {q.shape[3]} and {v.shape[3]} dimensions have a kernel of their own, not HopperForward; {wanted}")
     if spec.listed is not None:
         name = predicates[spec.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")

@@ -283,6 +283,8 @@ def reason_against_backward(problem: Problem) -> str | None:
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])
+    if widest > HEAD_DIMS[-1]:
+        return f"its backward kernels have head dimensions up to {HEAD_DIMS[-1]}, not {widest}"
     if problem.dropout is not None and (problem.score is not None or widest > _WIDEST_SUMS):
         return f"its backward kernel takes dropout up to head dimension {_WIDEST_SUMS}, and without a score mod"
     sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS

@@ -12,7 +12,21 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, bound, caps, factored
-from anyattn.backends.hopper.config import LEAST_PIECE, LEAST_ROWS, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.config import (
+    LEAST_PIECE,
+    LEAST_ROWS,
+    LEAST_SHARED_PIECE,
+    MOST,
+    TILE_M,
+    WIDE,
+    Ask,
+    Config,
+    Tiles,
+    padded,
+    sides,
+    slots,
+    tiles_for,
+)  # fmt: skip
 from anyattn.backends.hopper.pack_gqa import heads_per_tile
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
@@ -175,6 +189,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
     wanted["has_dropout"] = flags["has_dropout"] = problem.dropout is not None
     wanted["rows"] = list_tile[0] if list_tile else TILE_M
+    wanted["has_one_kv"] = flags["has_one_kv"] = padded(problem.q.shape[3], problem.v.shape[3]) in WIDE and problem.has_one_kv
     (d, dv), tiles, pages = _tiles(problem, wanted)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     if packed > 1:
@@ -182,7 +197,9 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     is_bare = score is None and list_tile is None and not (asks or flags.get("bands") or flags["has_dropout"])
     if d == dv == 128 and packed == 1 and is_bare and not pages["piece"]:
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
-    cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
+    flags["pairs"] = (d, dv) in WIDE and _pairs(problem, list_tile, packed, pages["piece"])
+    tile_m = tiles.tile_m * (1 + flags["pairs"])
+    cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     results: dict[str, Any] = {
         "has_sink": problem.sink is not None,
@@ -190,6 +207,14 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         "has_max": problem.wants_max,
     }
     return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **results)
+
+
+def _pairs(problem: Problem, list_tile: tuple[int, int] | None, packed: int, piece: int) -> bool:
+    """Whether two thread blocks with wide heads visit the same keys: if there are rows for both, in the tiles of lists too. A tile of 64
+    rows reads a byte of keys and values for 64 operations, which the L2 cache cannot deliver as fast as they are multiplied."""
+    rows = packed * problem.bound_q
+    has_rows = rows > LEAST_ROWS and (list_tile is None or list_tile[0] * packed % (2 * LEAST_ROWS) == 0)
+    return has_rows and (piece == 0 or piece >= LEAST_SHARED_PIECE)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
-from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS
+from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, WIDE
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.backends.hopper.slower import FEW_QUERIES
@@ -36,8 +36,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
     if problem.skip is not None:
         return "skip_below leaves tiles out at run time, which only the other backends do"
-    if max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1]:
-        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
+    if q.shape[3] > WIDE[-1][0] or v.shape[3] > WIDE[-1][1]:
+        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {WIDE[-1][0]}, and {WIDE[-1][1]} for v"
     # flex_attention leaves the number to the plan for few queries, which may insist on this kernel; other callers ask for splits by 0
     wants_splits = problem.num_splits > 1 or (problem.num_splits == 0 and problem.bound_q > FEW_QUERIES)
     if wants_splits or (problem.sequences is not None and problem.sequences.is_cache):
@@ -52,7 +52,7 @@ def reason_against(problem: Problem) -> str | None:
         return "an input requires grad, and a CuTe function has no derivative: detach the inputs, or use torch.no_grad()"
     if not problem.may_have_pairs:
         return "there is nothing to multiply"
-    return _against_lists(problem) or _against_layout(problem)
+    return _against_lists(problem) or _against_pages(problem) or _against_layout(problem)
 
 
 def _against_mod(mod: TracedMod) -> str | None:
@@ -91,6 +91,15 @@ def _against_lists(problem: Problem) -> str | None:
     if problem.sequences is None and problem.blocks_follow:
         return None  # the lists are converted to other tiles, since the mask is evaluated in them
     return f"it reads lists of tiles of {LEAST_ROWS} rows and 16 keys, or multiples, and these block lists are in tiles of {rows} x {keys}"
+
+
+def _against_pages(problem: Problem) -> str | None:
+    if problem.sequences is None or problem.sequences.page_table is None or max(problem.q.shape[3], problem.v.shape[3]) <= HEAD_DIMS[-1]:
+        return None
+    page = problem.k.shape[2]
+    return (
+        None if page % LEAST_PIECE == 0 else f"its kernel for heads above {HEAD_DIMS[-1]} reads pages of an even number of rows, not {page}"
+    )
 
 
 def _against_layout(problem: Problem) -> str | None:

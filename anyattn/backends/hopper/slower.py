@@ -25,7 +25,7 @@ from functools import lru_cache
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
-from anyattn.backends.hopper.config import TILE_M
+from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS, PACKED, TILE_M, padded
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.captured_loads import even_slots, loads_even_tiles
 from anyattn.mods.analysis.evaluate import run
@@ -45,6 +45,7 @@ _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _LONG = 384  # keys
 FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
 _FAR = 8  # times as many keys as distances that are not far
+_PADDED = 4 / 3  # how many columns of wide heads are computed for each one: Triton's kernel takes at least so much longer
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -52,6 +53,8 @@ def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
     """The reason why Triton takes less time for the forward pass, as text; None if none is known."""
     if problem.num_splits == 0 and problem.bound_q <= FEW_QUERIES:
         return f"it has no split keys, which at most {FEW_QUERIES} queries want"
+    if reason := _reason_of_wide(problem):
+        return reason
     if not _is_measured(problem):
         return None
     if _is_short(problem):
@@ -109,6 +112,17 @@ def _is_mostly_far(problem: Problem) -> bool:
         are_near += int(run(side.reach, {}, score.scalars, ())[0])
     masks = [ranges_unread(mask) for mask in problem.predicates]
     return all(ranges is not None and ranges.count == 1 for ranges in masks) and problem.k.shape[2] >= _FAR * are_near
+
+
+def _reason_of_wide(problem: Problem) -> str | None:
+    """The reason for heads above 256, whose columns are padded to 512 and whose row tiles have 64 rows; counted, not measured."""
+    dims = problem.q.shape[3], problem.v.shape[3]
+    if max(dims) <= HEAD_DIMS[-1]:
+        return None
+    if sum(dims) * _PADDED < sum(padded(*dims)):
+        return f"it computes {sum(padded(*dims))} columns of q and v for {sum(dims)}"
+    rows = problem.bound_q * min(problem.qhead_per_kvhead, PACKED[-1])
+    return f"{rows} of the {LEAST_ROWS} rows of its tiles are in use" if 2 * rows <= LEAST_ROWS else None
 
 
 def _is_measured(problem: Problem, widest: int = _WIDEST) -> bool:

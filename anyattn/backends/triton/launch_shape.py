@@ -168,8 +168,8 @@ def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0), has_one_kv=False)
     tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
     if shape.dtype.itemsize == 2:
-        warps, stages = (4, 3) if max(shape.d, shape.dv) <= _WIDE else (8, tiles.num_stages)
-        tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, 64), warps, stages)
+        most_keys, warps, stages = (64, 4, 3) if max(shape.d, shape.dv) <= _WIDE else (32, 8, 2)
+        tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, most_keys), warps, stages)
     return tile_config.fitting("forward", tiles, plain, capability)
 
 

@@ -231,12 +231,12 @@ _MOST_SHORT = 16
 # Pipeline options of the 16-bit forward pass, by head dimension as above; all off for other architectures, and for few queries.
 _PIPELINES = {"sm_90": (
     PipelineOptions(False, TmaUse.ALL, is_grouped=True), PipelineOptions(True, TmaUse.ALL, True, True),
-    PipelineOptions(False, TmaUse.KV, is_grouped=True),
+    PipelineOptions(False, TmaUse.KV, is_grouped=True), PipelineOptions(False, TmaUse.KV, True, True),
 )}  # fmt: skip
 # With a score mod, which also needs registers.
 _PIPELINES_OF_SCORES = {"sm_90": (
     PipelineOptions(False, TmaUse.KV_OUT, is_grouped=True), PipelineOptions(True, TmaUse.KV, is_grouped=True),
-    PipelineOptions(False, TmaUse.KV, is_grouped=True),
+    *2 * (PipelineOptions(False, TmaUse.KV, is_grouped=True),),
 )}  # fmt: skip
 # Backward pass of rows that see a band of keys, 16 bits: two programs per multiprocessor overlap their prologues and epilogues.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
@@ -447,7 +447,7 @@ def pipeline_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool
     pipelines = (_PIPELINES_OF_SCORES if shape.has_score else _PIPELINES).get(architecture(capability))
     if pipelines is None or is_short or blocks_of(shape.d)[1] or shape.asks or shape.dtype.itemsize != 2 or shape.has_8_bits:
         return PipelineOptions(False, TmaUse.NONE)
-    options = pipelines[_column(shape)]
+    options = pipelines[3 if is_wide(shape.d, shape.dv) and not shape.has_one_kv else _column(shape)]
     options = replace(options, is_late=False) if shape.has_score and shape.columns else options
     return replace(options, tma=TmaUse.KV_OUT) if shape.has_pairs else options
 

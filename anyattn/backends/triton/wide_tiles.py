@@ -29,7 +29,7 @@ _TILES: dict[str, tuple[Numbers, Numbers]] = {
     "dkdv": ((32, 32, 8, 2), (16, 64, 8, 2)),
 }
 _TILES_OF_HOPPER: dict[str, tuple[Numbers, Numbers]] = {
-    "forward": ((_ROWS, 32, 8, 2), (_ROWS, 64, 8, 2)),
+    "forward": ((_ROWS, 64, 8, 1), (_ROWS, 64, 8, 2)),
     "dq": ((_ROWS, 16, 8, 2), (_ROWS, 32, 8, 2)),
     "dkdv": ((32, 32, 8, 2), (32, _ROWS, 8, 2)),
 }
@@ -37,7 +37,7 @@ _FLOATS: dict[str, Numbers] = {"forward": (16, 16, 8, 2), "dq": (16, 16, 8, 2), 
 # Hopper's forward pass over few rows: of at most ``FEW_ROWS``, and of more
 _FEW: tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]] = (
     ((16, 32, 8, 3), (16, 32, 8, 4)),
-    _TILES_OF_HOPPER["forward"],
+    ((_ROWS, 32, 8, 2), (_ROWS, 64, 8, 2)),
 )
 
 

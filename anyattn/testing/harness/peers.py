@@ -414,7 +414,7 @@ def _ffpa(inputs: Inputs) -> Entry:
     attend, native, qkv, gqa = module("ffpa_attn").ffpa_attn_func, inputs.variant.native, inputs.bhsd, inputs.enable_gqa
     if native not in ({}, {"causal": True}):
         raise Unavailable("it has no name for this mask")
-    return lambda: attend(*qkv, is_causal=bool(native), enable_gqa=gqa, forward_backend="cutedsl"), "bhsd"
+    return lambda: attend(*qkv, is_causal=bool(native), enable_gqa=gqa, backend="cutedsl"), "bhsd"
 
 
 def _matrix_product(inputs: Inputs) -> Entry:

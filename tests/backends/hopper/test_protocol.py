@@ -67,11 +67,11 @@ def test_lanes_gather_every_row_once(width: int) -> None:
         assert found == {(key, entry): [(key, entry)] for key in range(tile_n) for entry in range(0, width, 8)}
 
 
-def found_by(changes: Changes, most: int = 60, rows: int | None = None) -> str:
-    """What the first of ``most`` schedules that fails says."""
+def found_by(changes: Changes, most: int = 60, rows: int | None = None, is_wide: bool = False) -> str:
+    """What the first of ``most`` schedules that fails says. is_wide: of the kernel for wide heads."""
     for seed in islice(count(1000), most):
         try:
-            run_block(random_case(seed, rows), seed, changes)
+            run_block(random_case(seed, rows, is_wide), seed, changes)
         except Broken as error:
             return str(error)
     return ""
@@ -90,10 +90,9 @@ def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
     assert "pipes[3].consumer_wait(work_state)" in told
 
 
-NEEDLESS = {"pipe.producer_tail(state)"}  # the loader's stay until all is given back, for the others stay themselves
-
-
 @pytest.mark.slow
 def test_no_statement_may_be_left_out() -> None:
-    needless = {line for line, changes in left_out("producer", "mma") if not found_by(changes)}
-    assert needless == NEEDLESS
+    needless = {
+        line for line, changes in left_out("producer", "mma") if not found_by(changes, 300) and not found_by(changes, is_wide=True)
+    }  # some are of wide heads alone
+    assert needless == set()

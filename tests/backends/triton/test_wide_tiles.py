@@ -45,7 +45,7 @@ def launched(*given: Any, **more: Any) -> Found:
 
 @pytest.mark.parametrize("d", [512, 576])
 def test_hopper_divides_products_of_64_rows(d: int) -> None:
-    apart = [("forward", (64, 32), False), ("dq", (64, 16), True), ("dk", (32, 32), False), ("dv", (32, 64), True)]
+    apart = [("forward", (64, 64), False), ("dq", (64, 16), True), ("dk", (32, 32), False), ("dv", (32, 64), True)]
     assert launched((9, 0), d) == apart
     shared = [("forward", (64, 64), True), ("dq", (64, 32), True), ("dk", (32, 64), True), ("dv", (32, 64), True)]
     assert launched((9, 0), d, is_one=True) == shared

@@ -47,7 +47,8 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Case:
-    """tiles: what this block should compute, in order. jumps, left: see ``roles.Counter``. bands: (left, right) of each entry.
+    """tiles: what this block should compute, in order; others: what the other block of its cluster should. worker: the block's number, or
+    the cluster's. jumps, left: see ``roles.Counter``. bands: (left, right) of each entry.
     foresees, guesses, shortens: what the kernel found of its config."""
 
     config: Any
@@ -62,6 +63,8 @@ class Case:
     foresees: bool
     guesses: bool
     shortens: bool
+    others: list[RowTile]
+    worker: int
 
     @property
     def rows(self) -> int:
@@ -113,7 +116,32 @@ def _config(draw: random.Random) -> Any:
         spread="none" if lists else draw.choice(("none", "heads")),
         head_dim=64,
         head_dim_v=64,
+        columns=64,
+        consumers=groups,
+        is_wide=False,
+        has_one_kv=False,
+        pairs=False,
+        cluster=1,
     )
+
+
+def _widen(config: Any, seed: int) -> None:
+    """Makes the config one of wide heads: two warp groups have the same 64 rows."""
+    draw = random.Random(-(10**5) - seed)
+    config.is_wide, config.consumers, config.has_one_kv = True, 2, draw.random() < 0.5
+    config.tiles.warp_groups, config.tiles.tile_m, config.tiles.ping_pong = 1, 64, False
+    config.q_stages, config.pairs = 1, draw.random() < 0.5
+    config.cluster = 1 + config.pairs
+    config.tiles.stages = max(config.tiles.stages, 1 + config.has_one_kv)
+    if config.gathers:
+        config.gathers, config.piece = False, 2
+
+
+def _turned(worker: int, workers: int, total: int) -> list[int]:
+    """The pieces of work of a cluster: every other round goes from the last worker to the first."""
+    rounds = -(-total // workers)
+    taken = [workers * i + (workers - 1 - worker if i % 2 else worker) for i in range(rounds)]
+    return [i for i in taken if i < total]
 
 
 def _taken(draw: random.Random, total: int, workers: int) -> tuple[list[int], list[int]]:
@@ -128,10 +156,12 @@ def _taken(draw: random.Random, total: int, workers: int) -> tuple[list[int], li
     return taken, jumps
 
 
-def random_case(seed: int, rows: int | None = None) -> Case:
-    """rows: row tiles for all blocks together, from none to 12."""
+def random_case(seed: int, rows: int | None = None, is_wide: bool = False) -> Case:
+    """rows: row tiles for all blocks together, from none to 12. is_wide: the kernel is that of wide heads."""
     draw = random.Random(seed)
     config = _config(draw)
+    if is_wide:
+        _widen(config, seed)
     config.has_dropout = random.Random(-(10**6) - seed).random() < 0.3
     rows = draw.choice((0, 1, 2, 3, 5, 8, 12)) if rows is None else rows
     workers = draw.choice((1, 1, 2))
@@ -146,21 +176,26 @@ def random_case(seed: int, rows: int | None = None) -> Case:
         ratio = 3 if seed % 2 else 5
         if seed % 4 > 1:
             config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
+    config.own_q = config.tiles.tile_m // config.heads_per_tile
+    config.tile_q = config.own_q * config.cluster
     sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
     # heads whose K and V fit the cache together go side by side
     work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
     taken, jumps = _taken(draw, len(work), workers)
+    worker = seed % workers if config.pairs else 0
+    if config.pairs:
+        taken = _turned(worker, workers, len(work))
     made = _listed if config.lists else _entries
     config.has_max = seed % 3 == 0
     tables, lengths, bands, tile = made(draw, config, sizes)
-    tiles = [found for i in taken if (found := tile(*work[i])) is not None]
+    tiles, others = ([found for i in taken if (found := tile(*work[i], rank)) is not None] for rank in range(2))
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
     left, foresees = draw.randrange(workers), bool(config.score) and draw.random() < 0.5
     guesses = draw.random() < 0.7
     shortens = guesses and config.is_bounded and not foresees
     case = Case(
         config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, left, foresees,
-        guesses and (shortens or not config.is_bounded), shortens,
+        guesses and (shortens or not config.is_bounded), shortens, others, worker,
     )  # fmt: skip
     return _counted(case, random.Random(-seed))
 
@@ -193,13 +228,14 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         pages.append([1000 * b + i for i in draw.sample(range(99), used)])
     draw.shuffle(order)
 
-    def tile(row: int, head: int) -> RowTile | None:
+    def tile(row: int, head: int, rank: int) -> RowTile | None:
         m_block, _, b = order[row]
         if m_block < 0:
             return None
         q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
+        m_block = m_block * config.cluster + rank
         heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (q_row, q_start, m_block))
         kv_head = head // sizes.ratio
         keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
@@ -260,9 +296,10 @@ def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, A
     order = draw.sample(order, sizes.rows) if config.by_kv_head else order
     has_full = draw.random() < 0.8
 
-    def tile(row: int, head: int) -> RowTile:
+    def tile(row: int, head: int, rank: int) -> RowTile:
         m_block, head, _ = order[row]
-        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (0, 0, m_block))
+        own = m_block * config.cluster + rank
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (0, 0, own))
         kv_head = head // sizes.ratio
         of_row = lists[kv_head][m_block // cut_m]
         partial, full = ([n for e in reversed(x) for n in range(e * cut_n + cut_n - 1, e * cut_n - 1, -1)] for x in of_row)
@@ -272,7 +309,7 @@ def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, A
         visited = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
         visits = [(n, asked, bool(asked and config.partial)) for n, asked in visited]
         keys = [(kv_head, 0, 0, 0, n) for n, _, _ in visits]
-        facts = {"more": heads, "m_block": m_block, "head": head, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tile_q,
+        facts = {"more": heads, "m_block": own, "head": head, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tile_q,
                  "seqlen_k": seqlen_k, "q_row": 0, "q_start": 0, "q_first": 0, "left": 0, "right": 0}  # fmt: skip
         return RowTile(facts, visits, (q_place, keys, keys), None)
 

@@ -26,8 +26,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
-from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, ModsOfConfig, slots, tiles_for
-from anyattn.backends.hopper.kernel.forward import HopperForward
+from anyattn.backends.hopper.compile.build import kernel_of
+from anyattn.backends.hopper.config import LEAST_PIECE, LEAST_SHARED_PIECE, WIDE, Ask, Config, ModsOfConfig, slots, tiles_for
 from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
 from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.masks import MASKS
@@ -80,7 +80,7 @@ def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: 
 
 
 def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
-    kernel = HopperForward(config)
+    kernel = kernel_of(config)
     big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
     statistics = [fake(Float32, 3) if wanted else None for wanted in (config.has_lse, config.has_max)]
     sink = fake(Float32, 1) if config.has_sink else None
@@ -207,8 +207,9 @@ def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str
 
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, list[int]]:
-    """Compiles the cases of these names or of these first words; all, but for the rare ones, if none is given."""
-    result, known = {}, cases() | (rare() if only else {})
+    """Compiles the cases of these names or of these first words; all, but for the rare ones, if none is given. For wide heads V is the
+    first columns of K in every other case, and thread blocks share keys where they can."""
+    result, known, is_wide = {}, cases() | (rare() if only else {}), (head_dim, head_dim_v) in WIDE
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
@@ -217,9 +218,18 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         listed = rows if "lists" in fields else None  # tiles of as many keys as rows
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows)
-        cut = (1, rows // tiles.tile_n) if "lists" in fields else (1, 1)
+        if is_wide:
+            fields |= {"has_one_kv": i % 2 == 1}
+        of_kv = fields.get("has_one_kv", False)
+        tiles = tiles_for(
+            head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
+        )
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
+        if is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0:
+            fields |= {"pairs": True}
+        cut = (rows // (tiles.tile_m * (1 + ("pairs" in fields))), rows // tiles.tile_n) if "lists" in fields else (1, 1)
+        if is_wide and 0 < piece < LEAST_PIECE:
+            continue  # its pieces are copied by TMA
         if 0 < piece < LEAST_PIECE:
             fields |= {"gathers": True}
             tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1

@@ -9,6 +9,7 @@ most mistakes are found in any schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ class Stage:
     """What shared memory holds: ``tag`` (None: nothing yet or being written), and by warp group who is at it."""
 
     tag: Any = None
+    number: int = -1  # which of all tiles it is filled with
     asked: dict[int, bool] = field(default_factory=dict)  # the pieces that copies were asked for since the last tile, and whether each came
     held: set[int] = field(default_factory=set)  # waited for and not given back
     reading: list[int] = field(default_factory=list)  # products and stores under way
@@ -76,7 +78,7 @@ class Pieces:
         self.memory, self.at = memory, ("k", "v").index(memory.name)  # which mode of both is the keys'
         if memory.block.gathers:
             raise Broken(f"{memory.name} comes row by row, and is divided for the copy engine")
-        if shape[self.at] * memory.pieces != memory.keys:
+        if shape[self.at] * memory.pieces != memory.keys * memory.block.blocks:
             raise Broken(f"{memory.name} is divided into pieces of {shape[self.at]} keys; wanted {memory.pieces} pieces")
 
     def __getitem__(self, key: tuple) -> Any:
@@ -95,10 +97,13 @@ class Part(NamedTuple):
 
 
 class Memory:
-    """Stages of Q (whose place O takes), K or V; the last index says which. keys: of a tile of K or V, which so many copies fill."""
+    """Stages of Q (whose place O takes), K or V; the last index says which. keys: of a tile of K or V, which so many copies fill. The K of
+    a block with ``has_one_kv`` is V too."""
 
-    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1):
+    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1, users: int = 0):
+        """users: warp groups that read it, all if 0."""
         self.block, self.name, self.stages = block, name, [Stage() for _ in range(stages)]
+        self.users = set(range(users or block.consumers))
         self.keys, self.pieces = keys, pieces
         self.iterator, self.layout = self, None
 
@@ -120,6 +125,14 @@ class BlockPipe(Pipe):
         super().consumer_wait(state)
         if self.block.gathers and self.memory:
             self.block.group.unfenced.add((self.name, state.index))
+
+    def consumer_release(self, state: Any) -> None:
+        super().consumer_release(state)
+        other = self.block.other
+        if other is not None and self.memory in self.block.memories[1:]:  # both thread blocks fill the stage
+            if other.has_ended:
+                raise Broken(f"{self.name} {state.index} is given back to a thread block that has ended")
+            next(pipe for pipe in other.pipes if pipe.name == self.name).empty[state.index].arrive()
 
     def released(self, index: int) -> None:
         stage, number = self.stages[index], self.block.group.number
@@ -238,7 +251,7 @@ class Group:
         product.tile = t, i = self._next(self.outputs)
         self.outputs += 1
         tile = self.block.tiles[t]
-        self._reads(product, v, ("v", *tile.sources[2][i]), (t, i))
+        self._reads(product, v, (v.memory.name, *tile.sources[2][i]), (t, i))
         if p.made_of != ((t, i),) or "exponential" not in p.done or ("dropped" in p.done) is not self.block.drops:
             raise Broken(f"P of {p.made_of} with V of {(t, i)}")
         flown = tuple(x.tile for x in self.flying if x.parts[0][0] is acc)
@@ -248,7 +261,7 @@ class Group:
             acc.epoch = p.epoch
         if acc.epoch != p.epoch:
             raise Broken("O is not rescaled to the maximum of P")
-        if i == 0 and tile.room is not None and v.stage.wiped.get(self.number) != (tile.room, "seen"):
+        if i == 0 and tile.room is not None and v.stage.wiped.get(0 if self.block.is_wide else self.number) != (tile.room, "seen"):
             raise Broken(f"V of {(t, i)} is not wiped from {tile.room} on: {v.stage.wiped}")
 
     def _reads(self, product: _Product, ref: StageRef, tag: tuple, place: Any) -> None:
@@ -283,24 +296,52 @@ class Group:
 
 
 class Block:
-    """tiles: the row tiles that the block will get, in order. takes_turns: ``Tiles.ping_pong``."""
+    """tiles: the row tiles that the block will get, in order. rank: its number in its cluster. takes_turns: ``Tiles.ping_pong``. other: the
+    other block of a cluster of two."""
 
-    def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile]):
+    other: Block | None = None
+
+    def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile], rank: int = 0):
         self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
-        self.drops = config.has_dropout
+        self.drops, self.is_wide, self.consumers = config.has_dropout, config.is_wide, config.consumers
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
-        count, stages = config.tiles.warp_groups, config.tiles.stages
-        self.groups = {f"group {i}": Group(self, i) for i in range(count)}
+        count, stages, users = config.consumers, config.tiles.stages, 1 if config.is_wide and not config.has_one_kv else config.consumers
+        self.rank, self.blocks, self.is_paged = rank, config.cluster, config.is_paged
+        self.groups = {f"{self.prefix}group {i}": Group(self, i) for i in range(count)}
         keys = config.tiles.tile_n
-        whole = (keys, keys // config.piece if config.is_paged else 1)
-        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole), Memory(self, "v", stages, *whole)]
-        self.pipes = [BlockPipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [BlockPipe(self, "work", 2, count, None)]
+        whole = (keys, (keys // config.piece if config.is_paged else 1) * self.blocks)
+        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole, users), Memory(self, "v", stages, *whole)]
+        shared = [1, self.blocks, self.blocks]
+        self.pipes = [BlockPipe(self, m.name, len(m.stages), len(m.users) * n, m) for m, n in zip(self.memories, shared, strict=True)]
+        for pipe in self.pipes[1:]:
+            for barrier in pipe.full:
+                barrier.may_owe = config.pairs
+        if config.has_one_kv:
+            self.memories[2], self.pipes[2] = self.memories[1], self.pipes[1]
+        self.pipes.append(BlockPipe(self, "work", 2, count, None))
+        # of wide heads the first warp group computes all scores, and writes what has no visits
+        self.scored = [len(self.order) if g == 0 or not config.is_wide else 0 for g in range(count)]
+        self.ends = [[t for t, tile in enumerate(tiles) if tile.visits or g == 0 or not config.is_wide] for g in range(count)]
         self.barriers: dict[int, NamedBarrier] = {}
         self.owners: dict[int, int] = {}  # of barriers for one warp group
-        self.copied = {"q": 0, "k": 0, "v": 0}
+        self.copied = Counter[tuple[str, int]]()  # of each piece of a tile
         self.turn: int | None = None
         self.epochs = 0
-        self.written = {(t, g): 0 for t in range(len(tiles)) for g in range(count)}
+        self.written = {(t, g): 0 for g in range(count) for t in self.ends[g]}
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of its threads."""
+        return f"block {self.rank} " if self.blocks > 1 else ""
+
+    @property
+    def has_ended(self) -> bool:
+        return all(a.is_done for a in self.schedule.actors if a.name.startswith(self.prefix))
+
+    @property
+    def first_thread(self) -> int:
+        """The number of the running warp group's first thread: both of wide heads have all rows, and count from 0."""
+        return 0 if self.is_wide else 128 * self.group.number
 
     @property
     def group(self) -> Group:
@@ -313,26 +354,28 @@ class Block:
         piece = to.piece if isinstance(to, PieceRef) else 0
         if not 0 <= piece < pieces:
             raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
-        count = self.copied[name] // pieces
+        count = self.copied[name, piece]
         places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
         if count >= len(places):
             raise Broken(f"{name} {tag} is copied for no tile")
         place = places[count]
         whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
-        wanted = whole[piece] if isinstance(to, PieceRef) else whole
+        wanted = whole[piece // self.blocks] if self.is_paged and name != "q" else whole
         if (name, tag) != (to.memory.name, wanted):
             raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")
         if barrier is not self.pipes[("q", "k", "v").index(name)].full[to.index]:
             raise Broken(f"{name} {tag} comes to {to.index} and is told at {barrier.name}")
-        if self.copied[name] % pieces == 0:
+        if stage.number != count:
             self._is_free(to)
-            stage.tag, stage.used, stage.output, stage.wiped, stage.asked = None, set(), set(), {}, {}
+            stage.tag, stage.used, stage.output, stage.wiped, stage.asked, stage.number = None, set(), set(), {}, {}, count
         if piece in stage.asked or stage.tag is not None:
             raise Broken(f"piece {piece} of {name} {place} is copied twice, or to a stage of another tile")
         stage.asked[piece] = False
-        self.copied[name] += 1
+        self.copied[name, piece] += 1
 
         def came() -> None:
+            if self.other is not None and self.has_ended:
+                raise Broken(f"{name} {place} comes to a thread block that has ended")
             stage.asked[piece] = True
             if sum(stage.asked.values()) == pieces:
                 stage.tag = (name, *whole, place)
@@ -344,9 +387,9 @@ class Block:
         stage = to.stage
         if stage.reading or stage.held:
             raise Broken(f"{to.memory.name} {to.index} ({stage.tag}) is overwritten while {stage.reading or stage.held} use it")
-        if stage.tag is not None and stage.used != {g.number for g in self.groups.values()}:
+        if stage.tag is not None and stage.used != to.memory.users:
             raise Broken(f"{stage.tag} is overwritten; only {stage.used} have used it")
-        if stage.tag is None and self.copied[to.memory.name] >= len(to.memory.stages) * to.memory.pieces:
+        if stage.tag is None and stage.number >= 0:
             raise Broken(f"{to.memory.name} {to.index} is overwritten while it is being filled")
 
     def copy_out(self, ref: StageRef, t: int) -> None:
@@ -411,7 +454,7 @@ class Block:
         """All is computed, written and given back."""
         for name, group in self.groups.items():
             done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores.count(False))
-            if done != (len(self.order), len(self.order), len(self.tiles), 0, 0):
+            if done != (self.scored[group.number], len(self.order), len(self.ends[group.number]), 0, 0):
                 raise Broken(f"{name} ends with {done} of {len(self.order)} tiles, {len(self.tiles)} row tiles")
         if any(n != 1 for n in self.written.values()) or self.turn is not None:
             raise Broken(f"outputs written: {self.written}; turn of {self.turn}")

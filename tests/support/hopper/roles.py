@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.hopper.cases import Case
 from tests.support.hopper.protocol import PARTS, Block, BlockPipe, Loaded, Memory, PieceRef, Pieces, Registers, RowTile, StageRef
@@ -17,9 +17,10 @@ from tests.support.hopper.schedule import Broken, Schedule, State
 
 __all__ = ["MODULES", "Counter", "View", "run_block"]
 
-MODULES = ("tile_scheduler", "producer", "paged_gather", "mma")
+MODULES = ("tile_scheduler", "producer", "paged_gather", "mma", "wide/mma", "wide/producer")
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
+_ALL_1, _INVERSE = frozenset({"all 1.0"}), frozenset({"inverse"})
 
 
 class View:
@@ -105,12 +106,12 @@ class _Mma:
         self.block, self.op, self.thread = block, op, thread
 
     def get_slice(self, thread: int) -> _Mma:
-        if thread != 128 * self.block.group.number:
+        if thread != self.block.first_thread:
             raise Broken(f"group {self.block.group.number} multiplies what thread {thread} does")
         return _Mma(self.block, self.op, thread)
 
     def _of(self, memory: Memory, wanted: str) -> Memory:
-        if memory.name != wanted:
+        if memory.name != wanted and not (wanted == "v" and memory is self.block.memories[2]):
             raise Broken(f"{memory.name} is an operand of {self.op} in the place of {wanted}")
         return memory
 
@@ -296,7 +297,16 @@ class Stubs:
         return int(facts.head)
 
     def finished(
-        self, acc: Registers, row_max: Registers, row_sum: Registers, excess: Registers | None, rate: Any, sink: Any, head: int, factor: Any
+        self,
+        acc: Registers,
+        row_max: Registers,
+        row_sum: Registers,
+        excess: Registers | None,
+        rate: Any,
+        sink: Any,
+        head: int,
+        factor: Any,
+        inverses: Registers | None,
     ) -> None:
         if factor != ("factor" if self.config.has_dropout else None):
             raise Broken(f"weights that are kept have the factor {factor}")
@@ -312,6 +322,25 @@ class Stubs:
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
         acc.done, row_sum.done = frozenset({"finished"}), frozenset({"lse"})
+        if inverses is not None:
+            inverses.store(Loaded(out.made_of, out.epoch, _INVERSE))
+
+    def factors_of(self, row_scale: Registers, rescales: bool | None) -> Registers:
+        factors = Registers(self.block)
+        factors.store(row_scale.load() if rescales and not self.config.is_bounded else Loaded((), -1, _ALL_1))
+        return factors
+
+    def rescales(self, factors: Registers) -> bool:
+        return factors.load().done != _ALL_1
+
+    def rescaled(self, acc: Registers, factors: Registers) -> None:
+        value, factor = acc.load(), factors.load()
+        if factor.done != _INVERSE:
+            acc.store(value * factors if value.made_of else value)
+        elif (factor.made_of, factor.epoch, value.done) != (value.made_of, value.epoch, _OUT):
+            raise Broken(f"O of {value} is divided by sums of {factor}")
+        else:
+            acc.done = frozenset({"finished"})
 
     def raise_tops(self, tops: Registers, scores: Registers, lifts: str | None) -> None:
         """Before exponentials take the scores' place, and after what is hidden is."""
@@ -344,18 +373,23 @@ class Stubs:
     def stored(self, acc: Registers, tops: Any, lse: Registers, mma: Any, thread: int, number: int, _: Any, place: Any, facts: Any) -> None:
         """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
         t, group = self._ends(thread, facts), self.block.group
-        tile, done = self.block.tiles[t], [what for x in (acc, lse) for what in x.load().done]
+        tile, is_second = self.block.tiles[t], self.block.is_wide and number == 1
+        done = [what for x in (acc, lse) if x is not None for what in x.load().done]
         if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
             raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
-        if done != ["finished", "lse"]:
+        if done != ["finished", "lse"][: 2 - is_second]:
             raise Broken(f"row tile {t} is stored as {done}")
-        if (tops is None) is self.config.has_max or (tops is not None and (tops.made_of, tops.done) != (acc.made_of, {"highest"})):
+        if (tops is None) is (self.config.has_max and not is_second) or (
+            tops is not None and (tops.made_of, tops.done) != (acc.made_of, {"highest"})
+        ):
             raise Broken(f"row tile {t} is stored with the highest scores of {None if tops is None else tops.load()}")
-        stage = place.stage
+        stage, first = place.stage, next(iter(self.block.groups.values()))
+        if is_second and any(isinstance(product.parts[0][1].of, StageRef) for product in first.flying):
+            raise Broken(f"half of O of {t} is stored where the first warp group still reads Q")
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
             raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
         stage.used.add(group.number)
-        end = facts.m_block * self.config.tile_q + (number + 1) * 64 // self.config.heads_per_tile
+        end = facts.m_block * self.config.own_q + (number + 1 - is_second) * 64 // self.config.heads_per_tile
         if self.config.has_entries and end > facts.seqlen_q:
             self.block.written[t, group.number] += 1
         else:
@@ -371,7 +405,7 @@ class Stubs:
         """The row tile whose turn it is to end, if it is the one that the facts tell of."""
         block, t, group = self.block, self._tile(facts), self.block.group
         block.schedule.step()
-        if (t, thread) != (group.finished, 128 * group.number):
+        if (t, thread) != (block.ends[group.number][group.finished], block.first_thread):
             raise Broken(f"row tile {t} is stored by thread {thread} after {group.finished} others")
         group.finished += 1
         return t
@@ -380,8 +414,9 @@ class Stubs:
 def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
     arch = SimpleNamespace(lane=0)
     arch.__dict__.update(
-        block_idx=lambda: (work[0], 0, 0),
-        grid_dim=lambda: (work[1], 1, 1),
+        block_idx=lambda: (work[0] * block.blocks + block.rank, 0, 0),
+        grid_dim=lambda: (work[1] * block.blocks, 1, 1),
+        block_idx_in_cluster=lambda: block.rank,
         lane_idx=lambda: arch.lane,
         shuffle_sync=lambda value, lane: value[lane] if isinstance(value, Lanes) else value,
         atomic_add=counter.add,
@@ -389,6 +424,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
         fence_proxy=lambda *_, **__: block.fence_written(),
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
+        vote_any_sync=bool,
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
     return arch
@@ -397,10 +433,25 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
 def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
     """The names that the kernel's modules import."""
 
-    def copy(atom: str, source: View, to: StageRef, tma_bar_ptr: Any) -> None:
+    def copy(atom: str, source: View, to: StageRef | PieceRef, tma_bar_ptr: Any, mcast_mask: int = 0) -> None:
         if not atom == source.name == to.memory.name:
             raise Broken(f"{source.name} is copied by {atom} to {to.memory.name}")
-        block.copy_in(source.name, source.tag, to, tma_bar_ptr)
+        if block.other is None or atom == "q":
+            block.copy_in(source.name, source.tag, to, tma_bar_ptr)
+            return
+        if mcast_mask != 3:
+            raise Broken(f"half of {source.name} is copied to {mcast_mask}; wanted both thread blocks")
+        at = ("q", "k", "v").index(atom)
+        if tma_bar_ptr is not block.pipes[at].full[to.index]:
+            raise Broken(f"{source.name} comes to {to.index} and is told at {tma_bar_ptr.name}")
+        half = 2 * (to.piece if isinstance(to, PieceRef) else 0) + block.rank
+        for each in (block, block.other):
+            each.copy_in(source.name, source.tag, PieceRef(each.memories[at], to.index, half), each.pipes[at].full[to.index])
+
+    def partition(atom: str, part: int, _: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
+        if part != (block.rank if atom != "q" else 0):
+            raise Broken(f"block {block.rank} copies part {part} of {atom}")
+        return in_smem, in_gmem
 
     cute = SimpleNamespace(
         arch=_arch(block, work, counter),
@@ -417,7 +468,9 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         make_mma_atom=_Atom,
         gemm=lambda atom, acc, a, b, _: block.group.gemm(atom, acc, a, b),
         make_rmem_tensor=lambda *_: Registers(block),
-        autovec_copy=lambda zeros, to: block.wiped(to.of, to.key, zeros),
+        recast_tensor=lambda x, _: x,
+        logical_divide=lambda x, _: x,
+        autovec_copy=lambda of, to: _copied(block, of, to),
     )
     cutlass = SimpleNamespace(min=min, max=max, Boolean=bool, range=lambda *n, **_: range(*n), range_constexpr=range)
     states = SimpleNamespace(Producer=1, Consumer=0)
@@ -430,7 +483,8 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),
         "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
-        "cpasync": SimpleNamespace(tma_partition=lambda _, __, ___, in_smem, in_gmem: (in_smem, in_gmem)),
+        "cpasync": SimpleNamespace(tma_partition=partition),
+        "Int16": int,
         "warpgroup": SimpleNamespace(
             fence=lambda: block.group.fresh.clear(),
             commit_group=lambda: block.group.commit(),
@@ -448,6 +502,39 @@ def _integer(x: Any) -> Any:
     return x if isinstance(x, Lanes) else int(x)
 
 
+class Exchange:
+    """Shared memory through which a warp group passes registers to the same threads of another, in ``PARTS`` or 1 instructions."""
+
+    def __init__(self, name: str):
+        self.name, self.parts = name, dict[int, Loaded]()
+
+    def __getitem__(self, key: tuple) -> _PassedPart:
+        if key[1] != 0:
+            raise Broken(f"{self.name} of thread {key[1]}")
+        return _PassedPart(self, key[2] if len(key) > 2 else 0)
+
+
+class _PassedPart(NamedTuple):
+    of: Exchange
+    i: int
+
+
+def _copied(block: Block, of: Any, to: Any) -> None:
+    if isinstance(to, _Cells):
+        block.wiped(to.of, to.key, of)
+        return
+    block.schedule.step()
+    if isinstance(to, _PassedPart):
+        if block.group.number != 0:
+            raise Broken(f"group {block.group.number} passes {to.of.name} on")
+        to.of.parts[to.i] = of.load()
+        return
+    value = of.of.parts.get(of.i)
+    if value is None or (of.i > 0 and value != to.load()):
+        raise Broken(f"part {of.i} of {of.of.name} is {value}")
+    to.store(value)
+
+
 class _Cells:
     """Some of a stage's keys, from ``key`` on."""
 
@@ -459,6 +546,10 @@ class _Cells:
 
 
 def _local_tile(x: Any, _: tuple, at: tuple) -> Any:
+    if isinstance(x, Memory):  # the columns of V that a warp group multiplies
+        if at[0] != x.block.group.number:
+            raise Broken(f"group {x.block.group.number} multiplies part {at[0]} of {x.name}")
+        return x
     return _Cells(x, at[1]) if isinstance(x, StageRef) else x[at]
 
 
@@ -469,20 +560,38 @@ def _narrowed(block: Block, x: Registers, _: str) -> Registers:
 
 
 def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
-    """One block of ``case`` by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who went on when."""
+    """One block of ``case``, or a cluster of two, by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who
+    went on when."""
     codes, texts = compiled(MODULES, changes, _STATES)
-    schedule = Schedule(seed, texts)
-    block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
-    names = _stand_ins(block, (0, case.workers), counter)
+    schedule, counter = Schedule(seed, texts), Counter(case.jumps, case.left)
+    blocks = [Block(schedule, case.config, tiles, rank) for rank, tiles in enumerate((case.tiles, case.others)[: case.config.cluster])]
+    if len(blocks) > 1:
+        blocks[0].other, blocks[1].other = blocks[1], blocks[0]
+    for block in blocks:
+        _add_threads(schedule, block, case, counter, codes)
+    schedule.run()
+    for block in blocks:
+        block.check_end()
+    is_last = case.left == case.workers - 1
+    draws = case.draws and not case.config.pairs
+    if draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
+        raise Broken(f"the counter is left at {counter.values}")
+    return schedule.turns
+
+
+def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter, codes: list) -> None:
+    """The threads of a block: one loads, one per warp group multiplies."""
+    names = _stand_ins(block, (case.worker, case.workers), counter)
     for code in codes:
         exec(code, names)
-    kernel = type("Kernel", (Stubs, *(names[name] for name in ("Visits", "Loads", "Multiplies"))), {})()
+    roles = ("Visits", "LoadsWide", "MultipliesWide") if case.config.is_wide else ("Visits", "Loads", "Multiplies")
+    kernel = type("Kernel", (Stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
     kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
     kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
-    in_smem = (*block.memories, block.memories[0])
+    in_smem = (*block.memories, block.memories[0], (Exchange("P"), Exchange("factors")))
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))
 
     def loads() -> None:
@@ -490,14 +599,11 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
 
     def multiplies(number: int) -> None:
         mmas = (_Mma(block, "qk"), _Mma(block, "pv"))
+        if case.config.is_wide and number == 1:
+            kernel.multiply_rest(0, mmas, in_smem, block.pipes, board, (None,) * 5)
+            return
         kernel.multiply(128 * number, mmas, in_smem, block.pipes, board, None, None, None, ((), ()))
 
-    schedule.add("loader", loads)
+    schedule.add(f"{block.prefix}loader", loads)
     for name, group in block.groups.items():
         schedule.add(name, functools.partial(multiplies, group.number))
-    schedule.run()
-    block.check_end()
-    is_last = case.left == case.workers - 1
-    if case.draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
-        raise Broken(f"the counter is left at {counter.values}")
-    return schedule.turns

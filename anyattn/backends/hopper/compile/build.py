@@ -88,6 +88,8 @@ def name_of(config: AnyConfig) -> str:
                 ("packed heads", config.heads_per_tile > 1),
                 ("ragged", config.has_entries),
                 ("pages", config.is_paged),
+                ("values in keys", config.has_one_kv),
+                ("pairs", config.pairs),
                 ("sink", config.has_sink),
             )
             if has
@@ -140,6 +142,7 @@ def kernel_of(config: AnyConfig) -> Any:
     from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
+    from anyattn.backends.hopper.kernel.wide.forward import HopperWideForward
 
     if isinstance(config, TablesConfig):
         return SequenceTables(config)
@@ -151,7 +154,7 @@ def kernel_of(config: AnyConfig) -> Any:
         if config.tiles.halves_dp:
             return HopperHalvedBackward(config)
         return HopperWideBackward(config) if config.tiles.shares_keys else HopperBackward(config)
-    return HopperForward(config)
+    return HopperWideForward(config) if config.is_wide else HopperForward(config)
 
 
 def examples(kinds: tuple) -> list[Any]:

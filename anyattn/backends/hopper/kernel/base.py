@@ -24,16 +24,19 @@ class KernelOfConfig:
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
         self.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(config.asks)]
 
-    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int, is_gathered: bool = False) -> Any:
-        """A pipeline whose stages are filled by one thread, or by the loader's whole warp, and released by one thread per consumer warp."""
+    def _pipe(
+        self, barriers: Any, stages: int, transaction_bytes: int, is_gathered: bool = False, groups: int | None = None, cluster: int = 1
+    ) -> Any:
+        """A pipeline whose stages are filled by one thread, or by the loader's whole warp, and released by one thread per consumer warp.
+        groups: consumer warp groups, all if None. cluster: thread blocks whose consumers release a stage, filled for all of them."""
         agent = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(agent, ARRIVALS if is_gathered else 1),
-            consumer_group=pipeline.CooperativeGroup(agent, 4 * self.config.tiles.warp_groups),
+            consumer_group=pipeline.CooperativeGroup(agent, 4 * (self.config.consumers if groups is None else groups) * cluster),
             tx_count=0 if is_gathered else transaction_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
         )
 
     def _work_pipe(self, barriers: Any) -> Any:
@@ -43,7 +46,7 @@ class KernelOfConfig:
             barrier_storage=barriers,
             num_stages=2,
             producer_group=pipeline.CooperativeGroup(agent, 32),
-            consumer_group=pipeline.CooperativeGroup(agent, 128 * self.config.tiles.warp_groups),
+            consumer_group=pipeline.CooperativeGroup(agent, 128 * self.config.consumers),
         )
 
 

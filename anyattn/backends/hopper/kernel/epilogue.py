@@ -22,9 +22,9 @@ class Epilogue:
     config: Any
 
     @cute.jit
-    def finished(self, acc, row_max, row_sum, row_excess, rate, sink, head, factor):
+    def finished(self, acc, row_max, row_sum, row_excess, rate, sink, head, factor, inverses=None):
         """Divides ``acc`` by the row sums; leaves the natural log-sum-exp in ``row_sum``. row_excess: what ``acc``'s weights sum to beyond
-        ``row_sum``, or None. factor: of the weights that dropout keeps, None without it."""
+        ``row_sum``, or None. factor: of the weights that dropout keeps, None without it. inverses: gets what rows are multiplied by."""
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
@@ -47,6 +47,8 @@ class Epilogue:
             if const_expr(factor is not None):
                 inverse = inverse * factor
             out[r, None].store(out[r, None].load() * inverse)
+            if const_expr(inverses is not None):
+                inverses[r] = inverse
             found = (top + cute.math.log2(total, fastmath=True)) * Float32(LN2)
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
@@ -88,9 +90,9 @@ class Epilogue:
     def stored(self, acc, tops, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
         """Writes a row tile's output and statistics. tops: the rows' highest scores or None. outputs: (copy atom, its target, out, lse,
         highest scores)."""
-        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
+        tile_m, columns = self.config.tiles.tile_m, self.config.columns
         atom, target, out, lse, highest = outputs
-        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, columns))))
         first_row, head, end = self.first_row(positions, facts), self.head(positions, facts), self.rows_end(positions, facts)
         for statistic, rows in ((lse, lse_rows), (highest, tops)):
             if const_expr(statistic is not None):
@@ -101,15 +103,19 @@ class Epilogue:
                             statistic[row + facts.q_start, head, facts.q_row] = rows[r]
         if const_expr(self.config.has_entries):
             # the next rows belong to another sequence, so a row tile that the sequence's end cuts is written row by row
-            if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
-                self._rows_stored(acc, positions, first_row, out, facts)
+            if facts.m_block * self.config.own_q + (self._part(group)[0] + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
+                self._rows_stored(acc, positions, first_row, out, facts, self._part(group)[1] * columns)
             else:
                 self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
         else:
             self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
 
+    def _part(self, group: Any) -> tuple[Any, int]:
+        """A warp group's part of a row tile: its number among those of 64 rows, and among those of its columns."""
+        return group, 0
+
     @cute.jit
-    def _rows_stored(self, acc, positions, first_row, out, facts):
+    def _rows_stored(self, acc, positions, first_row, out, facts, first_column: cutlass.Constexpr):
         rows = rows_and_columns(acc)
         rest = cute.domain_offset((facts.q_start, 0), out[None, None, self.head(positions, facts), facts.q_row])
         head_dim, end = cute.size(out, mode=[1]), self.rows_end(positions, facts)
@@ -118,7 +124,7 @@ class Epilogue:
             if first_row + self.apart(r) < end:
                 row = rest[first_row + self.apart(r), None]
                 for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
-                    column = positions[0, c][1]  # and the next column: head_dim is even
+                    column = positions[0, c][1] + first_column  # and the next column: head_dim is even
                     if column < head_dim:
                         for i in cutlass.range_constexpr(2):
                             pair[i] = self.dtype(rows[r, c + i])
@@ -127,25 +133,26 @@ class Epilogue:
     @cute.jit
     def _tile_stored(self, acc, mma, thread, group, atom, target, out_in_smem, facts):
         """Stores a warp group's rows through shared memory by TMA, which skips those past the tensor's last one."""
-        head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
+        columns, groups, (rows_of, columns_of) = self.config.columns, self.config.tiles.warp_groups, self._part(group)
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
         # the rows of Q whose memory the output reuses are read by this warp group alone
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)
-        cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem))
+        own = cute.local_tile(out_in_smem, (64 * groups, columns), (0, columns_of))
+        cute.copy(copy, mine.retile(narrow), mine.partition_D(own))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         packed = self.config.heads_per_tile
         if const_expr(packed > 1):
             ratio = target.shape[0][0]
             rows = cute.domain_offset(((facts.head % ratio, facts.q_start), 0), target[None, None, facts.head // ratio, facts.q_row])
-            goal = cute.local_tile(rows, ((packed, 64 // packed), head_dim), ((0, facts.m_block * groups + group), 0))
+            goal = cute.local_tile(rows, ((packed, 64 // packed), columns), ((0, facts.m_block * groups + rows_of), columns_of))
         else:
             rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
-            goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
-        source = cute.local_tile(out_in_smem, (64, head_dim), (group, 0))
+            goal = cute.local_tile(rows, (64, columns), (facts.m_block * groups + rows_of, columns_of))
+        source = cute.local_tile(own, (64, columns), (rows_of, 0))
         source, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2))
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             cute.copy(atom, source, goal)

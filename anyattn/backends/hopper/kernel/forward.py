@@ -82,7 +82,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         the page size a multiple of ``config.piece``.
 
         partial_count to pages: see ``tile_scheduler.Tables``. counter: two zeros, int32, left as zeros. scale_log2: the softmax scale times
-        log2(e). rows, spread, section: see ``tile_scheduler.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
+        log2(e). rows, spread, section: see ``tile_scheduler.Sizes``. workers: thread blocks, or pairs of them, that take row tiles in turn.
         scalars, tensors: the captured values of ``config.exprs``, expression by expression, then of the dropout (``dropout.Drops``).
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
@@ -99,16 +99,17 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         groups = (tiles.warp_groups, 1, 1)
         mma_qk = helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, groups, (64, tile_n))
         in_registers = warpgroup.OperandSource.RMEM
-        mma_pv = helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, across, Float32, groups, (64, head_dim_v), in_registers)
+        columns = self.config.columns
+        mma_pv = helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, across, Float32, groups, (64, columns), in_registers)
         layouts = (
             helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (tile_m, tile_n, head_dim), self.dtype, 1),
             helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (tile_m, tile_n, head_dim), self.dtype, tiles.stages),
-            helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (tile_m, head_dim_v, tile_n), self.dtype, tiles.stages),
+            self._layout_of_values(),
             helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (tile_m, tile_n, head_dim_v), self.dtype, 1),
         )
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         # each warp group stores its own rows of O
-        part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim_v), self.dtype, 1), (None, None, 0))
+        part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, columns), self.dtype, 1), (None, None, 0))
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
         at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys per copy
@@ -116,9 +117,11 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         if const_expr(self.config.gathers):
             v = plain_v
         else:
-            k_atom, k = self._copy_of(read, k, one[1], (at_once, head_dim))
-            v_atom, v = self._copy_of(read, v, one[2], (head_dim_v, at_once))
-        out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, head_dim_v))
+            read_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(self.config.pairs) else read
+            k_atom, k = self._copy_of(read_keys, k, one[1], (at_once, head_dim))
+            if const_expr(not self.config.has_one_kv):
+                v_atom, v = self._copy_of(read_keys, v, one[2], (head_dim_v, at_once))
+        out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, columns))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
         self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
         self.storage_of_block = self._shared(layouts)
@@ -130,18 +133,23 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths,
             sizes, (scalars, tensors), layouts, (mma_qk, mma_pv),
         ).launch(
-            grid=(workers, 1, 1),
-            block=[128 * (tiles.warp_groups + 1), 1, 1],
+            grid=(workers * self.config.cluster, 1, 1),
+            cluster=(self.config.cluster, 1, 1) if const_expr(self.config.pairs) else None,
+            block=[128 * (self.config.consumers + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=tiles.blocks,
             preferred_smem_carveout=100 if const_expr(tiles.blocks > 1) else None,  # percent; the compiler would ask the GPU otherwise
         )  # fmt: skip
 
+    def _layout_of_values(self) -> Any:
+        tiles, shape = self.config.tiles, (self.config.tiles.tile_m, self.config.head_dim_v, self.config.tiles.tile_n)
+        return helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, tiles.stages)
+
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's
         address, for TMA too, so a part may begin at any multiple of 128 bytes."""
         part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
-        return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
+        return cpasync.make_tiled_tma_atom(operation, tensor, part, shape, num_multicast=self.config.cluster)
 
     def _rows_first(self, x: Any, ratio: Any) -> Any:
         """(B, H, S, D) as (S, D, H, B); if heads share row tiles, as ((query heads per K/V head, S), D, K/V heads, B)."""

@@ -29,6 +29,7 @@ class Multiplies:
 
     config: Any
     holds_thread: bool
+    multiplies_values_first = False  # a step starts with the second product of the tile before; else with its own first
 
     @cute.jit
     def multiply(self, thread, mmas, in_smem, pipes, board, outputs, sink, scale_log2, captured):
@@ -41,10 +42,10 @@ class Multiplies:
         operands = (
             qk.make_fragment_A(qk.partition_A(in_smem[0])),
             qk.make_fragment_B(qk.partition_B(in_smem[1])),
-            pv.make_fragment_B(pv.partition_B(in_smem[2])),
+            pv.make_fragment_B(pv.partition_B(self.values_of(in_smem[2], 0))),
         )
         shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
-        acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.columns)), Float32)
         per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3 + self.config.has_max)]
         sums = (acc, *per_row, *(() if self.config.has_max else (None,)))
         of_thread = (mmas, operands, shape_s, pipes, board, group, thread, in_smem)
@@ -92,6 +93,10 @@ class Multiplies:
         if const_expr(self.config.q_stages > 1):
             if due != 0:
                 self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
+
+    def values_of(self, v: Any, group: int) -> Any:
+        """The part of a tile of V, in shared memory, that a warp group multiplies: all columns."""
+        return v
 
     def _states(self) -> tuple[Any, ...]:
         """The consumer's states in the pipelines of Q, K, V and row tiles."""
@@ -148,7 +153,7 @@ class Multiplies:
         self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
         self._next_turn(group)
         warpgroup.wait_group(0)
-        pipes[1].consumer_release(k_state)
+        self._keys_read(pipes[1], k_state)
         n = visit // 2
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
@@ -162,12 +167,12 @@ class Multiplies:
         self._store(p, scores, (captured[2], n, None) if self.config.has_dropout else None)
         if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
             self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
+        self._stored(fixed, p, row_scale, None)
 
     @cute.jit
     def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
         """The key tiles of a row tile after its first: masked, bare and again masked ones."""
-        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
-        facts = given[0]
+        pipes, facts = fixed[4], given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
             self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
             k_state.advance()
@@ -181,12 +186,31 @@ class Multiplies:
                 self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
                 k_state.advance()
                 v_state.advance()
-        pipes[2].consumer_wait(v_state)
-        self._product(mma_pv, sums[0], p, v[None, None, None, v_state.index], False)
+        self._second(fixed, sums[0], p, v_state)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         v_state.advance()
         return k_state, v_state
+
+    def _second(self, fixed: tuple, acc: Any, p: Any, v_state: Any) -> None:
+        """Starts the second product of the tile before, of which ``p`` holds the probabilities."""
+        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
+
+    def _stored(self, fixed: tuple, p: Any, row_scale: Any, rescales: Any) -> None:
+        """What follows once a tile's probabilities are in ``p``. rescales: whether ``acc`` was multiplied by ``row_scale``; None in a row
+        tile's first tile."""
+
+    def _scored(self, pipes: Any, k_state: Any, v_state: Any) -> None:
+        """Waits for the scores."""
+        warpgroup.wait_group(1)
+        self._keys_read(pipes[1], k_state)
+
+    def _keys_read(self, pipe: Any, state: Any) -> None:
+        """Releases K's stage, unless V is read there too."""
+        if const_expr(not self.config.has_one_kv):
+            pipe.consumer_release(state)
 
     @cute.jit
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
@@ -196,26 +220,36 @@ class Multiplies:
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         factor = self.factor(given[2]) if const_expr(self.config.has_dropout) else None
         excess = row_scale if const_expr(self.config.is_bounded) else None
-        self.finished(acc, row_max, row_sum, excess, given[1], sink, self.head(positions, facts), factor)
+        self.finished(acc, row_max, row_sum, excess, given[1], sink, self.head(positions, facts), factor, self._inverses(row_scale))
+        self._divided(fixed, row_scale)
         tops = self.highest(tops, given[1])
         self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
+
+    def _inverses(self, row_scale: Any) -> Any:
+        """Where ``finished`` stores what rows are multiplied by; None: nowhere."""
+        return None
+
+    def _divided(self, fixed: tuple, inverses: Any) -> None:
+        """What follows a row tile's division by the row sums."""
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
-        (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
+        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, _, _ = fixed
         acc, _, _, row_scale, _ = sums
         facts, _, _, captured, _ = given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
+        if const_expr(self.multiplies_values_first):
+            self._second(fixed, acc, p, v_state)
         pipes[1].consumer_wait(k_state)
         n = Int32(0)
         if const_expr(asks or self.config.score is not None or self.config.has_dropout):
             n = board[1][k_state.index] // 2
         self._my_turn(group)
         self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
-        pipes[2].consumer_wait(v_state)
-        self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
+        if const_expr(not self.multiplies_values_first):
+            self._second(fixed, acc, p, v_state)
         self._next_turn(group)
         ahead = None
         if const_expr(self.foresees):
@@ -223,8 +257,7 @@ class Multiplies:
         dropping = None
         if const_expr(self.config.has_dropout):
             dropping = (captured[2], n, self.words_ahead(captured[2], n))
-        warpgroup.wait_group(1)
-        pipes[1].consumer_release(k_state)
+        self._scored(pipes, k_state, v_state)
         of_tile = (scores, ahead, n, v_state, dropping)
         if const_expr(self.guesses and not asks):
             rescales = self._guessed(fixed, sums, p, given, of_tile)
@@ -235,6 +268,7 @@ class Multiplies:
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
                     out[r, None].store(out[r, None].load() * row_scale[r])
+        self._stored(fixed, p, row_scale, rescales)
 
     @cute.jit
     def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
@@ -254,8 +288,7 @@ class Multiplies:
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
         apart = None if dropping is None else self.narrowed_apart(scores, dropping)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
+        self._values_read(pipes[2], v_state)
         if const_expr(apart is None):
             p.store(narrowed(scores, self.dtype).load())
         else:
@@ -281,8 +314,7 @@ class Multiplies:
                 self.raise_tops(tops, scores, lifts)
         is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
         apart = None if dropping is None else self.narrowed_apart(powers, dropping)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
+        self._values_read(pipes[2], v_state)
         if const_expr(apart is None):
             narrowed_to(p, powers, self.dtype)
         else:
@@ -297,6 +329,11 @@ class Multiplies:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
             self._store(p, scores, dropping)
         return rescales
+
+    def _values_read(self, pipe: Any, state: Any) -> None:
+        """Waits for the product with V of the tile before, which reads ``p`` too, and releases V's stage."""
+        warpgroup.wait_group(0)
+        pipe.consumer_release(state)
 
     def _store(self, p: Any, powers: Any, dropping: Any) -> None:
         """Stores probabilities in ``p``, without those that dropout drops. dropping: see ``Drops.narrowed_apart``; None without dropout."""

@@ -28,12 +28,11 @@ class Loads:
         q_state, k_state, v_state, work_state = (
             pipeline.make_pipeline_state(producer, n) for n in (self.config.q_stages, stages, stages, 2)
         )
-        work, _, _ = cute.arch.block_idx()
-        workers, _, _ = cute.arch.grid_dim()
+        work, workers, rank = self.place()
         sizes = self.counted(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
-            following = self._drawn(counter, total, workers)
+            following = self.turned(work, workers) if const_expr(self.config.pairs) else self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
             heads = Int32(1)
             if const_expr(self.config.heads_per_tile > 1):
@@ -48,11 +47,12 @@ class Loads:
                 else:
                     of_lists = self.head_of_lists(head, sizes)
                     (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, of_lists, seqlen_k, tables)
+                m_block = self.own_tile(m_block, rank)
                 facts = Facts(
                     heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
                 )  # fmt: skip
                 place = (m_block, head, q_row, q_start, k_row, k_start)
-                (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
+                (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes, rank)
                 if visits > 0:
                     pipes[0].producer_acquire(q_state)
                     cute.copy(q_atom, q_from, q_to[None, q_state.index], tma_bar_ptr=pipes[0].producer_get_barrier(q_state))
@@ -67,16 +67,27 @@ class Loads:
                         pages_after = self._pages(after, entry, seqlen_k, tables, sizes)
                         self._fetch(pipes[1], k_state, k_copy, n, pages, sizes, board[1], asked)
                         k_state.advance()
-                        self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)
-                        v_state.advance()
+                        if const_expr(not self.config.has_one_kv):
+                            self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)
+                            v_state.advance()
                         n, asked, pages = after, asks, pages_after
-            work = cute.arch.shuffle_sync(following, 0)
+            work = following if const_expr(self.config.pairs) else cute.arch.shuffle_sync(following, 0)
         self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
         work_state.advance()
-        self._left(counter, total, workers)
+        if const_expr(not self.config.pairs):
+            self._left(counter, total, workers)
         # if the thread block ended earlier, another one could reuse memory that copies are still reading
         for pipe, state in zip(pipes, (q_state, k_state, v_state, work_state), strict=True):
-            pipe.producer_tail(state)
+            if const_expr(state is not v_state or not self.config.has_one_kv):
+                pipe.producer_tail(state)
+
+    def place(self) -> tuple[Any, Any, int]:
+        """(first work item, workers, number within the worker) of a thread block."""
+        return cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 0
+
+    def own_tile(self, m_block: Any, rank: Any) -> Any:
+        """A thread block's row tile, of a scheduled one."""
+        return m_block
 
     @cute.jit
     def _drawn(self, counter, total, workers):
@@ -149,21 +160,25 @@ class Loads:
             for group in cutlass.range_constexpr(len(pages)):
                 for i in cutlass.range(min(pieces - group * LANES, LANES), unroll=_AT_ONCE):
                     at = source[None, cute.arch.shuffle_sync(places[group], i), cute.arch.shuffle_sync(pages[group], i)]
-                    cute.copy(atom, at, target[None, group * LANES + i, state.index], tma_bar_ptr=barrier)
+                    cute.copy(atom, at, target[None, group * LANES + i, state.index], tma_bar_ptr=barrier, **self.receivers())
         else:
-            cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier, **self.receivers())
+
+    def receivers(self) -> dict[str, Any]:
+        """The thread blocks of the cluster that a copy of keys is for, for ``cute.copy``."""
+        return {}
 
     @cute.jit
-    def _sources(self, copies, place, in_smem, sizes):
-        """(atom, source, target) of q, k and v; K's and V's have a mode for the tile. With pages the sources have modes for a page's pieces
-        and for the page, the targets one for a tile's pieces."""
+    def _sources(self, copies, place, in_smem, sizes, rank):
+        """(atom, source, target) of q, k and v, None for a V that lies in K; K's and V's have a mode for the tile. With pages the sources
+        have modes for a page's pieces and for the page, the targets one for a tile's pieces."""
         tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         d, dv = self.config.head_dim, self.config.head_dim_v
         (q_atom, q), (k_atom, k), (v_atom, v) = copies
         m_block, head, q_row, q_start, k_row, k_start = place
         kv_head = head // sizes.ratio
         if const_expr(self.config.heads_per_tile > 1):
-            shape = ((self.config.heads_per_tile, self.config.tile_q), d)
+            shape = ((self.config.heads_per_tile, self.config.own_q), d)
             q_rows = cute.domain_offset(((head % sizes.ratio, q_start), 0), q[None, None, kv_head, q_row])
             q_source = cute.local_tile(q_rows, shape, ((0, m_block), 0))
         else:
@@ -177,18 +192,22 @@ class Loads:
         if const_expr(self.config.is_paged):
             piece = self.config.piece
             k_source = cute.local_tile(k[None, None, kv_head, None], (piece, d), (None, 0, None))
-            v_source = cute.local_tile(v[None, None, kv_head, None], (dv, piece), (0, None, None))
             k_smem = cute.flat_divide(k_smem, (piece, d))[None, None, None, 0, None]
-            v_smem = cute.flat_divide(v_smem, (dv, piece))[None, None, 0, None, None]
+            if const_expr(not self.config.has_one_kv):
+                v_source = cute.local_tile(v[None, None, kv_head, None], (dv, piece), (0, None, None))
+                v_smem = cute.flat_divide(v_smem, (dv, piece))[None, None, 0, None, None]
         else:
             k_source = cute.local_tile(cute.domain_offset((k_start, 0), k[None, None, kv_head, k_row]), (tile_n, d), (None, 0))
-            v_source = cute.local_tile(cute.domain_offset((0, k_start), v[None, None, kv_head, k_row]), (dv, tile_n), (0, None))
-        given = ((q_atom, q_smem, q_source), (k_atom, k_smem, k_source), (v_atom, v_smem, v_source))
-        return tuple((atom, *self._partition(atom, smem, source)) for atom, smem, source in given)
+            if const_expr(not self.config.has_one_kv):
+                v_source = cute.local_tile(cute.domain_offset((0, k_start), v[None, None, kv_head, k_row]), (dv, tile_n), (0, None))
+        part = (rank, self.config.cluster)
+        q_copy, k_copy = (q_atom, *self._partition(q_atom, q_smem, q_source)), (k_atom, *self._partition(k_atom, k_smem, k_source, *part))
+        v_copy = None if self.config.has_one_kv else (v_atom, *self._partition(v_atom, v_smem, v_source, *part))
+        return q_copy, k_copy, v_copy
 
-    def _partition(self, atom: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
-        """(source, target) of the copies; the target's last mode is the stage."""
+    def _partition(self, atom: Any, in_smem: Any, in_gmem: Any, part: Any = 0, parts: int = 1) -> tuple[Any, Any]:
+        """(source, target) of the copies of a part of a tile; the target's last mode is the stage."""
         target, source = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(in_smem, 0, 2), cute.group_modes(in_gmem, 0, 2)
+            atom, part, cute.make_layout(parts), cute.group_modes(in_smem, 0, 2), cute.group_modes(in_gmem, 0, 2)
         )
         return source, target

@@ -50,7 +50,7 @@ class Softmax:
     def first_row(self, positions: Any, facts: Any) -> Any:
         """The position of a thread's first row in its entry."""
         first, heads = positions[0, 0][0], self.config.heads_per_tile
-        return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.tile_q
+        return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.own_q
 
     def head(self, positions: Any, facts: Any) -> Any:
         """The query head of a thread's rows, clamped to the tile's last head."""

@@ -1,0 +1,1 @@
+"""The forward kernel for heads of more than 256 dimensions."""

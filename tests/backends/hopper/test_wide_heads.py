@@ -1,0 +1,114 @@
+"""Heads of more than 256 dimensions on the Hopper backend, without a GPU: which calls it takes, and what their kernels are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import masks, planner
+from anyattn.backends.hopper.config import SHARED_MEMORY, WIDE, padded, tiles_for
+from anyattn.backends.hopper.make_backward_config import reason_against_backward
+from anyattn.backends.hopper.make_config import forward_spec
+from anyattn.backends.hopper.plan import reason_against
+from anyattn.backends.hopper.tables import visits_of
+from anyattn.mods.tracing.trace import trace
+from anyattn.problem import Problem
+from anyattn.validate import flash
+from anyattn.validate.flash import Options
+from tests.support.hopper.pretended import H200
+from tests.support.processes import python
+
+
+def problem(d: int, dv: int, one: bool = False, sq: int = 300, heads: tuple[int, int] = (4, 2), mask: Any = None, **more: Any) -> Problem:
+    q, k = (torch.zeros(1, h, n, d, dtype=torch.bfloat16) for h, n in ((heads[0], sq), (heads[1], 300)))
+    v = k[..., :dv] if one else torch.zeros(1, heads[1], 300, dv, dtype=torch.bfloat16)
+    return Problem(q, k, v, 0.1, predicates=() if mask is None else (trace(mask, "mask"),), **more)
+
+
+def paged(page: int, rows: int, one: bool = True) -> Problem:
+    k = torch.zeros(1024 // page, page, 1, 576, dtype=torch.bfloat16)
+    v = k[..., :512] if one else torch.zeros(1024 // page, page, 1, 512, dtype=torch.bfloat16)
+    table, used = torch.arange(512 // page).view(1, -1).int(), torch.tensor([190]).int()
+    return flash.varlen_problem(
+        torch.zeros(1, rows, 1, 576, dtype=torch.bfloat16), k, v, None, None, None, None, None, used, table, None, Options()
+    )
+
+
+@pytest.mark.parametrize(
+    "dims,wanted", [((512, 512), WIDE[0]), ((320, 64), WIDE[0]), ((64, 320), WIDE[0]), ((520, 300), WIDE[1]), ((576, 512), WIDE[1])]
+)
+def test_head_dimensions_are_padded(dims: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert padded(*dims) == wanted
+
+
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("one", [False, True])
+def test_a_thread_block_fits_a_multiprocessor(dims: tuple[int, int], one: bool) -> None:
+    config = forward_spec(problem(*dims, one)).config
+    assert (config.has_one_kv, config.pairs, config.consumers, config.columns) == (one, True, 2, 256)
+    assert config.tiles == tiles_for(*dims, None, has_one_kv=one) and config.tiles.stages == 1 + one
+    assert config.shared_memory(config.q_stages) <= SHARED_MEMORY and config.q_stages == 1
+    consumers, producers = config.registers
+    assert 128 * (2 * consumers + producers) <= 65_536
+
+
+def test_thread_blocks_share_keys_where_there_are_rows_for_both() -> None:
+    for sq, heads, wanted in ((65, (2, 2), True), (64, (2, 2), False), (16, (8, 1), True), (8, (8, 1), False)):
+        config = forward_spec(problem(512, 512, sq=sq, heads=heads)).config
+        assert config.pairs is wanted, (sq, heads)
+        assert config.tile_q == config.own_q * (1 + wanted) == 64 // config.heads_per_tile * (1 + wanted)
+    for page, rows, wanted in ((64, 128, True), (16, 128, True), (8, 128, False), (2, 128, False), (64, 64, False)):
+        config = forward_spec(paged(page, rows)).config
+        assert (config.pairs, config.piece, config.has_one_kv) == (wanted, min(page, 64), True), (page, rows)
+
+
+def test_lists_count_row_tiles_of_both_thread_blocks() -> None:
+    p = problem(512, 512, mask=masks.prefix_lm(100))
+    spec = forward_spec(p)
+    assert (spec.config.list_cut, spec.config.tile_q) == ((1, 2), 128)
+    order = visits_of(p, spec).order
+    assert order is not None and len(order) == 3
+    by_block = lambda b, h, i, j: TABLE[i // 64, j // 64]
+    blocks = anyattn.create_block_mask(by_block, 1, 1, 300, 300, device="cpu", BLOCK_SIZE=64).block_sparse()
+    p = problem(512, 512, mask=by_block, blocks=blocks)
+    config = forward_spec(p).config
+    assert (config.pairs, config.list_cut, config.tile_q) == (False, (1, 64 // config.tiles.tile_n), 64)
+
+
+TABLE = torch.eye(8, dtype=torch.bool)
+
+
+def test_what_it_takes_and_why_not_the_rest() -> None:
+    for p in (problem(512, 512), problem(576, 512, True), problem(320, 264), paged(2, 128), paged(64, 16, False)):
+        assert reason_against(p) is None
+        assert "up to 256" in str(reason_against_backward(p))
+    for p, words in (
+        (problem(584, 512), "head_dim is 584"),
+        (problem(576, 520), "and v's 520; it has kernels up to 576, and 512 for v"),
+        (paged(1, 128), "pages of an even number of rows, not 1"),
+    ):
+        assert words in str(reason_against(p)), words
+
+
+def test_the_plan_says_who_computes_what() -> None:
+    pytest.importorskip("cutlass")
+    plan = planner.choose(problem(576, 512, True), H200)
+    assert (plan.backend, plan.backward, plan.tile_m, plan.tile_n) == ("hopper", "triton", 64, 64)
+    narrow = planner.choose(problem(320, 320), H200)
+    assert narrow.backend == "triton" and "it computes 1024 columns of q and v for 640" in narrow.why[0]
+    assert planner.choose(problem(320, 320), H200, "hopper").backend == "hopper"
+    for sq, heads, wanted in ((1, (128, 1), "8 of the 64 rows"), (4, (128, 1), "32 of the 64 rows"), (5, (128, 1), ""), (33, (2, 2), "")):
+        plan = planner.choose(problem(576, 512, True, sq=sq, heads=heads), H200)
+        assert (plan.backend, wanted in plan.why[0]) == ("triton" if wanted else "hopper", True), (sq, heads)
+
+
+def test_a_tile_of_keys_lies_in_shared_memory_as_its_values_would() -> None:
+    """Column c of key n has the same address in the layout of K and in that of V, whose swizzles are the same."""
+    pytest.importorskip("cutlass")
+    done = python("-m", "tests.support.hopper.wide_layouts", CUTE_DSL_ARCH="sm_90a")
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert len(pairs) == 4 and all(keys == values for keys, values in pairs)
