@@ -48,7 +48,7 @@ from anyattn.backends.triton.launch_shape import (
 from anyattn.backends.triton.plan import TritonPlan
 from anyattn.backends.triton.tables import Tables, may_be_padded, tables_of
 from anyattn.backends.triton.tile_config import Tiles, TmaUse
-from anyattn.backends.triton.wide_tiles import is_divided, padded
+from anyattn.backends.triton.wide_tiles import alike, is_divided, padded
 from anyattn.mods.float32_scores import is_ordinary_scale
 from anyattn.problem import Problem
 from anyattn.sequences.unread_kvcache import StoredCache
@@ -290,6 +290,8 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     of_problem = constants_of(problem, call_program, tables)
     of_problem["ONE_KV"] &= not (is_late or is_joined)  # these loops load values later than keys
     widths, arch = (of_problem["BLOCK_D"], of_problem["BLOCK_DV"]), tile_config.architecture(capability)
+    if arch == "sm_90" and tma is TmaUse.NONE and plan.tile_m > tile_config.FEW and problem.q.dtype.itemsize == 2:
+        of_problem["BLOCK_D"], of_problem["BLOCK_DV"] = widths = alike(*widths)
     is_one = bool(of_problem["ONE_KV"] and not plan.section)  # in the order of the keys, where values are changes no instruction
     of_problem["IS_DIVIDED"] = is_divided("forward", is_one, *widths, arch, plan.tile_m, plan.num_warps)
     return {

@@ -11,7 +11,8 @@ from anyattn.triton_tools.launch import run_plain
 __all__ = ["combine", "merge", "merge_sections", "merge_shares"]
 
 _PARTS_AT_ONCE, _SHARES_AT_ONCE = 8, 1024  # parts; elements of parts
-_ELEMENTS_AT_ONCE = 1024  # of the outputs of a program that merges sections
+_ELEMENTS_AT_ONCE, _SECTIONS_AT_ONCE = 1024, 8  # of the outputs of a program that merges sections; whose loads are under way
+_MANY_ROWS = 2048  # below which a program that merges sections has one row, so that there are programs for all multiprocessors
 
 
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ def merge_sections(
     from anyattn.backends.triton.kernels.softmax.sections import combine_sections
 
     block = max(16, next_power_of_2(width))
-    at_once = max(1, _ELEMENTS_AT_ONCE // block)
+    at_once = max(1, _ELEMENTS_AT_ONCE // block) if rows >= _MANY_ROWS else 1
     given = (
         outs, statistics, statistics if sink is None else sink.detach(), out, statistics if lse is None else lse,
         statistics if max_scores is None else max_scores, rows, heads, positions, sections, outs.stride(0), statistics.stride(0),
@@ -84,7 +85,7 @@ def merge_sections(
     options = {
         "WIDTH": width, "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "HAS_MAX": max_scores is not None,
         "PRECISION": "ieee" if out.dtype is torch.float32 else None, "ROWS": at_once, "BLOCK": block, "num_warps": 4,
-        "enable_fp_fusion": False,
+        "GROUP": _SECTIONS_AT_ONCE, "enable_fp_fusion": False,
     }  # fmt: skip
     run_plain(combine_sections, -(-rows // at_once), given, (), outs.device, options)
 

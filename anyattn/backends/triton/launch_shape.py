@@ -16,6 +16,7 @@ from anyattn.backends.triton import tile_config
 from anyattn.backends.triton.codegen.assumptions import reads_keys, shape_of
 from anyattn.backends.triton.codegen.programs import masks_of, program_of
 from anyattn.backends.triton.tile_config import Shape, Tiles
+from anyattn.backends.triton.wide_tiles import is_wide
 from anyattn.hardware import Hardware
 from anyattn.mods.ir.extents import Box, Extent, extents
 from anyattn.problem import Problem
@@ -168,8 +169,9 @@ def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0), has_one_kv=False)
     tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
     if shape.dtype.itemsize == 2:
-        most_keys, warps, stages = (64, 4, 3) if max(shape.d, shape.dv) <= _WIDE else (32, 8, 2)
-        tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, most_keys), warps, stages)
+        warps, stages = (4, 3) if max(shape.d, shape.dv) <= _WIDE else (8, tiles.num_stages)
+        tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, 64), warps, stages)
+        tiles = Tiles(64, 32, 8, 2) if is_wide(shape.d, shape.dv) else tiles
     return tile_config.fitting("forward", tiles, plain, capability)
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from anyattn.arithmetic import next_power_of_2
 
-__all__ = ["FEW_ROWS", "Numbers", "blocks_of", "is_divided", "is_wide", "keys_of_dv", "padded", "tiles_of", "tiles_of_few"]
+__all__ = ["FEW_ROWS", "Numbers", "alike", "blocks_of", "is_divided", "is_wide", "keys_of_dv", "padded", "tiles_of", "tiles_of_few"]
 
 _WIDE = 256
 FEW_ROWS, _ROWS = 16, 64  # of a tile; products of keys with more rows than the first take as long as reading them
 _WIDEST_BLOCK = 512  # columns: the next power of two would be mostly padding
+_SWIZZLED = 64  # columns of 16 bits
 _HOPPER = "sm_90"  # of ``tile_config.architecture``
 Numbers = tuple[int, int, int, int]  # tile_m, tile_n, num_warps, num_stages
 
@@ -51,6 +52,18 @@ def blocks_of(head_dim: int) -> tuple[int, int]:
     0 if there are none."""
     block = max(16, next_power_of_2(min(head_dim, _WIDEST_BLOCK)))
     return block, max(16, next_power_of_2(head_dim - block)) if head_dim > block else 0
+
+
+def alike(d: int, dv: int) -> tuple[int, int]:
+    """The widths of tiles of keys and values, padded ``d`` and ``dv``, that Hopper's products read from one place in shared memory in turn:
+    none below ``_SWIZZLED`` if the other is above.
+
+    Up to 128 bytes the width of a row decides on its swizzle, and ptxas 12.8 loses the address of the values where two swizzles begin at
+    one place that is known before the loop: it adds to a register that nothing wrote. With keys of 33 to 64 dimensions and values of 16
+    or 32, in rows that are no multiples of 16 bytes, outputs were wrong on an H200, or memory beyond the tensors was read.
+    """
+    least = min(_SWIZZLED, max(d, dv))
+    return max(d, least), max(dv, least)
 
 
 def is_wide(d: int, dv: int) -> bool:

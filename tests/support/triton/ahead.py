@@ -23,6 +23,7 @@ from anyattn.problem import Problem
 from anyattn.validate import flex
 from tests.support import cases
 from tests.support.triton.built import compiling_until
+from tests.support.triton.uniform_registers import unwritten
 
 MOST_SPILLED = 0.08  # of a loop's operations
 
@@ -102,21 +103,30 @@ def compiled(launch: Launch, gpu: tuple[int, int] | str, until: str = "cubin") -
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options, signature, constants, attributes = kernel._pack_args(backend, launch.options, *bind(*launch.given, **launch.options))
     with compiling_until(until):
-        return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+        made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+    if gpu == (9, 0) and until == "cubin":
+        assert not (lost := unwritten_registers(made)), f"ptxas reads uniform registers {lost} before it writes them"
+    return made
 
 
-def _tool(name: str, *arguments: str) -> str:
+def unwritten_registers(kernel: Any) -> list[int]:
+    """See ``uniform_registers.unwritten``."""
+    return unwritten(_of_cubin("nvdisasm", kernel.asm["cubin"], "-c"))
+
+
+def _of_cubin(name: str, cubin: bytes, *arguments: str) -> str:
+    """What a tool of Triton's prints for a cubin."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(path), *arguments, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def resources(kernel: Any) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        found = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file.name))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _of_cubin("cuobjdump", kernel.asm["cubin"], "-res-usage"))
     assert found is not None
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared)
 
@@ -131,10 +141,7 @@ def loops(kernel: Any) -> list[list[str]]:
 
 def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
     """The address and the text of each instruction."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = _tool("cuobjdump", "-sass", file.name)
+    text = _of_cubin("cuobjdump", cubin, "-sass")
     return [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
 
 

@@ -55,9 +55,9 @@ def combine_sections(
     outs, statistics, sink, out, lse, max_scores, rows: tl.int32, heads: tl.int32, positions: tl.int32, sections: tl.int32,
     part_out: tl.int64, part_statistics: tl.int64, sink_b: tl.int64, sink_h: tl.int64, sink_s: tl.int64, out_b: tl.int64, out_h: tl.int64,
     out_s: tl.int64, WIDTH: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Results of ROWS rows from those of their sections. Grid: (rows / ROWS,).
+    """Results of ROWS rows from those of their sections, GROUP of which are loaded at once. Grid: (rows / ROWS,).
 
     outs: float32 [section][row][WIDTH]. statistics: float32 [section][2][row], sums and maxima; a sum below 0 marks a row of no sequence,
     which gives 0 and -inf. part_out, part_statistics: between sections. sink, out: at the row's batch entry, head and position. lse,
@@ -69,13 +69,20 @@ def combine_sections(
     total, sums = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
     is_unused = tl.load(statistics + at, mask=is_row, other=0.0) < 0
-    for section in range(0, sections):
-        of_section = statistics + tl.cast(section, tl.int64) * part_statistics + at
-        row_sum = tl.load(of_section, mask=is_row & ~is_unused, other=0.0)
-        row_max = tl.load(of_section + rows, mask=is_row & (row_sum != 0), other=_LOWEST)
-        seen = (is_row & (row_sum != 0))[:, None] & (d < WIDTH)
-        acc = tl.load(outs + tl.cast(section, tl.int64) * part_out + at[:, None] * WIDTH + d, mask=seen, other=0.0)
-        total, sums, top = merged(total, sums, top, acc, row_sum, row_max)
+    for first in range(0, sections, GROUP):  # the loads of a group wait for one another twice, not those of each section
+        of_group, accs = (), ()
+        for i in tl.static_range(GROUP):
+            of_section = statistics + tl.cast(first + i, tl.int64) * part_statistics + at
+            is_known = is_row & ~is_unused & (first + i < sections)
+            row_sum = tl.load(of_section, mask=is_known, other=0.0)
+            of_group += ((row_sum, tl.load(of_section + rows, mask=is_known, other=_LOWEST)),)
+        for i in tl.static_range(GROUP):
+            seen = (of_group[i][0] != 0)[:, None] & (d < WIDTH)
+            places = outs + tl.cast(first + i, tl.int64) * part_out + at[:, None] * WIDTH + d
+            accs += (tl.load(places, mask=seen, other=0.0),)
+        for i in tl.static_range(GROUP):
+            row_sum, row_max = of_group[i]
+            total, sums, top = merged(total, sums, top, accs[i], row_sum, tl.where(row_sum != 0, row_max, _LOWEST))
     b, h, s = row // positions // heads, row // positions % heads, row % positions
     logit = top
     if HAS_SINK:
