@@ -22,6 +22,7 @@ from anyattn.tensors.tested_versions import warn_of_newer_torch
 
 __all__ = ["appender", "available", "check_backend", "choose", "combiner", "for_backward", "misfits", "planned"]
 
+_NARROW = 256  # largest head dimension of which Hopper's kernel leaves decoding to Triton
 _WIDEST, _WIDEST_V = 576, 512  # head dimensions of q and k, and of v, of the GPU backends' kernels
 _warned: set[str] = set()  # kinds of calls without kernels that have been warned about
 
@@ -148,8 +149,11 @@ def _over_gathered_keys(problem: Problem, hardware: Hardware, reason: str, optio
 
 
 def _beside(against: str, problem: Problem, reason: str) -> str:
-    """A reason against Hopper, with that against gathering keys of 8 bits first."""
-    return against if problem.k.dtype is problem.q.dtype else f"{against}; they are not converted first: {reason}"
+    """A reason against Hopper, with that against gathering keys of 8 bits first, or against reading those of wide heads in the cache."""
+    if problem.k.dtype is not problem.q.dtype:
+        return f"{against}; they are not converted first: {reason}"
+    is_wide = max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
+    return f"{against}; as sequences of their present lengths they are not read: {reason}" if is_wide else against
 
 
 def _slower(problem: Problem, hardware: Hardware) -> str | None:

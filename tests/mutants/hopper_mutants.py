@@ -61,8 +61,9 @@ MUTANTS = by_name(
         "sink_ignored", f"{_EPILOGUE}:Epilogue.finished",
         "total * rescale + cute.math.exp2(logit - higher, fastmath=True)", "total * rescale", "sink",
     ),
-    Mutant("sink_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[head])", "sink"),
-    Mutant("sink_of_another_head", f"{_EPILOGUE}:Epilogue.finished", "sink[head]", "sink[0]", "sink"),
+    Mutant("sink_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "Float32(sink[heads[r]]) * Float32(LOG2E)",
+           "Float32(sink[heads[r]])", "sink"),
+    Mutant("sink_of_another_head", f"{_EPILOGUE}:Epilogue.finished", "sink[heads[r]]", "sink[0]", "sink"),
     Mutant("lse_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "found = __ * Float32(LN2)", "found = __", "full"),
     # heads and storage
     Mutant("wrong_gqa_head", f"{_PRODUCER}:Loads._sources", "head // sizes.ratio", "head % (sizes.heads // sizes.ratio)", "full"),

@@ -26,7 +26,7 @@ from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 from anyattn.triton_tools.recording import active_recorder
 
-__all__ = ["ForwardLaunches", "config_of", "counter_of", "multiprocessors", "runs_documents"]
+__all__ = ["ForwardLaunches", "Parts", "config_of", "counter_of", "multiprocessors", "runs_documents"]
 
 _NOTHING: Mapping[Config, Any] = {}
 
@@ -51,15 +51,25 @@ class _PreparedLaunch(NamedTuple):
     visits: tables.TablesOnHost = tables.TablesOnHost()
 
 
+class Parts(NamedTuple):
+    """Results of split keys, as ``combine.merge`` has them: outs float32 (splits, B, H, S, Dv), lses (splits, B, H, S), natural logarithm;
+    has_unused: rows that belong to no sequence have +inf there."""
+
+    outs: Tensor
+    lses: Tensor
+    has_unused: bool
+
+
 class ForwardLaunches:
     """The forward launches of calls that share a plan, and the sign of the scale and whether lse is wanted.
 
+    splits: parts of each row tile's keys; with several ``run_parts`` takes the place of ``run``.
     prepared: launches by config, which depends on the signs and sizes of captured numbers. documents: how calls are run by their
     documents, None if they are not. prepared_for: the launches of calls with block lists or document tables, by these.
     """
 
-    def __init__(self, problem: Problem, packs: bool) -> None:
-        self.spec = forward_spec(problem, packs)
+    def __init__(self, problem: Problem, packs: bool, splits: int = 1) -> None:
+        self.spec, self.splits = forward_spec(problem, packs, splits > 1), splits
         self.documents = None if packs else by_document(problem)
         self.prepared: dict[Config, _PreparedLaunch] = {}
         self.prepared_for: WeakKeyDictionary[Any, dict[Config, _PreparedLaunch]] = WeakKeyDictionary()
@@ -81,6 +91,20 @@ class ForwardLaunches:
         if prepared is not None and prepared.known:
             return _launch_prepared(problem, spec, prepared)
         return self._run_first(problem, config)
+
+    def run_parts(self, problem: Problem) -> Parts:
+        """The splits' results, in ``self.splits`` parts."""
+        config, (q, splits) = self.spec.config_for(problem), (problem.q, self.splits)
+        rows, s = q.shape[:3], problem.sequences
+        assert s is not None
+        stored = (splits * rows[0], *rows[1:])
+        outs = torch.empty((*stored, problem.v.shape[3]), dtype=torch.float32, device=q.device)
+        has_unused = not s.uses_all_rows  # the kernel visits rows of sequences only
+        lses = torch.empty(stored, dtype=torch.float32, device=q.device)
+        if has_unused:
+            lses.fill_(math.inf)
+        _launched(problem, self.spec, config, tables.visits_of(problem, self.spec), Result(outs, lses, None), splits)
+        return Parts(outs.view(splits, *rows, -1), lses.view(splits, *rows), has_unused)
 
     def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
         """``plan.Repeater.again``; None for a call whose launch is not prepared, reads block lists or a varlen batch's tables, or passes
@@ -163,18 +187,20 @@ def _results(problem: Problem) -> Result:
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
-def _launched(problem: Problem, spec: ForwardSpec, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+def _launched(
+    problem: Problem, spec: ForwardSpec, config: Config, visits: tables.TablesOnHost, results: Result, splits: int = 1
+) -> tuple:  # fmt: skip
     """Launches the kernel and returns its arguments."""
     q = problem.q
     rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     heads = problem.heads_kv * groups
-    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread] * splits
     workers = max(1, multiprocessors(q.device) * config.tiles.blocks // config.cluster)
     numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
-        q, problem.k, problem.v, *results, _sink(problem), *visits, counter_of(q.device), problem.scale * LOG2E, *numbers,
-        *spec.captured(problem),
+        q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
+        problem.scale * LOG2E, *numbers, *spec.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
     return arguments

@@ -21,8 +21,8 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
-    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "LEAST_SHARED_PIECE", "MOST", "PACKED", "SHARED_MEMORY", "TILE_M", "WIDE", "Ask", "Config",
-    "ModsOfConfig", "Tiles", "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
+    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "LEAST_SHARED_PIECE", "MOST", "PACKED", "PACKED_WIDE", "SHARED_MEMORY", "TILE_M", "WIDE",
+    "Ask", "Config", "ModsOfConfig", "Tiles", "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # padded head dimensions, in shared memory only
@@ -30,6 +30,8 @@ WIDE = ((512, 512), (576, 512))  # the same of q with k and of v, of the forward
 MOST = 52.0  # bound of scores for exponentials without a maximum: a sum of 2^30 keys, each up to 2^75, times values still fits float32
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they belong to one head, as without packing.
 PACKED = (4, 8)
+# The same for wide heads only, where no mod depends on the head: rows of one thread then belong to different heads.
+PACKED_WIDE = (16, 32, 64)
 TILE_M = 128  # query rows per tile of lists that the backend makes, and of every kernel that reads lists of such tiles
 LEAST_ROWS = 64  # query rows per tile of lists that a kernel can read: those of one warp group
 LEAST_SHARED_PIECE = 16  # rows of a page piece that two thread blocks load: whole swizzled rows of 8
@@ -174,8 +176,9 @@ class Config(ModsOfConfig):
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be split off the end of the score mod, because they and the scale are above 0
     (``score_analysis.factored``, ``bias``). is_bounded: no score exceeds ``MOST``, so exponentials are taken without a row maximum.
-    heads_per_tile: query heads that share K, V and a row tile (packed GQA), 1, 4 or 8: row r of a tile is head ``r % heads_per_tile`` of
-    them at the tile's position ``r // heads_per_tile``. Groups of another size leave rows of their last tiles empty.
+    heads_per_tile: query heads that share K, V and a scheduled row tile (packed GQA), 1, 4 or 8, of wide heads up to 64, and 128 with
+    ``pairs``: row r of a tile is head ``r % heads_per_tile`` of them at the tile's position ``r // heads_per_tile``. Groups of another size
+    leave rows of their last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's position (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ between batch entries, between heads. by_kv_head: they are of K/V heads, whose query heads share
@@ -189,6 +192,7 @@ class Config(ModsOfConfig):
     has_sink, has_lse, has_max, has_dropout: as the call requests. has_one_kv: V is the first columns of K, which are loaded once; only with
     head dimensions of ``WIDE``. pairs: two thread blocks of a cluster, of wide heads, have successive tiles of 64 rows and visit the same
     keys: each loads half of every tile of K and V for both. A scheduled row tile, which lists and tables count, is that of both.
+    is_split: each row tile's visits are shared by several work items, which write float32 results of their own (split-KV); of wide heads.
     """
 
     head_dim: int
@@ -219,6 +223,7 @@ class Config(ModsOfConfig):
     has_dropout: bool = False
     has_one_kv: bool = False
     pairs: bool = False
+    is_split: bool = False
 
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
@@ -249,8 +254,14 @@ class Config(ModsOfConfig):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
         if self.gathers and self.piece != 1:
             raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
-        if self.heads_per_tile not in (1, *PACKED):
-            raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
+        packed = (1, *PACKED, *(PACKED_WIDE if self.is_wide else ()), *((2 * LEAST_ROWS,) if self.pairs else ()))
+        if self.heads_per_tile not in packed:
+            raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted one of {', '.join(map(str, packed))}")
+        if self.heads_per_tile > PACKED[-1] and any(d.h for expr in self.exprs for d in dependence(expr)):
+            raise ValueError(f"heads_per_tile={self.heads_per_tile} with mods that depend on the head; wanted up to {PACKED[-1]}")
+        can_split = self.is_wide and self.has_entries and self.lists is None and self.has_lse
+        if self.is_split and (not can_split or self.has_sink or self.has_max or self.has_dropout):
+            raise ValueError("is_split; wanted wide heads of sequences, without lists, sink, highest scores and dropout, with has_lse")
         if self.heads_per_tile > 1 and (self.lists_by_head or self.bands_by_head):
             raise ValueError(
                 f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
@@ -309,12 +320,22 @@ class Config(ModsOfConfig):
     @property
     def tile_q(self) -> int:
         """Query positions of a scheduled row tile."""
-        return self.own_q * self.cluster
+        return self.tiles.tile_m * self.cluster // self.heads_per_tile
 
     @property
     def own_q(self) -> int:
         """Query positions of a thread block's row tile."""
-        return self.tiles.tile_m // self.heads_per_tile
+        return self.tiles.tile_m // self.own_heads
+
+    @property
+    def own_heads(self) -> int:
+        """Query heads of a thread block's row tile: with as many as a pair has rows, each of its blocks has half of them."""
+        return min(self.heads_per_tile, self.tiles.tile_m)
+
+    @property
+    def divides_heads(self) -> bool:
+        """Whether the blocks of a pair have the same positions, each for its heads."""
+        return self.heads_per_tile > self.own_heads
 
 
 @lru_cache(maxsize=1024)

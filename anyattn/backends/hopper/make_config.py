@@ -82,10 +82,10 @@ class ForwardSpec(NamedTuple):
         return tuple(numbers), tuple(tensors)
 
 
-def forward_spec(problem: Problem, packs: bool | None = None) -> ForwardSpec:
+def forward_spec(problem: Problem, packs: bool | None = None, is_split: bool = False) -> ForwardSpec:
     """The ``ForwardSpec`` of ``problem``; reads no tensor.
 
-    packs: whether heads share row tiles if they can, None for the preference of ``problem``.
+    packs: whether heads share row tiles if they can, None for the preference of ``problem``. is_split: see ``Config``.
     """
     score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
     expr = None if score is None else score.expr
@@ -94,6 +94,8 @@ def forward_spec(problem: Problem, packs: bool | None = None) -> ForwardSpec:
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else _list_tile(problem, fields["partial"])
     config = _config(problem, expr, list_tile, fields | _storage(problem, listed is not None), packs)
+    if is_split:
+        config = replace(config, is_split=True, has_sink=False, has_lse=True)  # the sink is added where the splits are combined
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
     return ForwardSpec(config, sources, positive, listed, list_tile, may_be_bounded)
@@ -198,6 +200,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     if d == dv == 128 and packed == 1 and is_bare and not pages["piece"]:
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     flags["pairs"] = (d, dv) in WIDE and _pairs(problem, list_tile, packed, pages["piece"])
+    if flags["pairs"] and _fills_with_heads(problem, packed):
+        packed = 2 * LEAST_ROWS  # each thread block has half of the heads
     tile_m = tiles.tile_m * (1 + flags["pairs"])
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
@@ -210,11 +214,22 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
 
 
 def _pairs(problem: Problem, list_tile: tuple[int, int] | None, packed: int, piece: int) -> bool:
-    """Whether two thread blocks with wide heads visit the same keys: if there are rows for both, in the tiles of lists too. A tile of 64
-    rows reads a byte of keys and values for 64 operations, which the L2 cache cannot deliver as fast as they are multiplied."""
+    """Whether two thread blocks with wide heads load keys together: where all rows that see a K/V head's keys are theirs, and neither
+    could be alone with them.
+
+    TFLOP/s with pairs and without (H200): decoding 128 heads of 576/512, 66 entries of 8,192 keys in pages of 64, 595 and 523, contiguous
+    616 and 586, 132 entries of 4,096 keys 590 and 540. With more row tiles than two the blocks of a pair wait for one another and work is
+    not drawn as it comes: causal D 512 435 and 561, full 518 and 526, K = V 640 and 653, 576/512 637 and 658.
+    """
     rows = packed * problem.bound_q
-    has_rows = rows > LEAST_ROWS and (list_tile is None or list_tile[0] * packed % (2 * LEAST_ROWS) == 0)
-    return has_rows and (piece == 0 or piece >= LEAST_SHARED_PIECE)
+    has_rows = LEAST_ROWS < rows <= 2 * LEAST_ROWS and (list_tile is None or list_tile[0] * packed % (2 * LEAST_ROWS) == 0)
+    return (has_rows or _fills_with_heads(problem, packed)) and (piece == 0 or piece >= LEAST_SHARED_PIECE)
+
+
+def _fills_with_heads(problem: Problem, packed: int) -> bool:
+    """Whether two thread blocks have heads of the same positions, which see the same keys: every group of 128 has some for both."""
+    rest = problem.qhead_per_kvhead % (2 * LEAST_ROWS)
+    return packed == LEAST_ROWS < problem.qhead_per_kvhead and (rest == 0 or rest > LEAST_ROWS)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:

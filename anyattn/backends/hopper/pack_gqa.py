@@ -6,7 +6,7 @@ from typing import Any
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
-from anyattn.backends.hopper.config import PACKED, Config
+from anyattn.backends.hopper.config import HEAD_DIMS, PACKED, PACKED_WIDE, Config
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
@@ -24,7 +24,8 @@ def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: di
     different tiles are not packed in any case.
 
     The time of a tile depends on its keys, not on how many of its rows are in use: packing pays if it makes fewer tiles. The decision uses
-    only sizes that the host knows, and there are few kernels: 4 or 8 heads for any ratio.
+    only sizes that the host knows, and there are few kernels: 4 or 8 heads for any ratio. Wide heads, of which a K/V head often has 64 or
+    128 queries and few of them at a time, may fill a tile with heads.
     """
     ratio = problem.qhead_per_kvhead
     if asked is False or ratio == 1 or reason_against_packing(fields):
@@ -33,6 +34,9 @@ def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: di
     is_wide = score is not None and is_foreseen(score)
     packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
     length = _queries(problem)
+    if max(problem.q.shape[3], problem.v.shape[3]) > HEAD_DIMS[-1] and not _tells_heads_apart(score, fields):
+        length = few = min(length, problem.bound_q)
+        packed = min((packed, *PACKED_WIDE), key=lambda n: row_tiles(few, ratio, tile_m, n))
     is_worth = length < MANY_QUERIES and row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
     return packed if asked or is_worth else 1
 
@@ -46,6 +50,13 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
     if any(d.h for band in fields.get("bands", ()) for d in dependence(band)):
         return "the keys that a row may see differ from head to head"
     return None
+
+
+def _tells_heads_apart(score: Expr | None, fields: dict[str, Any]) -> bool:
+    """Whether some mod depends on the head, or lists of tiles are read, which count rows of up to 8 heads. With bands of each head none
+    share a tile."""
+    exprs = ([] if score is None else [score]) + [ask.expr for ask in fields.get("always", ())]
+    return fields.get("lists") is not None or any(d.h for expr in exprs for d in dependence(expr))
 
 
 def why_apart(config: Config, ratio: int) -> str | None:

@@ -13,6 +13,7 @@ from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, W
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.backends.hopper.slower import FEW_QUERIES
+from anyattn.backends.hopper.split_keys import reason_against_splits, splits_of
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.sharp import sharp
 from anyattn.mods.ir.expr import Node, category, is_weak
@@ -40,8 +41,10 @@ def reason_against(problem: Problem) -> str | None:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {WIDE[-1][0]}, and {WIDE[-1][1]} for v"
     # flex_attention leaves the number to the plan for few queries, which may insist on this kernel; other callers ask for splits by 0
     wants_splits = problem.num_splits > 1 or (problem.num_splits == 0 and problem.bound_q > FEW_QUERIES)
-    if wants_splits or (problem.sequences is not None and problem.sequences.is_cache):
+    if problem.sequences is not None and problem.sequences.is_cache:
         return "split keys and caches that grow are not in this kernel yet"
+    if wants_splits and (reason := reason_against_splits(problem)):
+        return reason
     if max(problem.batch, problem.heads_q, problem.bound_q, problem.bound_k) >= MOST_POSITIONS:
         return "it counts positions in 24 bits, and there are 2^24 or more"
     for mod in (problem.score, *problem.predicates):
@@ -125,6 +128,10 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
     elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):
         why.append(f"pack_gqa=True is not followed: {against}")
+    splits = splits_of(problem, config, hardware)
+    if splits > 1:
+        why.append(f"keys in {splits} pieces: for {max(1, hardware.sm_count)} multiprocessors; combined by triton")
     return Plan(
-        backend="hopper", tile_m=tiles.tile_m, tile_n=tiles.tile_n, backward=backward.backend, why=tuple(why), heads_per_tile=packed
-    )
+        backend="hopper", tile_m=tiles.tile_m, tile_n=tiles.tile_n, backward=backward.backend, why=tuple(why), heads_per_tile=packed,
+        num_splits=splits,
+    )  # fmt: skip

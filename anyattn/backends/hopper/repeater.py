@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from anyattn import plan
-from anyattn.backends.hopper.api import ForwardLaunches
+from anyattn.backends.hopper.api import ForwardLaunches, Parts
 from anyattn.backends.hopper.backward import BackwardLaunches
 from anyattn.backends.hopper.make_backward_config import by_lengths
 from anyattn.backends.result import Result
@@ -24,7 +24,7 @@ class Repeater(plan.Repeater):
     reports_launches = True
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        self._packs = plan.heads_per_tile > 1
+        self._packs, self._splits = plan.heads_per_tile > 1, plan.num_splits
         self._forward: dict[tuple[bool, bool], ForwardLaunches] = {}
         self._backward: dict[Any, BackwardLaunches] = {}
 
@@ -34,6 +34,10 @@ class Repeater(plan.Repeater):
     def forward(self, problem: Problem) -> Result:
         return self._launches(problem).run(problem)
 
+    def forward_parts(self, problem: Problem) -> Parts:
+        """The results of each split of the keys, of a plan with several."""
+        return self._launches(problem).run_parts(problem)
+
     def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
         return self._launches(problem).again(problem)
 
@@ -41,7 +45,7 @@ class Repeater(plan.Repeater):
         key = problem.wants_lse, problem.scale > 0
         launches = self._forward.get(key)
         if launches is None:
-            launches = self._forward[key] = ForwardLaunches(problem, self._packs)
+            launches = self._forward[key] = ForwardLaunches(problem, self._packs, self._splits)
         return launches
 
     def backward(self, problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -55,8 +55,7 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]
 def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = None) -> TablesOnHost:
     """All tables of a call. For a mask without lists they are made in every call.
 
-    For ``StoredSequences`` the same launch clears those rows of ``results`` that belong to no sequence to 0 and -inf; results are
-    required then.
+    For ``StoredSequences`` the same launch clears those rows of ``results`` that belong to no sequence to 0 and -inf, if they are given.
     """
     sequences, blocks, config = problem.sequences, problem.blocks, spec.config
     if spec.listed is None:
@@ -141,8 +140,7 @@ def _ragged(problem: Problem, spec: ForwardSpec, lists: Any, results: Results | 
     entries, length = problem.q.shape[0], problem.q.shape[2]
     most = most_tiles(problem.batch, length, entries * length, tile_m)
     if isinstance(sequences, StoredSequences):
-        assert results is not None
-        order, places = _prepared(sequences, config, most, results)
+        order, places = _prepared(sequences, config, most, results, problem.q.device)
     else:
         known = _of_sequences.setdefault(sequences, {})
         key = (tile_m, most, config.has_right)
@@ -154,20 +152,21 @@ def _ragged(problem: Problem, spec: ForwardSpec, lists: Any, results: Results | 
     return TablesOnHost(*tensors_of(lists), order, lists.entries(sequences), pages)
 
 
-def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
+def _prepared(
+    s: StoredSequences, config: Config, most: int, results: Results | None, device: torch.device
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(order, entries) by one launch, which also clears the results' rows that belong to no sequence.
 
     Made in every call: the tables' contents may change without a new torch version counter, and clearing needs a launch anyway.
     """
-    out, device = results[0], results[0].device
     is_large = s.batch > MOST_ENTRIES[-1]
     order = entries = None
     if not is_large:
         order = torch.empty((most, 3), dtype=torch.int32, device=device)
         entries = torch.empty((s.batch, 9), dtype=torch.int32, device=device)
     blocks, heads, wiped = 0 if is_large else 1, 1, (None, None, None)
-    if s.tables.cu_seqlens_q is not None or s.tables.seqused_q is not None:
-        wiping, heads = wiping_blocks(out)
+    if results is not None and not s.uses_all_rows:
+        wiping, heads = wiping_blocks(results[0])
         blocks, wiped = blocks + wiping, results  # type: ignore[assignment]
     if blocks:
         bin_keys = ceil_div(s.bound_k + 1, THREADS)

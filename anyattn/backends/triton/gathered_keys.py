@@ -33,7 +33,9 @@ from anyattn.triton_tools.launch import row_bytes, run_plain
 
 __all__ = ["described", "gathered", "reason_against"]
 
+_LENGTHS = 128  # of a program
 _NUMBERS = 64 * 128  # keys' of a program, 64 for each of its 128 threads: with twice as many, registers are spilled
+_WIDEST = 256  # head dimension above which Hopper's kernel for wide heads reads keys
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -62,6 +64,8 @@ def reason_against(problem: Problem, is_asked: bool = False) -> str | None:
     is_known = is_cache or s is None or isinstance(s, StoredSequences)
     if not (is_known and (has_8_bits or is_cache)):
         return "they are read where they are"
+    if _are_in_place(problem) and _is_wide(problem):
+        return "gradients read them where they are" if problem.needs_grad else _against_rows(problem)
     if problem.bound_q <= FEW:
         return "few queries read them faster where they are"
     if problem.q.dtype not in _OF_16_BITS:
@@ -70,8 +74,8 @@ def reason_against(problem: Problem, is_asked: bool = False) -> str | None:
         return "values times their scales may be out of float16's range"
     if problem.needs_grad or problem.num_splits > 1:
         return "gradients and split keys read them where they are"
-    if not problem.may_have_pairs or any(t.shape[3] > 1 and t.stride(3) != 1 for t in (problem.k, problem.v)):
-        return "there are no rows to read"
+    if against := _against_rows(problem):
+        return against
     places, queries = _places(problem, reads=False), problem.q.shape[0] * problem.q.shape[2]
     copied = _bytes(problem, places)
     if copied > MOST_BYTES:
@@ -83,11 +87,27 @@ def reason_against(problem: Problem, is_asked: bool = False) -> str | None:
     return None
 
 
+def _against_rows(problem: Problem) -> str | None:
+    has_rows = problem.may_have_pairs and not any(t.shape[3] > 1 and t.stride(3) != 1 for t in (problem.k, problem.v))
+    return None if has_rows else "there are no rows to read"
+
+
 def _are_in_place(problem: Problem) -> bool:
-    """Whether the keys of a cache can be read where they are: each entry's at the beginning of its own row."""
+    """Whether the keys of a cache can be read where they are: each entry's at the beginning of its own row, or of its first page."""
     s = problem.sequences
-    has_own_rows = isinstance(s, StoredCache) and s.tables.leftpad is None and s.tables.rows is None and s.page_table is None
-    return has_own_rows and problem.k.dtype is problem.q.dtype
+    if (
+        not isinstance(s, StoredCache)
+        or problem.k.dtype is not problem.q.dtype
+        or s.tables.leftpad is not None
+        or s.tables.rows is not None
+    ):
+        return False
+    return s.page_table is None or _is_wide(problem)
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether heads are so wide that keys are read as fast out of pages, and by few queries too: a product with them takes as long."""
+    return max(problem.q.shape[3], problem.v.shape[3]) > _WIDEST
 
 
 def _bytes(problem: Problem, places: _Places) -> int:
@@ -118,7 +138,7 @@ def _sees_first_keys(problem: Problem) -> bool:
 def described(problem: Problem) -> tuple[Problem, int]:
     """The call over gathered keys, for planning: copies have no memory. And the bytes of the copies."""
     if _are_in_place(problem):
-        return gathered(problem), 0
+        return _over(problem, problem.k, problem.v, None, None), 0
     places = _places(problem, reads=False)
     k, v = (
         torch.empty((places.lines, places.line, *t.shape[1::2]), dtype=problem.q.dtype, device="meta").transpose(1, 2)
@@ -132,7 +152,7 @@ def gathered(problem: Problem) -> Problem:
     if _are_in_place(problem):
         s = problem.sequences
         assert isinstance(s, StoredCache)
-        return _over(problem, problem.k, problem.v, (s.tables.cached if s.sizes.new == 0 else s.seqlens_k).to(torch.int32), None)
+        return _over(problem, problem.k, problem.v, _lengths(s), None)
     from anyattn.backends.triton.kernels.gathered_keys import gather_keys
 
     q, k, v, s, places = problem.q, problem.k, problem.v, problem.sequences, _places(problem)
@@ -158,6 +178,21 @@ def gathered(problem: Problem) -> Problem:
     }  # fmt: skip
     run_plain(gather_keys, batch * tiles * heads, (k, v, *copies, *given, *numbers), (), device, options)
     return _over(problem, copies[0].transpose(1, 2), copies[1].transpose(1, 2), lengths, of_keys)
+
+
+def _lengths(s: StoredCache) -> Tensor:
+    """The keys of each entry that has no padding and a row of its own; the kernels that read them know the capacity."""
+    cached, new = s.tables.cached, s.sizes.new
+    if new is None:
+        return s.seqlens_k.to(torch.int32)
+    if new == 0:
+        return cached.to(torch.int32)
+    from anyattn.backends.triton.kernels.gathered_keys import grown_lengths
+
+    lengths = torch.empty(s.batch, dtype=torch.int32, device=cached.device)
+    programs, cached = ceil_div(s.batch, _LENGTHS), cached if cached.is_contiguous() else cached.contiguous()
+    run_plain(grown_lengths, programs, (cached, lengths, new, s.batch), (), lengths.device, {"BLOCK": _LENGTHS, "num_warps": 4})
+    return lengths
 
 
 def _places(problem: Problem, reads: bool = True) -> _Places:
@@ -203,12 +238,17 @@ def _over(problem: Problem, k: Tensor, v: Tensor, lengths: Tensor | None, of_key
     if factors is not None:
         first = replace(_scaled(problem.qhead_per_kvhead, factors.ndim), tensors=(factors,))
         score = first if score is None else chained(first, score)
-    moved, splits = None if s is None else _in_lines(s, k.shape[2], lengths), problem.num_splits or 1
+    moved = None if s is None else _in_lines(s, k.shape[2], lengths, k is problem.k)
+    splits = problem.num_splits if k is problem.k and _is_wide(problem) else problem.num_splits or 1
     return replace(problem, k=k, v=v, score=score, predicates=predicates, sequences=moved, num_splits=splits, kv_scales=None)
 
 
-def _in_lines(s: Sequences, line: int, lengths: Tensor | None) -> Sequences:
-    """The sequences after the keys of each have been moved to a line of ``line`` rows."""
+def _in_lines(s: Sequences, line: int, lengths: Tensor | None, are_in_place: bool) -> Sequences:
+    """The sequences after the keys of each have been moved to a line of ``line`` rows, or are read where they are."""
+    if isinstance(s, StoredCache) and are_in_place and s.page_table is not None:
+        rows = s.page_table.shape[1] * s.page_size
+        sizes = StoredSizes(s.batch, s.sizes.rows_q, rows, s.bound_q, rows, s.page_size)
+        return StoredSequences(LengthTables(s.tables.cu_seqlens_q, None, None, lengths), sizes, s.page_table, s.device)
     if isinstance(s, StoredCache):
         sizes = StoredSizes(s.batch, s.sizes.rows_q, line, s.bound_q, line)
         return StoredSequences(LengthTables(s.tables.cu_seqlens_q, None, None, lengths), sizes, None, s.device)

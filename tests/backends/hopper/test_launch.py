@@ -92,13 +92,15 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs"):
+        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split"):
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
     keys.append(key_of(config(has_order=True, has_count=True), ()))
     keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
     wide = config(head_dim=512, head_dim_v=512, tiles=Tiles(64, 32, 2, False))
     keys += [key_of(dataclasses.replace(wide, has_one_kv=one, pairs=two), ()) for one in (False, True) for two in (False, True)]
+    of_sequences = dataclasses.replace(wide, has_entries=True, has_lse=True, spread="heads")
+    keys += [key_of(dataclasses.replace(of_sequences, is_split=split), ()) for split in (False, True)]
     keys += [key_of(config(), kinds) for kinds in ((FLOAT,), (INT,), (1, INT), (torch.float32, 1), (torch.float32, -1), (type(None),))]
     assert len(set(keys)) == len(keys)
 

@@ -123,7 +123,7 @@ def test_doors_take_it_and_judge_it() -> None:
 @pytest.mark.parametrize(
     "fields,words",
     [
-        ({"heads_per_tile": 2}, "heads_per_tile=2; wanted 1 or one of 4, 8"),
+        ({"heads_per_tile": 2}, "heads_per_tile=2; wanted one of 1, 4, 8"),
         ({"heads_per_tile": 4, "lists": "dense", "per_head": True}, "lists or bands of each head"),
         ({"heads_per_tile": 8, "lists": "dense", "spread": "none"}, "lists or bands of each head"),
     ],

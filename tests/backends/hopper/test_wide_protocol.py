@@ -32,8 +32,13 @@ def test_the_cases_are_of_every_kind() -> None:
     paired = [c for c in cases if c.config.pairs]
     assert any(t.room is not None for c in paired for t in c.others) and any(c.config.is_paged for c in paired)
     assert any(c.worker > 0 and len(c.tiles) > 2 for c in paired) and any(c.config.heads_per_tile > 1 for c in paired)
+    assert {c.config.heads_per_tile for c in cases if c.tiles} == {1, 4, 16, 64, 128} and any(c.config.divides_heads for c in paired)
+    split = [c for c in cases if c.config.is_split and c.tiles]
+    assert {c.sizes.spread // c.sizes.heads for c in split} == {1, 2, 3} and {c.config.pairs for c in split} == {False, True}
+    assert any(c.config.is_paged for c in split) and any(c.config.has_left and c.config.has_right for c in split)
     for case in paired:
-        assert [t.facts["m_block"] + 1 for t in case.tiles] == [t.facts["m_block"] for t in case.others]
+        step = 0 if case.config.divides_heads else 1
+        assert [t.facts["m_block"] + step for t in case.tiles] == [t.facts["m_block"] for t in case.others]
         assert [t.visits for t in case.tiles] == [t.visits for t in case.others]
 
 

@@ -14,6 +14,7 @@ __all__ = ["Case", "random_case"]
 
 TILE_N = 16
 _MOST_READS = 100_000  # of a table in one schedule; the longest make some thousands
+_STORED = 10_000  # rows of storage of the queries, above all that entries have
 _VISITS = (0, 1, 1, 1, 2, 2, 3, 5)
 
 
@@ -54,7 +55,7 @@ class Case:
     config: Any
     tiles: list[RowTile]
     tables: dict[str, Any]
-    lengths: tuple[int, int]
+    lengths: tuple[int, ...]
     sizes: Sizes
     bands: list[tuple[int, int]]
     workers: int
@@ -122,6 +123,7 @@ def _config(draw: random.Random) -> Any:
         has_one_kv=False,
         pairs=False,
         cluster=1,
+        is_split=False,
     )
 
 
@@ -135,6 +137,18 @@ def _widen(config: Any, seed: int) -> None:
     config.tiles.stages = max(config.tiles.stages, 1 + config.has_one_kv)
     if config.gathers:
         config.gathers, config.piece = False, 2
+
+
+def _ratio_of_wide(config: Any, seed: int, ratio: int) -> int:
+    """Query heads per K/V head. Of some wide configs with entries heads fill a row tile, those of a pair too, or keys are split."""
+    draw = random.Random(-(10**8) - seed)
+    if config.lists is not None or config.spread != "heads":
+        return ratio
+    config.is_split = draw.random() < 0.5
+    if draw.random() < 0.5:
+        config.heads_per_tile = draw.choice((16, 64, 128) if config.pairs else (16, 64))
+        ratio = draw.choice({16: (16, 20, 5), 64: (64, 40, 100), 128: (128, 65, 200)}[config.heads_per_tile])
+    return ratio
 
 
 def _turned(worker: int, workers: int, total: int) -> list[int]:
@@ -176,11 +190,15 @@ def random_case(seed: int, rows: int | None = None, is_wide: bool = False) -> Ca
         ratio = 3 if seed % 2 else 5
         if seed % 4 > 1:
             config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
-    config.own_q = config.tiles.tile_m // config.heads_per_tile
-    config.tile_q = config.own_q * config.cluster
-    sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
+    ratio = _ratio_of_wide(config, seed, ratio) if is_wide else ratio
+    config.own_heads = min(config.heads_per_tile, config.tiles.tile_m)
+    config.divides_heads = config.heads_per_tile > config.own_heads
+    config.own_q = config.tiles.tile_m // config.own_heads
+    config.tile_q = config.tiles.tile_m * config.cluster // config.heads_per_tile
+    spread = heads * (1 + seed % 3 if config.is_split else 1)
+    sizes = Sizes(rows, spread, section, heads, ratio, draw.choice((1, 1, 2, 3)))
     # heads whose K and V fit the cache together go side by side
-    work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
+    work = [(r, h) for first in range(0, spread, section) for r in range(rows) for h in range(first, min(first + section, spread))]
     taken, jumps = _taken(draw, len(work), workers)
     worker = seed % workers if config.pairs else 0
     if config.pairs:
@@ -228,15 +246,20 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         pages.append([1000 * b + i for i in draw.sample(range(99), used)])
     draw.shuffle(order)
 
-    def tile(row: int, head: int, rank: int) -> RowTile | None:
+    def tile(row: int, inner: int, rank: int) -> RowTile | None:
         m_block, _, b = order[row]
+        split, head = divmod(inner, sizes.heads)
         if m_block < 0:
             return None
         q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
-        m_block = m_block * config.cluster + rank
-        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (q_row, q_start, m_block))
+        share = -(-len(visits) // (sizes.spread // sizes.heads))
+        visits = visits[split * share : (split + 1) * share]
+        m_block = m_block if config.divides_heads else m_block * config.cluster + rank
+        place, skipped = (q_row, q_start, m_block), config.own_heads * rank if config.divides_heads else 0
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, place, skipped)
+        heads, q_row = min(heads, config.own_heads), q_row + split * _STORED
         kv_head = head // sizes.ratio
         keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
         if config.is_paged:
@@ -249,7 +272,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 
     tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}
-    return tables, (999, 999), bands, tile
+    return tables, (999, 999, *((_STORED,) if config.is_split else ())), bands, tile
 
 
 def _pieces(n: int, piece: int) -> range:
@@ -263,13 +286,15 @@ def _on_page(at: int, seqlen_k: int, pages: list[int], piece: int, in_page: int)
     return at % in_page, pages[at // in_page] if at * piece < seqlen_k else -1
 
 
-def _of_heads(number: int, packed: int, ratio: int, at: tuple[int, int, int]) -> tuple[int, int, tuple]:
-    """(heads of a row tile, the first, what is chosen of Q). number: the tile's head, or the number of the group that shares it."""
+def _of_heads(number: int, packed: int, ratio: int, at: tuple[int, int, int], skipped: int = 0) -> tuple[int, int, tuple]:
+    """(heads of a row tile, the first, what is chosen of Q). number: the tile's head, or the number of the group that shares it. skipped:
+    heads of the group that another thread block has."""
     q_row, q_start, m_block = at
     if packed == 1:
         return 1, number, (number, q_row, q_start, m_block, 0)
     groups = [(h, min(packed, ratio - h)) for h in range(0, ratio, packed)]
     kv_head, (before, heads) = number // len(groups), groups[number % len(groups)]
+    before, heads = before + skipped, heads - skipped
     return heads, kv_head * ratio + before, (kv_head, q_row, ((before, q_start), 0), (0, m_block), 0)
 
 

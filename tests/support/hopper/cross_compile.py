@@ -81,7 +81,7 @@ def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: 
 
 def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
-    big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
+    big = [*(fake(kernel.dtype, 4, 8, 16) for _ in range(3)), fake(Float32, 4) if config.is_split else fake(kernel.dtype, 4, 8, 16)]
     statistics = [fake(Float32, 3) if wanted else None for wanted in (config.has_lse, config.has_max)]
     sink = fake(Float32, 1) if config.has_sink else None
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
@@ -182,6 +182,23 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
+def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """Cases of wide heads that share row tiles, with split keys and without."""
+    causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
+    assert causal is not None and window is not None
+    capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
+    entries = {"has_entries": True, "has_order": True, "spread": "heads", "has_one_kv": True}
+    split = {**entries, "is_split": True}
+    return {
+        "decoding": ([causal], {"bands": (causal.expr,), **entries, "page": 64, "heads_per_tile": 128, "has_sink": True}),
+        "decoding alone": ([], {**entries, "page": 2, "heads_per_tile": 64, "has_sink": True, "rows": 64}),
+        "decoding split": ([causal], {"bands": (causal.expr,), **split, "page": 64, "heads_per_tile": 128}),
+        "decoding split alone": ([window], {"bands": (window.expr,), **split, "heads_per_tile": 32, "rows": 64}),
+        "decoding split capped": ([capped], {"score": capped.expr, **split, "page": 16, "heads_per_tile": 128}),
+        "decoding split rows": ([], {**split, "has_one_kv": False}),
+    }
+
+
 def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     """Cases that are compiled only when they are named."""
     rows = torch.rand(100, 8), torch.rand(100, 8)
@@ -208,8 +225,9 @@ def of_each(folder: Path, arguments: list[str], compiled: Callable[..., dict[str
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, list[int]]:
     """Compiles the cases of these names or of these first words; all, but for the rare ones, if none is given. For wide heads V is the
-    first columns of K in every other case, and thread blocks share keys where they can."""
+    first columns of K in every other case, and thread blocks share keys where they can in two of four."""
     result, known, is_wide = {}, cases() | (rare() if only else {}), (head_dim, head_dim_v) in WIDE
+    known |= decoding() if is_wide else {}
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
@@ -219,13 +237,14 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
         if is_wide:
-            fields |= {"has_one_kv": i % 2 == 1}
+            fields.setdefault("has_one_kv", i % 2 == 1)
         of_kv = fields.get("has_one_kv", False)
         tiles = tiles_for(
             head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
         )
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
-        if is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0:
+        may_share = is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0
+        if may_share and (i // 2 % 2 == 0 or name.startswith("decoding")):
             fields |= {"pairs": True}
         cut = (rows // (tiles.tile_m * (1 + ("pairs" in fields))), rows // tiles.tile_n) if "lists" in fields else (1, 1)
         if is_wide and 0 < piece < LEAST_PIECE:

@@ -293,8 +293,8 @@ class Stubs:
             row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
         return is_right
 
-    def head(self, positions: Any, facts: Any) -> int:
-        return int(facts.head)
+    def heads(self, positions: Any, facts: Any) -> tuple[int]:
+        return (int(facts.head),)
 
     def finished(
         self,
@@ -304,7 +304,7 @@ class Stubs:
         excess: Registers | None,
         rate: Any,
         sink: Any,
-        head: int,
+        heads: tuple[int],
         factor: Any,
         inverses: Registers | None,
     ) -> None:
@@ -319,7 +319,7 @@ class Stubs:
             rounded = excess.load()
             if rounded.done != _SUM or any(self._must_be_masked(*tile) and tile not in rounded.made_of for tile in total.made_of):
                 raise Broken(f"sums of {total} are divided with an excess of {rounded}")
-        if head != self.block.tiles[self.block.group.finished].facts["head"]:
+        if heads != (self.block.tiles[self.block.group.finished].facts["head"],):
             raise Broken("the sink of another head")
         acc.done, row_sum.done = frozenset({"finished"}), frozenset({"lse"})
         if inverses is not None:
@@ -389,8 +389,8 @@ class Stubs:
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
             raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
         stage.used.add(group.number)
-        end = facts.m_block * self.config.own_q + (number + 1 - is_second) * 64 // self.config.heads_per_tile
-        if self.config.has_entries and end > facts.seqlen_q:
+        end = facts.m_block * self.config.own_q + (number + 1 - is_second) * 64 // self.config.own_heads
+        if self.config.is_split or (self.config.has_entries and end > facts.seqlen_q):
             self.block.written[t, group.number] += 1
         else:
             self.block.copy_out(place, t)

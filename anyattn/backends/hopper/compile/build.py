@@ -90,6 +90,7 @@ def name_of(config: AnyConfig) -> str:
                 ("pages", config.is_paged),
                 ("values in keys", config.has_one_kv),
                 ("pairs", config.pairs),
+                ("split keys", config.is_split),
                 ("sink", config.has_sink),
             )
             if has

@@ -78,7 +78,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         stream: cuda.CUstream,
     ):
         """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32;
-        sink: (Hq,). With ``entries`` B is that of storage, with ``pages`` k and v are (pages, Hkv, page size, D),
+        sink: (Hq,). With ``config.is_split`` out is (splits * B, Hq, Sq, D) float32, contiguous at a multiple of 16 bytes, and lse
+        (splits * B, Hq, Sq). With ``entries`` B is that of storage, with ``pages`` k and v are (pages, Hkv, page size, D),
         the page size a multiple of ``config.piece``.
 
         partial_count to pages: see ``tile_scheduler.Tables``. counter: two zeros, int32, left as zeros. scale_log2: the softmax scale times
@@ -89,6 +90,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
         ratio = heads // k_heads
+        if const_expr(self.config.is_split):
+            out, lengths = self._of_splits(out), (*lengths, q.shape[0])
         k, plain_v, plain_out = (rows_first(t) for t in (k, v, out))
         q, whole_out = self._rows_first(q, ratio), self._rows_first(out, ratio)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 2, 1, 0]))
@@ -121,7 +124,10 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             k_atom, k = self._copy_of(read_keys, k, one[1], (at_once, head_dim))
             if const_expr(not self.config.has_one_kv):
                 v_atom, v = self._copy_of(read_keys, v, one[2], (head_dim_v, at_once))
-        out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, columns))
+        if const_expr(self.config.is_split):
+            out_atom, out = None, None
+        else:
+            out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, columns))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
         self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
         self.storage_of_block = self._shared(layouts)
@@ -140,6 +146,11 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             min_blocks_per_mp=tiles.blocks,
             preferred_smem_carveout=100 if const_expr(tiles.blocks > 1) else None,  # percent; the compiler would ask the GPU otherwise
         )  # fmt: skip
+
+    def _of_splits(self, out: Any) -> Any:
+        """The splits' output with strides and an address by which a thread stores two entries at once."""
+        layout = cute.make_layout(out.shape, stride=(*(cute.assume(s, divby=8) for s in out.stride[:3]), 1))
+        return cute.make_tensor(cute.make_ptr(Float32, out.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16), layout)
 
     def _layout_of_values(self) -> Any:
         tiles, shape = self.config.tiles, (self.config.tiles.tile_m, self.config.head_dim_v, self.config.tiles.tile_n)
@@ -166,7 +177,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         """
         if self.config.heads_per_tile == 1:
             return layout, (rows, dim)
-        packed = (self.config.heads_per_tile, rows // self.config.heads_per_tile)
+        packed = (self.config.own_heads, rows // self.config.own_heads)
         return cute.composition(layout, (cute.make_layout(packed), cute.make_layout(dim))), (packed, dim)
 
     def _shared(self, layouts: tuple) -> Any:

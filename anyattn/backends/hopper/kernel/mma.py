@@ -220,7 +220,7 @@ class Multiplies:
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         factor = self.factor(given[2]) if const_expr(self.config.has_dropout) else None
         excess = row_scale if const_expr(self.config.is_bounded) else None
-        self.finished(acc, row_max, row_sum, excess, given[1], sink, self.head(positions, facts), factor, self._inverses(row_scale))
+        self.finished(acc, row_max, row_sum, excess, given[1], sink, self.heads(positions, facts), factor, self._inverses(row_scale))
         self._divided(fixed, row_scale)
         tops = self.highest(tops, given[1])
         self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)

@@ -34,7 +34,9 @@ class Loads:
         while work < total:
             following = self.turned(work, workers) if const_expr(self.config.pairs) else self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
-            heads = Int32(1)
+            split, heads = Int32(0), Int32(1)
+            if const_expr(self.config.is_split):
+                split, head = head // sizes.heads, head % sizes.heads
             if const_expr(self.config.heads_per_tile > 1):
                 heads, head = self.packed(head, sizes)
             if m_block >= 0:
@@ -43,13 +45,20 @@ class Loads:
                 if const_expr(self.config.lists is None):
                     left, right = self.band(entry, head, q_first, captured)
                     visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
+                    if const_expr(self.config.is_split):
+                        visits, masked, bare, behind, last = self.share(
+                            split, sizes.spread // sizes.heads, (visits, masked, bare, behind, last)
+                        )
                     plan = last
                 else:
                     of_lists = self.head_of_lists(head, sizes)
                     (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, of_lists, seqlen_k, tables)
                 m_block = self.own_tile(m_block, rank)
+                heads, head = self.own_heads(heads, head, rank)
+                # splits follow one another, each with all rows of storage
+                out_row = q_row + split * lengths[2] if const_expr(self.config.is_split) else q_row
                 facts = Facts(
-                    heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                    heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, out_row, q_start, q_first, left, right
                 )  # fmt: skip
                 place = (m_block, head, q_row, q_start, k_row, k_start)
                 (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes, rank)
@@ -88,6 +97,10 @@ class Loads:
     def own_tile(self, m_block: Any, rank: Any) -> Any:
         """A thread block's row tile, of a scheduled one."""
         return m_block
+
+    def own_heads(self, heads: Any, head: Any, rank: Any) -> tuple[Any, Any]:
+        """(number, first) of the heads of a thread block's row tile, of a scheduled one's."""
+        return heads, head
 
     @cute.jit
     def _drawn(self, counter, total, workers):
@@ -178,7 +191,7 @@ class Loads:
         m_block, head, q_row, q_start, k_row, k_start = place
         kv_head = head // sizes.ratio
         if const_expr(self.config.heads_per_tile > 1):
-            shape = ((self.config.heads_per_tile, self.config.own_q), d)
+            shape = ((self.config.own_heads, self.config.own_q), d)
             q_rows = cute.domain_offset(((head % sizes.ratio, q_start), 0), q[None, None, kv_head, q_row])
             q_source = cute.local_tile(q_rows, shape, ((0, m_block), 0))
         else:

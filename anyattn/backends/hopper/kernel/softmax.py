@@ -1,5 +1,6 @@
 """Online softmax on a fragment: mods and masks, then exp2 with the scale folded in, with running row maximum and row sum."""
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -10,7 +11,7 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.codegen.mask_words import Line, are_wide, at_least, below, emit_each, emit_words, holds_at, in_ranges
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_if_wide, parts_of
-from anyattn.backends.hopper.config import slots
+from anyattn.backends.hopper.config import PACKED, slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.mods.analysis.separated import separated
@@ -45,24 +46,35 @@ class Softmax:
 
     def apart(self, r: int) -> int:
         """The distance in positions of a thread's ``r``-th row from its first: rows lie 8 apart, and packed heads share a position."""
-        return r * 8 // self.config.heads_per_tile
+        return r * 8 // self.config.own_heads
 
     def first_row(self, positions: Any, facts: Any) -> Any:
         """The position of a thread's first row in its entry."""
-        first, heads = positions[0, 0][0], self.config.heads_per_tile
+        first, heads = positions[0, 0][0], self.config.own_heads
         return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.own_q
 
-    def head(self, positions: Any, facts: Any) -> Any:
-        """The query head of a thread's rows, clamped to the tile's last head."""
-        heads = self.config.heads_per_tile
-        return facts.head if heads == 1 else facts.head + cutlass.min(positions[0, 0][0] & (heads - 1), facts.more - 1)
+    def head(self, positions: Any, facts: Any, r: int = 0) -> Any:
+        """The query head of a thread's ``r``-th row, clamped to the tile's last head. Up to 8 packed heads, all its rows have the same."""
+        return facts.head if self.config.own_heads == 1 else facts.head + cutlass.min(self._head_in_tile(positions, r), facts.more - 1)
 
-    def rows_end(self, positions: Any, facts: Any) -> Any:
-        """The end of a thread's rows that are stored; 0 if the tile does not have their head."""
-        heads = self.config.heads_per_tile
-        if heads == 1:
-            return facts.seqlen_q
-        return select((positions[0, 0][0] & (heads - 1)) < facts.more, facts.seqlen_q, 0, "int")
+    def heads(self, positions: Any, facts: Any) -> tuple[Any, ...]:
+        """``head`` of each of a thread's rows."""
+        return self._of_rows(positions, lambda r: self.head(positions, facts, r))
+
+    def rows_ends(self, positions: Any, facts: Any) -> tuple[Any, ...]:
+        """For each of a thread's rows the end of those that are stored; 0 if the tile does not have its head."""
+        if self.config.own_heads == 1:
+            return self._of_rows(positions, lambda r: facts.seqlen_q)
+        return self._of_rows(positions, lambda r: select(self._head_in_tile(positions, r) < facts.more, facts.seqlen_q, 0, "int"))
+
+    def _head_in_tile(self, positions: Any, r: int) -> Any:
+        row = positions[0, 0][0] if r == 0 else positions[0, 0][0] + 8 * r
+        return row & (self.config.own_heads - 1)
+
+    def _of_rows(self, positions: Any, found: Callable[[int], Any]) -> tuple[Any, ...]:
+        """``found`` of each of a thread's rows, computed once if all have the same head."""
+        rows = cute.size(positions, mode=[0])
+        return tuple(map(found, range(rows))) if self.config.own_heads > PACKED[-1] else (found(0),) * rows
 
     @cute.jit
     def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):

@@ -15,6 +15,7 @@ from anyattn.backends.hopper.codegen.emit import emit_rows
 from anyattn.sequences.block_info import BlockInfo
 from anyattn.sequences.integers import maximum, minimum
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
+from anyattn.sequences.split_kv import split_range
 
 __all__ = ["FACTS", "Facts", "Sizes", "Tables", "Visits"]
 
@@ -27,7 +28,7 @@ class Facts(NamedTuple):
     more: the tile's number of query heads, 1 unless heads are packed; 0 ends the row tiles. head: the first of these heads.
     total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
     ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i sees keys ``i + left <= j < i + right``, as far
-    as the config has these bounds.
+    as the config has these bounds. With ``Config.is_split`` q_row is the row of the split's results.
     """
 
     more: Any
@@ -67,7 +68,8 @@ class Tables(NamedTuple):
 
 class Sizes(NamedTuple):
     """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` run side by side. heads: those of an entry. A
-    head here is a query head, or the group of heads that share a row tile.
+    head here is a query head, or the group of heads that share a row tile. With ``Config.is_split`` each head counts once per split in
+    ``spread``.
 
     ratio: query heads per K/V head. pieces_in_page: pieces of ``Config.piece`` rows; 0 without pages.
     """
@@ -168,6 +170,17 @@ class Visits:
         masked = n_max - 1 - after
         bare = maximum(after - n_left, 0)
         return total, masked, bare, maximum(total - 1 - masked - bare, 0), n_max - 1
+
+    @cute.jit
+    def share(self, split, splits, visits):
+        """The visits of part ``split`` of a row tile's, as ``band_visits`` has them: equal shares in the order of the visits, the last ones
+        may be shorter or empty."""
+        total, masked, bare, _, last = visits
+        begin, end = split_range(0, total, split, splits)
+        size, after = end - begin, begin + 1  # the first visit of a part is masked like that of the whole
+        own_masked = maximum(minimum(end, 1 + masked) - after, 0)
+        own_bare = maximum(minimum(end, 1 + masked + bare) - maximum(after, 1 + masked), 0)
+        return size, own_masked, own_bare, maximum(size - 1 - own_masked - own_bare, 0), last - begin
 
     @cute.jit
     def list_visits(self, m_block, entry, head, seqlen_k, tables):

@@ -189,3 +189,28 @@ def test_attention_over_copies(name: str, meaning: str, form: str, is_unread: bo
     for _ in range(2):
         out, lse, _ = repeater_of(problem, plan).forward(problem)
         seq.judge({"out": list(out), "lse": list(lse)}, case.batch, MEANINGS[meaning], case.firsts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("page", [0, 16])
+def test_keys_of_wide_heads_stay_where_they_are(page: int, new: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sequences of the lengths after appending, in the same memory and pages; rows see the same keys as in the cache."""
+    monkeypatch.setattr(check_lengths, "skips_device_reads", lambda device, validate: validate is not True)
+    lengths = [40 + i % 20 for i in range(140)] if not page else [40, 7, 0]  # of two programs; wide tables hold other numbers between
+    cached = torch.tensor(lengths, dtype=dtype).repeat_interleave(2)[::2]
+    batch, rows = len(lengths), 64
+    stored = torch.zeros(4 * batch, page, 1, 264) if page else torch.zeros(batch, rows, 1, 264)
+    places = {"cache_seqlens": cached} | ({"page_table": torch.arange(4 * batch).view(batch, 4).int()} if page else {})
+    q, fresh = torch.zeros(batch, 3, 2, 264), torch.zeros(batch, new, 1, 264) if new else None
+    of_values = None if fresh is None else fresh[..., :256]
+    problem = cache_call(CacheArguments(q, stored, stored[..., :256], fresh, of_values, **places), Options(causal=True)).problem
+    found = gathered(problem)
+    s, before = found.sequences, problem.sequences
+    assert isinstance(s, StoredSequences) and before is not None
+    assert found.k is problem.k and found.v is problem.v and s.page_table is before.page_table and s.page_size == page
+    assert s.seqlens_k.tolist() == [n + new for n in lengths] == before.seqlens_k.tolist()
+    assert s.tables.seqused_k is not None and s.tables.seqused_k.dtype is torch.int32
+    (limits,), (wanted,) = found.row_limits, problem.row_limits
+    assert limits is not None and wanted is not None and len(limits) == len(wanted)
+    assert all(torch.equal(a.broadcast_to(b.shape).long(), b.long()) for a, b in zip(limits, wanted, strict=True))
