@@ -78,6 +78,21 @@ def far_sides() -> None:
         judge(*qkv(1, 1, 1, rows, keys, 16, 16), **options)
 
 
+def bands() -> None:
+    """Tables by row and distance, of queries and of keys, in tiles that are near, far and cut, and by two programs of places."""
+    tables = [torch.randn(2, 2, n, 72, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (100, 83)]
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        at = torch.clamp(i - j, -10, 13) * 3 + 31
+        return s + tables[0][b, h, i, at] + 0.5 * tables[1][b, h, j, at]
+
+    from anyattn.backends.triton import distance_bands  # of the backend with the bug
+
+    q, k, v, _ = cases.inputs("normal", cases.Shape(2, 2, 2, 100, 83, 16, 16), torch.bfloat16, 0)
+    with mock.patch.multiple(distance_bands, _MOST_BYTES=1 << 30, _MOST_NEAR=1 << 30):
+        judge(q, k, v, score=score, captured=tables, kernel_options={"tile_m": 16, "tile_n": 16})
+
+
 def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int], listed: int = 0) -> Callable[[], None]:
     """Random lists, others for each entry and head, or with ``listed`` heads for all; what a partial tile shows has holes that a full one
     does not, and are others in each head."""
@@ -418,6 +433,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "sink": variant("sink"),
     "alibi": variant("alibi"),
     "far_sides": far_sides,
+    "bands": bands,
     "gated": variant("gated"),
     "softcap": variant("softcap"),
     "two_tables": two_tables,

@@ -42,6 +42,8 @@ _APPEND = "backends.triton.kernels.append_rotary"
 _QUANTISE = "backends.triton.kernels.quantise"
 _KEY_TILES = "backends.triton.kernels.key_tiles"
 _BACKWARD = "backends.triton.kernels.backward"
+_KEEP = "backends.triton.kernels.bands.keep"
+_SUM = "backends.triton.kernels.bands.sum"
 _KEY_GRADIENTS = "backends.triton.kernels.chosen.key_gradients"
 _SORTED_CHOICE = "sparsity.kernels.sorted_choice"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
@@ -134,6 +136,17 @@ MUTANTS = by_name(
         "row_tile_far_for_the_first_key", f"{_ITERATOR}:near_rows",
         "k_last + score.after.reach(score.scalars)", "k_first + score.after.reach(score.scalars)", "far_sides",
     ),
+    # tables by row and distance
+    Mutant("far_side_taken_for_the_other", f"{_KEEP}:kept", "score.side == 1", "score.side == 2", "bands"),
+    Mutant("far_pairs_of_a_cut_tile_lost", f"{_KEEP}:kept", "apart >= reach", "apart >= 2 * reach", "bands"),
+    Mutant("far_sums_of_the_first_head", f"{_KEEP}:store_sums", "h.to(tl.int64)", "0", "bands"),
+    Mutant("near_derivatives_of_the_first_entry", f"{_KEEP}:kept", "b.to(tl.int64)", "0", "bands"),
+    Mutant("place_of_the_opposite_distance", f"{_SUM}:store_places", "tl.maximum(-apart, 0)", "tl.maximum(apart, 0)", "bands"),
+    Mutant(
+        "steps_of_the_first_places_skipped", f"{_SUM}:sum_band",
+        "tl.load(own_bounds + 2 * step + 1) >= first", "tl.load(own_bounds + 2 * step + 1) >= first + 32", "bands",
+    ),
+    Mutant("rows_one_column_apart", f"{_SUM}:sum_band", "row.to(tl.int64) * (2 * reach + 1)", "row.to(tl.int64) * 2 * reach", "bands"),
     # lists
     Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= listed.listed", "i < 0", "lists"),
     Mutant("whole_of_a_list_tile_missed", f"{_ITERATOR}:_listed_full", "__ + i % CUT * TILE_N", "__", "lists"),

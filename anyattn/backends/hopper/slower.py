@@ -17,6 +17,7 @@ backward, even tiles with gradients, at most 64 keys            0.44 to 0.56
 backward, even tiles, head dimension 32                         0.71 to 0.89
 backward, even tiles, head dimension 64, 384 keys or more       0.82 to 0.97
 backward, a load at an index read from a table, few key tiles   0.48 to 0.57
+backward, gradients of tables by row and clamped distance       counted, not measured: no atomic additions
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS, TILE_M
 from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.split_keys import reason_against_splits
 from anyattn.hardware import Hardware
-from anyattn.mods.analysis.captured_loads import even_slots, loads_even_tiles
+from anyattn.mods.analysis.captured_loads import distance_tables, even_slots, loads_even_tiles
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.far_sides import far_sides
 from anyattn.mods.analysis.row_ranges import ranges_unread
@@ -84,6 +85,8 @@ def slower_backward(problem: Problem, hardware: Hardware) -> str | None:
     if problem.score is not None and _reads_even_tiles(problem):
         if is_narrow or problem.k.shape[2] >= _LONG or (learns and _is_short(problem)):
             return _EVEN
+    if learns and _sums_by_distance(problem):
+        return "it adds the gradients of tables by row and distance pair by pair"
     if learns or problem.score is None or not _looks_up(problem.score.expr):
         return None
     return _reason_of_few(problem, problem.k.shape[2], hardware, "keys")
@@ -114,6 +117,17 @@ def _is_mostly_far(problem: Problem) -> bool:
         are_near += int(run(side.reach, {}, score.scalars, ())[0])
     masks = [ranges_unread(mask) for mask in problem.predicates]
     return all(ranges is not None and ranges.count == 1 for ranges in masks) and problem.k.shape[2] >= _FAR * are_near
+
+
+def _sums_by_distance(problem: Problem) -> bool:
+    """Whether all captured gradients are those of tables by row and distance, and most pairs are far apart: Triton's kernels sum them
+    without atomic additions, if the near places of a row are not many more than the table has."""
+    score, wanted = problem.score, problem.wanted_slots
+    assert score is not None
+    if len(distance_tables(score.expr, wanted)) < len(wanted) or not _is_mostly_far(problem):
+        return False
+    near = sum(int(run(side.reach, {}, score.scalars, ())[0]) for side in far_sides(score.expr) if side is not None)
+    return near <= 2 * min(score.tensors[slot].shape[3] for slot in wanted)
 
 
 def _reason_of_wide(problem: Problem, hardware: Hardware) -> str | None:

@@ -29,6 +29,7 @@ from anyattn.backends.triton.codegen.programs import (
     slots_alone,
     slots_copied,
 )
+from anyattn.backends.triton.distance_bands import Bands, bands_of, tiles_of_bands
 from anyattn.backends.triton.documents import Form
 from anyattn.backends.triton.kernel_arguments import PARTS, constants_of, programs_along_batch, sizes_of
 from anyattn.backends.triton.kernels.arguments import (
@@ -113,7 +114,7 @@ class Passes(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, tiles: dict[str, Tiles], pairs: Tiles | None) -> Passes:
-        launches = {name: LaunchCache() for name in ("prepare", "dq", "dkdv", "pairs")}
+        launches = {name: LaunchCache() for name in ("prepare", "dq", "dkdv", "pairs", "bands")}
         count = program_of(problem).program.range_count
         return cls(tiles, count, launches, pairs, head_rows(problem), gathers_queries(problem))
 
@@ -201,7 +202,9 @@ class _RowStatistics(NamedTuple):
 
 def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: the forms in which the call is launched, each with its passes."""
-    wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
+    score, operands, bands = problem.score, (problem.q, problem.k, problem.v), _bands(problem, forms)
+    summed = _summed(problem, bands)
+    totals = _totals(problem, summed)
     dtypes = problem.q.dtype, problem.kv_grad_dtype, problem.kv_grad_dtype
     gradients = tuple([empty_in_order(t, dtype=d) if t.requires_grad else None for t, d in zip(operands, dtypes, strict=True)])
     if problem.sequences is not None:  # no program visits rows of no sequence
@@ -217,20 +220,35 @@ def _gradients(problem: Problem, forms: Sequence[FormPasses], results: _Results)
             launch_pairs(passes.launches["pairs"], form.problem, pairs, tensors, shared.filled, totals)
             continue
         statistics = _row_statistics(form, passes, results, delta)
-        for name in _kernels_of(problem):
+        for name in _kernels_of(problem, bands):
             for part in _parts(name, shared):
-                _launch(name, form, passes, part, statistics, totals if name == "dq" else ())
+                _launch(name, form, passes, part, statistics, totals if name == "dq" else (), bands)
     captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
-    for slot, total in zip(wanted, totals, strict=True):
+    for slot, total in zip(summed, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _gradient_of_captured(total, own)
+    for table in () if bands is None else bands.tables:
+        captured[table.slot] = bands.gradient(problem, table, forms[0][1].launches["bands"])  # type: ignore[union-attr]
     return *gradients, sink_gradient(problem, results.lse, delta), *captured
 
 
-def _kernels_of(problem: Problem) -> tuple[str, ...]:
+def _bands(problem: Problem, forms: Sequence[FormPasses]) -> Bands | None:
+    (form, passes), *others = forms
+    if others or form.guard is not None or not problem.wanted_slots or pairs_for(form.problem, passes.pairs) is not None:
+        return None
+    return bands_of(problem, passes.tiles)
+
+
+def _summed(problem: Problem, bands: Bands | None) -> tuple[int, ...]:
+    """The slots of captured tensors to whose gradients dq's kernel adds."""
+    return tuple([slot for slot in problem.wanted_slots if bands is None or slot not in bands.slots])
+
+
+def _kernels_of(problem: Problem, bands: Bands | None = None) -> tuple[str, ...]:
     """The kernels of the needed gradients, in launch order. dq's kernel also adds to captured tensors' gradients."""
     has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
-    return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
+    has_dkdv = problem.k.requires_grad or problem.v.requires_grad or (bands is not None and True in bands.totals)
+    return ("dq",) * has_dq + ("dkdv",) * has_dkdv
 
 
 def _parts(name: str, shared: _Shared) -> tuple[_Shared, ...]:
@@ -248,10 +266,11 @@ def _gradient_of_captured(total: Tensor, own: Tensor) -> Tensor:
     return (privatized_sum.read(total) if total.ndim > own.ndim else total).to(own.dtype)
 
 
-def _totals(problem: Problem) -> tuple[Tensor, ...]:
-    """Buffers for the gradients of captured tensors: single values in the tensors' own dtype; sums, which may have a million terms, in a
-    more precise dtype, privatized (``privatized_sum``) where many pairs add to few entries; or those of ``deterministic_sum``."""
-    wanted, score, device = problem.wanted_slots, problem.score, problem.q.device
+def _totals(problem: Problem, wanted: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Buffers for the gradients of ``wanted`` captured tensors: single values in the tensors' own dtype; sums, which may have a million
+    terms, in a more precise dtype, privatized (``privatized_sum``) where many pairs add to few entries; or those of
+    ``deterministic_sum``."""
+    score, device = problem.score, problem.q.device
     if score is None:
         return ()
     alone, additions = slots_alone(problem, wanted), deterministic_sum.additions_of(problem, wanted)
@@ -274,7 +293,7 @@ def _tiles(problem: Problem, plan: TritonPlan) -> dict[str, Tiles]:
         replace(shape_of(problem), is_band=program_of(problem).program.has_band, listed=listed_tile(problem)),
         tile_config.capability_of(problem.q.device),
     )
-    tiles = backward_tiles(shape, capability)
+    tiles = tiles_of_bands(problem, backward_tiles(shape, capability), shape, capability)
     if not problem.wanted_slots:
         tiles["dq"] = backward_tiles(replace(shape, listed=limits_of_tiles(problem)), capability)["dq"]
     if gathers_queries(problem):
@@ -367,8 +386,9 @@ def _launch(
     shared: _Shared,
     statistics: _RowStatistics,
     totals: tuple[Tensor, ...],
+    bands: Bands | None,
 ) -> None:
-    """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"."""
+    """Launches one kernel: "dq", which also computes ``totals``, or "dkdv"; each keeps the band of its rows."""
     problem, by_key, launches, (q, k, v, dout, dq, dk, dv) = form.problem, name != "dq", passes.launches[name], shared
     tiles = passes.tiles["dv" if by_key and dk is None and "dv" in passes.tiles else name]
     make_tables, tile = (key_tables_of, tiles.tile_n) if by_key else (tables_of, tiles.tile_m // (passes.head_rows or 1))
@@ -381,23 +401,26 @@ def _launch(
     # ``BackwardTensors``
     tensors = (q, k, v, dout, statistics.lse, dq, dk, dv, tables.entries, tables.order, statistics.spans, tables.guard, statistics.delta)
     gradients = (dk is None, dv is None, problem.kv_grad_dtype) if by_key else (dq is None, *problem.wanted_slots)
+    if bands is not None and by_key in bands.totals:
+        totals, gradients = (*totals, *bands.totals[by_key]), (*gradients, bands.reach, *bands.slots)
     key = (*launch_key(problem, tables, *shared.filled[3:]), tiles, statistics.tile_m, *[t.dtype for t in totals], gradients)
-    spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals
+    spec_arguments = (problem, call_program, tables, tiles, statistics.tile_m), by_key, shared, totals, bands
     launch_cached(launches, key, problem, tensors, tables.lists, _gradient_spec, spec_arguments, totals)
 
 
 _Call = tuple[Problem, "CallProgram | None", Tables, Tiles, int]
 
 
-def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...]) -> LaunchSpec:
+def _gradient_spec(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...], bands: Bands | None) -> LaunchSpec:
     (problem, call_program, tables, tiles, slot_m), (q, k, v, dout, dq, dk, dv) = call, shared
     call_program = program_of(problem) if call_program is None else call_program
     aligned, strides = strides_of(*shared.filled)
     program, captured = call_program.program, list(captured_of(call_program))
     if problem.score is not None:
-        wanted = () if by_key else problem.wanted_slots
-        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
-        part = gradient_part(problem, wanted, are_exact, program.score is not None and any(program.score.sides))
+        wanted = () if by_key else _summed(problem, bands)
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=False) if deterministic_sum.is_exact(total))
+        in_band = None if bands is None else bands.slot_of(by_key)
+        part = gradient_part(problem, wanted, are_exact, program.score is not None and any(program.score.sides), in_band)
         program = replace(program, score=part)
         captured[0] = CapturedValues(*captured[0][:2], totals, part.style.even)
     constants: dict[str, Any] = {**constants_of(problem, call_program, tables), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from anyattn.mods.analysis.far_sides import far_sides
 from anyattn.mods.ir.dependence import Dep, dependence
-from anyattn.mods.ir.expr import Expr
-from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.grad import Gradients, LoadGradient, score_gradients
 
-__all__ = ["UNIT", "contends", "even_slots", "loads_even_tiles", "moves_along_diagonals", "slots_alone", "tells_apart"]
+__all__ = [
+    "UNIT",
+    "DistanceTable",
+    "contends",
+    "distance_tables",
+    "even_slots",
+    "loads_even_tiles",
+    "moves_along_diagonals",
+    "slots_alone",
+    "tells_apart",
+]
 
 UNIT = 8  # elements: 16 bytes of a 16-bit dtype, the width of one load instruction
 
@@ -103,3 +115,68 @@ def _slots_by_tile(expr: Expr) -> tuple[int, ...]:
             is_tile = is_tile and any(deps[r].q for r in rows) and at not in places
             (slots if is_tile else others).add(node.attr)
     return tuple(sorted(slots - others))  # type: ignore[arg-type]
+
+
+# ---- tables by row and distance
+
+
+class DistanceTable(NamedTuple):
+    """A table by row and distance, such as ``table[b, h, q_idx, clamp(q_idx - kv_idx, -8, 8) + 8]``: one row of one head alone reads a row.
+    slot: of the captured tensor. by_key: its rows are keys. places: the last index of its load as an expression, near the diagonal,
+    with queries far after their keys and with queries far before them."""
+
+    slot: int
+    by_key: bool
+    places: tuple[Expr, Expr, Expr]
+
+
+@lru_cache(maxsize=1024)
+def distance_tables(expr: Expr, wanted: tuple[int, ...]) -> tuple[DistanceTable, ...]:
+    """The tables by row and distance among the ``wanted`` slots of a score mod with two far sides, on which one entry of a row is read. All
+    of one orientation have one derivative.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> table = torch.zeros(1, 1, 9, 17)
+    >>> mod = trace(lambda s, b, h, q, k: s + table[b, h, k, torch.clamp(q - k, -8, 8) + 8], "score").expr
+    >>> [(found.slot, found.by_key) for found in distance_tables(mod, (0,))]
+    [(0, True)]
+    """
+    sides = far_sides(expr)
+    if sides[0] is None or sides[1] is None:
+        return ()
+    exprs = expr, sides[0].expr, sides[1].expr
+    gradients = tuple(score_gradients(e) for e in exprs)
+    found: dict[tuple[int, bool], DistanceTable] = {}
+    factors: dict[bool, tuple] = {}
+    for slot in wanted:
+        loads = [[load for load in g.loads if load.slot == slot] for g in gradients]
+        if any(len(of_one) != 1 for of_one in loads):
+            continue
+        kinds = {_orientation(g, of_one[0], i > 0) for i, (g, of_one) in enumerate(zip(gradients, loads, strict=True))}
+        by_key = kinds.pop()
+        if kinds or by_key is None:
+            continue
+        own = tuple(_alone(g, of_one[0].output) for g, of_one in zip(gradients, loads, strict=True))
+        if factors.setdefault(by_key, own) == own:
+            places = tuple(_alone(g, of_one[0].indices[-1]) for g, of_one in zip(gradients, loads, strict=True))
+            found[slot, by_key] = DistanceTable(slot, by_key, places)  # type: ignore[arg-type]
+    return tuple(found.values())
+
+
+def _orientation(gradients: Gradients, load: LoadGradient, is_far: bool) -> bool | None:
+    """Whether the rows of a load's table are keys; None if it is no table by row and distance."""
+    expr, deps = gradients.expr, dependence(gradients.expr)
+    places = [expr.outputs[i] for i in load.indices]
+    if len(places) != 4:
+        return None
+    names = [expr.nodes[p].attr if expr.nodes[p].op == "index" else None for p in places[:3]]
+    last = deps[places[3]]
+    is_distance = last.per_head if is_far else last.q and last.kv and last.diagonal and not last.score
+    if names[:2] != ["b", "h"] or names[2] not in ("q_idx", "kv_idx") or not is_distance:
+        return None
+    return names[2] == "kv_idx"
+
+
+def _alone(gradients: Gradients, output: int) -> Expr:
+    builder = Builder()
+    return builder.build(builder.copy(gradients.expr, gradients.expr.outputs[output]))

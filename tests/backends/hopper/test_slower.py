@@ -108,3 +108,18 @@ def test_without_triton_the_kernel_that_exists_runs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planner, "_reason_against_triton", lambda *_: "triton is not installed")
     plan = planned(512, 64)
     assert (plan.backend, plan.backward) == ("hopper", "hopper")
+
+
+@pytest.mark.parametrize(
+    ("width", "seqlen", "shares", "chosen"),
+    [(64, 512, False, "triton"), (64, 256, False, "hopper"), (8, 512, False, "hopper"), (64, 512, True, "hopper")],
+)
+def test_learned_tables_by_row_and_distance(width: int, seqlen: int, shares: bool, chosen: str) -> None:
+    """Triton's where most pairs are far apart and the places near the diagonal not many more than the table's, which a head has alone."""
+    table = torch.zeros(2, 8, 512, width, dtype=torch.bfloat16, requires_grad=True)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[b, h * 0 if shares else h, i, torch.clamp(i - j, -20, 20) % width]
+
+    q, k = (torch.zeros(2, 8, seqlen, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    assert anyattn.explain(q, k, k, score).plan.backward == chosen

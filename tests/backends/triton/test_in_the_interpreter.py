@@ -51,7 +51,7 @@ PARTS = {
     "edges and sums": Part(
         tuple(
             f"{KERNELS}/test_{name}_interpreted.py"
-            for name in ("edge_cases", "even_tables", "far_sides", "deterministic_sum", "privatized_sum", "pair_tile")
+            for name in ("edge_cases", "even_tables", "far_sides", "distance_bands", "deterministic_sum", "privatized_sum", "pair_tile")
         )
     ),
     "strides and operators": Part(

@@ -136,12 +136,13 @@ def _mod_source(part: Part | None, captured: list[str]) -> str:
 def _functions(part: Part | None) -> tuple[str, ...]:
     """The first fields of a ``Mod``."""
     if part is None:
-        return "False", "None", "None", "None", "None", "False", "None", "None"
+        return "False", "None", "None", "None", "None", "False", "None", "None", "None", "0"
     terms = f"{part.name}_terms" if part.loads and part.is_by_entry else "None"
     scatter = f"{part.name}_scatter" if part.loads else "None"
     is_padded, sure = str(loads_even_tiles(part.expr, part.style.even)), "None" if part.sure is None else f"{part.sure.name}_rows"
     reach = "None" if part.reach is None else f"{part.name}_reach"
-    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, is_padded, sure, reach
+    band = "None" if part.band is None else f"{part.name}_band"
+    return "True", f"{part.name}_rows", f"{part.name}_value", terms, scatter, is_padded, sure, reach, band, str(part.side)
 
 
 @lru_cache(maxsize=4096)

@@ -65,7 +65,9 @@ class Part(NamedTuple):
     dimensions of each captured tensor. totals: number of dimensions of each gradient sum (one more with planes or copies). style: of its
     text. is_by_entry: for a loop over batch entries; see ``by_entry``. sure: of a mask, the limits of keys that it surely
     shows, with the mask's own captured values. sides: of a score mod, the parts that replace it far from the diagonal (``far_sides``), with
-    the same captured values, its queries after their keys and before them. reach: of such a part, ``far_sides.Side.reach``."""
+    the same captured values, its queries after their keys and before them. reach: of such a part, ``far_sides.Side.reach``; side: 1, 2.
+    band: of a "gradient" part, the output that is the derivative by an entry of the tables that ``kernels.bands`` sums; their band and far
+    sums are the last two totals."""
 
     name: str
     kind: str
@@ -79,6 +81,8 @@ class Part(NamedTuple):
     sure: Part | None = None
     sides: tuple[Part | None, Part | None] = (None, None)
     reach: Expr | None = None
+    side: int = 0
+    band: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,23 +231,26 @@ def _sides_of(part: Part, problem: Problem, side_part: Callable[[Expr, str], Par
     if not part.style.is_small:
         return None, None
 
-    def made(side: Side | None, name: str) -> Part | None:
+    def made(side: Side | None, name: str, number: int) -> Part | None:
         if side is None:
             return None
         found = side_part(side.expr, f"{part.name}_{name}")
         is_inside = part.style.is_inside and style_of(score, found.expr, problem).is_inside
-        return found._replace(style=part.style._replace(by_thread=True, is_inside=is_inside), reach=side.reach)
+        return found._replace(style=part.style._replace(by_thread=True, is_inside=is_inside), reach=side.reach, side=number)
 
     after, before = far_sides(score.expr)
-    return made(after, "after"), made(before, "before")
+    return made(after, "after", 1), made(before, "before", 2)
 
 
 # ---- derivatives
 
 
-def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = (), has_sides: bool = False) -> Part:
+def gradient_part(
+    problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = (), has_sides: bool = False, in_band: int | None = None
+) -> Part:
     """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
-    exact: those of them whose total is a ``deterministic_sum``. has_sides: whether the part gets ``Part.sides``."""
+    exact: those of them whose total is a ``deterministic_sum``. has_sides: whether the part gets ``Part.sides``. in_band: one of the slots
+    for ``Part.band``."""
     score = problem.score
     assert score is not None
     is_short = problem.q.dtype.itemsize == 2
@@ -251,7 +258,7 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
     ranks, kinds = tuple([t.ndim for t in score.tensors]), _TotalKinds(alone, frozenset(exact), copied - alone - frozenset(exact))
 
     def made(expr: Expr, name: str) -> Part:
-        return _gradient_part(expr, len(score.scalars), ranks, wanted, kinds, is_short)._replace(name=name)
+        return _gradient_part(expr, len(score.scalars), ranks, wanted, kinds, is_short, in_band)._replace(name=name)
 
     part = made(score.expr, "score")
     part = part._replace(style=style_of(score, part.expr, problem))
@@ -324,7 +331,9 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], kinds: _TotalKinds, is_short: bool) -> Part:
+def _gradient_part(
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], kinds: _TotalKinds, is_short: bool, in_band: int | None
+) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
     builder, (alone, exact, copied) = Builder(), kinds
     outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
@@ -349,7 +358,12 @@ def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tup
             outputs.append(builder.add("score", dtype=expr.output.dtype))
         loads.append(_family_load(family, wanted.index(family.slot), len(outputs) - 1, family.slot in exact, family.slot in copied))
     totals = tuple(ranks[slot] + (slot in exact or slot in copied) for slot in wanted)
-    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
+    band = None
+    if in_band is not None:
+        band, totals = len(outputs), (*totals, 4, 4)
+        load = next(load for load in gradients.loads if load.slot == in_band)
+        outputs.append(builder.copy(gradients.expr, gradients.expr.outputs[load.output]))
+    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals, band=band)
 
 
 def _family_load(family: Family, total: int, score: int, is_exact: bool, has_copies: bool) -> Load:
@@ -413,6 +427,8 @@ def staged(part: Part) -> str:
     if part.loads:
         functions += [terms_source(part.name, part.loads)] if part.is_by_entry else []
         functions.append(scatter_source(part.name, part.loads, part.style))
+    if part.band is not None:
+        functions.append(f"@triton.jit\ndef {part.name}_band(ds, found):\n    return ds * found[{part.band}].to(tl.float32)\n")
     if part.reach is not None:
         reach = emit(part.reach, style=part.style)
         steps = [*reach.all(), f"return device_math.limit({reach.outputs[0]})"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
-    "BackwardSizes", "BackwardStrides", "BackwardTensors", "BlockConstants", "CacheSizes", "DkdvConstants", "DqConstants",
+    "BackwardSizes", "BackwardStrides", "BackwardTensors", "BandConstants", "BlockConstants", "CacheSizes", "DkdvConstants", "DqConstants",
     "ForwardConstants", "ForwardSpans", "ForwardStrides", "ForwardTensors", "HeadGroups", "KeyFactors", "KeyStorage", "ListSpans",
     "ListStrides", "ListedTiles", "Lists", "Mod", "Mods", "PairConstants", "PairSizes", "PairSpans", "PairTensors", "PrepareConstants",
     "PrepareSpans", "PrepareStrides", "PrepareTensors", "Reduced", "ReductionConstants", "ReductionStrides", "ReductionTensors",
@@ -123,8 +123,9 @@ class Mod(NamedTuple):
     None. scatter: adds to the captured tensors' gradients; None if none is needed. is_padded: whether ``value`` may be called with keys
     beyond the end. sure: the limits of keys that a row sees whatever ``value`` is (``mods.analysis.sure_keys``); None if none are known.
     after, before: the ``Mod`` that replaces a score mod where queries are far after or far before their keys, if has_after or has_before.
-    reach: of such a ``Mod``, the distance from which on it does. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0,
-    size 0, ...) per tensor. totals: the same per gradient sum. An empty one is replaced by a number: Triton has no empty tuple."""
+    reach: of such a ``Mod``, the distance from which on it does. band: the derivative by a table's entry where ``bands.keep`` keeps it, or
+    None. side: 1 for ``after``, 2 for ``before``, else 0. scalars: int64, the bits of its numbers. tensors: (pointer, stride 0, size 0,
+    ...) per tensor. totals: the same per gradient sum. An empty one is replaced by a number: Triton has no empty tuple."""
 
     exists: Any
     rows: Any
@@ -134,6 +135,8 @@ class Mod(NamedTuple):
     is_padded: Any
     sure: Any
     reach: Any
+    band: Any
+    side: Any
     has_after: Any
     has_before: Any
     after: Any
@@ -191,6 +194,7 @@ BlockConstants = _constants("BlockConstants", "IS_NEAR", "HAS_SUMS", "HAS_MAX", 
 PrepareConstants = namedtuple(
     "PrepareConstants", ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK", "HAS_DELTA")
 )
+BandConstants = namedtuple("BandConstants", ("STEP", "BY_KEY"))
 
 
 class ForwardTensors(NamedTuple):
@@ -343,8 +347,6 @@ class PrepareTensors(NamedTuple):
 
 
 class PrepareStrides(NamedTuple):
-    """Strides of the tensors with rows."""
-
     out: RowStrides
     dout: RowStrides
 
@@ -369,8 +371,6 @@ class ReductionTensors(NamedTuple):
 
 
 class ReductionStrides(NamedTuple):
-    """Strides of the tensors with rows."""
-
     q: RowStrides
     k: RowStrides
 

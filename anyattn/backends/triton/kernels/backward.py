@@ -28,6 +28,7 @@ from anyattn.backends.triton.kernels.addressing import (
     tile_offsets,
 )
 from anyattn.backends.triton.kernels.arguments import KeyStorage, Mods, RowsOfParts, TileOfScores
+from anyattn.backends.triton.kernels.bands.keep import kept, no_sums, store_sums
 from anyattn.backends.triton.kernels.dropout import (
     factor_of,
     first_block,
@@ -114,10 +115,11 @@ def prepare_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown,
+    dq, sums, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown,
     key, offsets, rows, b, h, scale, mods, c, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys to dq, which is not scaled yet; arguments as in ``kernels.forward.visit``. offsets: of full tiles.
+    """Adds one tile of keys to dq, which is not scaled yet, and sums (``bands.keep``); arguments as in ``kernels.forward.visit``. offsets:
+    of full tiles.
 
     q_first: the tile's first row for mods. row_count: its number of rows."""
     lane = lanes_of(first, c)
@@ -157,27 +159,32 @@ def _visit_keys(
             ds, seen, is_row[:, None], (lane < end)[None, :], of_score, tile, mods.score.scalars, mods.score.tensors,
             mods.score.totals, not IS_PARTIAL and not mods.always.exists, dout.dtype,
         )  # fmt: skip
+    if mods.score.band is not None:
+        part = mods.score.band(ds, of_score)
+        if IS_PARTIAL or mods.always.exists:
+            part = tl.where(seen, part, 0.0)
+        sums = kept(sums, part, is_row[:, None], (lane < end)[None, :], b, h, q_first, first, mods.score, True, not IS_PARTIAL)
     if mods.score.exists:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or mods.always.exists) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative at a hidden score is arbitrary unless it is the same for all scores
     if c.HAS_DQ:
         dq = plus_rows(dq, ds, k, c)
-    return dq
+    return dq, sums
 
 
 @triton.jit
 def _visit_key_run(
-    dq, q, dout, lse, delta, is_row, q_first, row_count, begin, stop, runs, key, offsets, rows, b, h, scale, mods, c
+    dq, sums, q, dout, lse, delta, is_row, q_first, row_count, begin, stop, runs, key, offsets, rows, b, h, scale, mods, c
 ):  # fmt: skip
     """``_visit_keys`` of the full tiles ``begin`` to ``stop``."""
     for i in range(begin, stop):
         first = full_at(runs, i, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
-        dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
+        dq, sums = _visit_keys(
+            dq, sums, q, dout, lse, delta, is_row, q_first, row_count, first, first + c.TILE_N, True,
             key, offsets, rows, b, h, scale, mods, c, False,
         )  # fmt: skip
-    return dq
+    return dq, sums
 
 
 @triton.jit
@@ -222,7 +229,7 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
     q_idx = (position + sequence.q_first)[:, None]
     q_places = places(first_row + sequence.q_first, c.TILE_M, c.HAS_FOURS, False)
-    kept = rows_of(b, q_head, q_idx, q_places, mods)
+    own = rows_of(b, q_head, q_idx, q_places, mods)
     kv_head = (h // sizes.ratio).to(tl.int64)
     key = KeyStorage(
         k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
@@ -230,53 +237,56 @@ def dq_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
     )  # fmt: skip
     n_lane = tl.arange(0, c.TILE_N)
     offsets = offsets_of(n_lane, key.k_strides, c), tile_offsets(n_lane, key.v_strides, c.BLOCK_DV, c.IS_NEAR)
-    dq = no_rows(c.TILE_M, c)
+    dq, sums = no_rows(c.TILE_M, c), no_sums(mods.score, c.TILE_M)
     q_first, row_count = first_row + sequence.q_first, end_row - first_row
-    runs, full, partial = visits_of(kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
+    runs, full, partial = visits_of(own.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, c, False)
     if c.RANGES > 0:
-        inside = inside_of(kept.mask, seqlen_k, c.RANGES)
-        kept = RowsOfParts(score=kept.score, mask=inside, always=kept.always, dropout=kept.dropout, sure=kept.sure)
+        inside = inside_of(own.mask, seqlen_k, c.RANGES)
+        own = RowsOfParts(score=own.score, mask=inside, always=own.always, dropout=own.dropout, sure=own.sure)
     near, near_end = 0, full
     if mods.score.has_after or mods.score.has_before:
         near, near_end = near_keys(mods.score, q_first, q_first + tl.minimum(row_count, c.TILE_M) - 1, runs.full_0.first, 0, full, c.TILE_N)
     if mods.score.has_after:
-        of_side = _of_side(kept, b, q_head, q_idx, mods.score.after)
-        dq = _visit_key_run(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, 0, near, runs, key, offsets, of_side, b, q_head, scale,
+        of_side = _of_side(own, b, q_head, q_idx, mods.score.after)
+        dq, sums = _visit_key_run(
+            dq, sums, q, dout, lse, delta, is_row, q_first, row_count, 0, near, runs, key, offsets, of_side, b, q_head, scale,
             Mods(score=mods.score.after, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
         )  # fmt: skip
-    dq = _visit_key_run(
-        dq, q, dout, lse, delta, is_row, q_first, row_count, near, near_end, runs, key, offsets, kept, b, q_head, scale, mods, c
+    dq, sums = _visit_key_run(
+        dq, sums, q, dout, lse, delta, is_row, q_first, row_count, near, near_end, runs, key, offsets, own, b, q_head, scale, mods, c
     )
     if mods.score.has_before:
-        of_side = _of_side(kept, b, q_head, q_idx, mods.score.before)
-        dq = _visit_key_run(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, near_end, full, runs, key, offsets, of_side, b, q_head, scale,
+        of_side = _of_side(own, b, q_head, q_idx, mods.score.before)
+        dq, sums = _visit_key_run(
+            dq, sums, q, dout, lse, delta, is_row, q_first, row_count, near_end, full, runs, key, offsets, of_side, b, q_head, scale,
             Mods(score=mods.score.before, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, c.RANGES, c.TILE_N, c.LIST_N, c.JOINS)
-        dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, q_head, scale, mods, c, True
-        )
+        dq, sums = _visit_keys(
+            dq, sums, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, own, b, q_head, scale, mods, c,
+            True,
+        )  # fmt: skip
+    store_sums(sums, b, h, position, is_row, mods.score)
     if c.HAS_DQ:
         store_whole(tensors.dq + row_offsets(row, head, at, strides.dq)[:, None], dq, scale, is_row[:, None], c)
 
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, IS_PARTIAL: tl.constexpr
-):
-    """Adds rows ``first`` to ``end`` of one head to dk, which is not scaled yet, and dv. Scores are [keys, rows] here.
+    dk, dv, sums, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c,
+    IS_PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Adds rows ``first`` to ``end`` of one head to dk, which is not scaled yet, dv and sums (``bands.keep``). Scores are [keys, rows].
 
     heads: ``HeadPointers``. offsets: of a full tile's q and dout.
     """
     m_lane = tl.arange(0, c.TILE_M)
     row = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, c.IS_NVIDIA)  # partial tiles may keep it in registers
     q_at, do_at = offsets
-    start, kept = first, first
+    start, slot = first, first
     if IS_PARTIAL:
-        start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
+        start, slot = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
         q_at, do_at = offsets_of(local, strides.q, c), tile_offsets(local, strides.dout, c.BLOCK_DV, c.IS_NEAR)
         row = tl.minimum(row, end - 1 - start)
@@ -284,7 +294,7 @@ def _visit_rows(
     position = start + row
     at = sequence.q_start + start
     q = whole_tile(heads.q + row_at(at, strides.q, c.IS_NEAR), q_at, c)
-    lse = tl.load(heads.lse + kept + m_lane)
+    lse = tl.load(heads.lse + slot + m_lane)
     s = scores(k, q, end, c)
     dout = load_tile(heads.dout + row_at(at, strides.dout, c.IS_NEAR), do_at, c.HEAD_DIM_V, c.BLOCK_DV)
     dp = first_product(v, dout, None, end, c)
@@ -306,8 +316,13 @@ def _visit_rows(
     if c.HAS_DV:
         dv = plus_product(dv, None, kept_p, dout, c.PRECISION)
     # loaded only here, so that it takes no registers before
-    delta = tl.load(heads.delta + kept + m_lane)
+    delta = tl.load(heads.delta + slot + m_lane)
     ds = p * (dp - delta[None, :])
+    if mods.score.band is not None:
+        part = mods.score.band(ds, of_score)
+        if IS_PARTIAL or mods.always.exists:
+            part = tl.where(p != 0.0, part, 0.0)
+        sums = kept(sums, part, lanes < n_end, is_row[None, :], b, h, n_first, first, mods.score, False, not IS_PARTIAL)
     if mods.score.exists:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or mods.always.exists) and of_score[1].type.is_block():
@@ -316,21 +331,21 @@ def _visit_rows(
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles at other places than delta's slots, after which memory is arbitrary
     if c.HAS_DK:
         dk = plus_rows(dk, ds, q, c)
-    return dk, dv
+    return dk, dv, sums
 
 
 @triton.jit
 def _visit_row_run(
-    dk, dv, k, v, begin, stop, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
+    dk, dv, sums, k, v, begin, stop, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
 ):  # fmt: skip
     """``_visit_rows`` of the full tiles ``begin`` to ``stop``."""
     for i in range(begin, stop):
         start = full_rows_at(runs, i, c)
-        dk, dv = _visit_rows(
-            dk, dv, k, v, start, start + c.TILE_M, True,
+        dk, dv, sums = _visit_rows(
+            dk, dv, sums, k, v, start, start + c.TILE_M, True,
             n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, False,
         )  # fmt: skip
-    return dk, dv
+    return dk, dv, sums
 
 
 @triton.jit
@@ -424,27 +439,29 @@ def dkdv_tile(tensors, strides, spans, sizes, lists, scale, mods, c):
                     dk, dv, k, v, m * c.TILE_M, seqlen_q, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
                 )
         else:
+            sums = no_sums(mods.score, c.TILE_N)
             for i in range(0, partials):
                 start, stop, is_shown = partial_rows_at(runs, i, fulls, seqlen_q, c)
-                dk, dv = _visit_rows(
-                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, True
+                dk, dv, sums = _visit_rows(
+                    dk, dv, sums, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c, True
                 )
             near, near_end = 0, fulls
             if mods.score.has_after or mods.score.has_before:
                 near, near_end = near_rows(mods.score, sequence.q_first, n_first, tile_end - 1, runs.full, fulls, c.TILE_M)
             if mods.score.has_before:
-                dk, dv = _visit_row_run(
-                    dk, dv, k, v, 0, near, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
+                dk, dv, sums = _visit_row_run(
+                    dk, dv, sums, k, v, 0, near, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
                     Mods(score=mods.score.before, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
                 )  # fmt: skip
-            dk, dv = _visit_row_run(
-                dk, dv, k, v, near, near_end, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
+            dk, dv, sums = _visit_row_run(
+                dk, dv, sums, k, v, near, near_end, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, mods, c
             )
             if mods.score.has_after:
-                dk, dv = _visit_row_run(
-                    dk, dv, k, v, near_end, fulls, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
+                dk, dv, sums = _visit_row_run(
+                    dk, dv, sums, k, v, near_end, fulls, runs, n_first, n_end, sequence, heads, offsets, strides, b, h, scale,
                     Mods(score=mods.score.after, mask=mods.mask, always=mods.always, dropout=mods.dropout), c,
                 )  # fmt: skip
+            store_sums(sums, b, h, lane, lane < n_end, mods.score)
     if mods.dropout.exists:
         dv = dv * factor_of(mods)
     d = tl.arange(0, c.BLOCK_DV)[None, :]

@@ -11,7 +11,9 @@ import torch
 
 import anyattn
 from anyattn import masks, scores
+from anyattn.backends.triton import distance_bands
 from anyattn.backends.triton.codegen.programs import gradient_part, program_of
+from anyattn.backends.triton.tile_config import Tiles
 from anyattn.problem import Problem
 from tests.support.triton.pinned import judged_with_the_pinned_triton
 
@@ -84,3 +86,30 @@ def test_a_far_loop_has_few_instructions() -> None:
     assert len(loops) == 4 and len(far) == 2
     assert not any(op.startswith(("LDL", "STL")) for loop in far for op in loop)
     assert max(map(len, far)) < 0.5 * min(len(loop) for loop in loops if loop not in far)
+
+
+@judged_with_the_pinned_triton
+def test_no_derivative_of_a_table_by_row_and_distance_is_added_atomically() -> None:
+    tables = [t.clone().requires_grad_() for t in (C2P, P2C)]
+    launches = ahead.launches(problem(scores.disentangled(*tables, 40), has_grad=True), (9, 0), backward=True)
+    code = {}
+    for launch in launches:
+        name = getattr(launch.kernel.fn, "__name__", "")
+        name = name if name != "entry" else launch.kernel.fn.__code__.co_filename.split()[-1].rsplit("_", 1)[0]
+        code[name] = ahead.machine_loops(ahead.compiled(launch, (9, 0)).asm["cubin"])
+    assert list(code) == ["prepare_tile", "dq_tile", "dkdv_tile", "store_places", "sum_band"] and len(launches) == 7
+    operations = [op for loops in code.values() for loop in loops for op in loop]
+    assert not any(op.startswith(("RED", "ATOM", "LDL", "STL")) for op in operations)
+
+
+def test_a_band_much_larger_than_its_table_is_not_made() -> None:
+    tiles = {"dq": Tiles(64, 64, 4, 3), "dkdv": Tiles(32, 128, 8, 3)}
+
+    def slots(width: int, reach: int, length: int = 4096) -> list[int]:
+        table = torch.zeros(1, 4, length, width, dtype=torch.bfloat16, requires_grad=True)
+        score = lambda s, b, h, q, k: s + table[b, h, q, torch.clamp(q - k, -reach, reach) % width]
+        made = ahead.problem_of(score, dim=64, length=length, has_grad=True)
+        return [found.slot for found in distance_bands.tables_of_bands(made, tiles)[0]]
+
+    assert slots(8, 90) == slots(512, 800) == [0]
+    assert slots(8, 120) == slots(512, 900) == slots(512, 300, length=512) == []
