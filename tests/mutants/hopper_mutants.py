@@ -48,7 +48,7 @@ MUTANTS = by_name(
     Mutant("flat_list_offset", f"{_TILE_SCHEDULER}:Visits._lists", "row * columns", "row", "ragged_lists"),
     Mutant("row_of_lists_of_another_size", f"{_TILE_SCHEDULER}:Visits.list_visits", "m_block // cut_m", "m_block // (2 * cut_m)", "lists"),
     # sums
-    Mutant("output_not_rescaled", f"{_MMA}:Multiplies._step", "out[r, None].load() * row_scale[r]", "out[r, None].load()", "peaky"),
+    Mutant("output_not_rescaled", f"{_MMA}:Multiplies._rescaled", "out[r, None].load() * row_scale[r]", "out[r, None].load()", "peaky"),
     Mutant("sum_not_rescaled", f"{_SOFTMAX}:Softmax.exponentials", "row_sum[r] * row_scale[r]", "row_sum[r]", "peaky"),
     Mutant(
         "stale_maximum", f"{_SOFTMAX}:Softmax.exponentials",

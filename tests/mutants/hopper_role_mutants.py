@@ -1,8 +1,9 @@
 """Mutants of the Hopper kernels' roles, which the simulated thread blocks have to find: a few of each kind of mistake and each role.
 
 ``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), "wide schedules", those of
-wide heads (``test_wide_protocol.py``), or names a case of the
-backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes many more.
+wide heads (``test_wide_protocol.py``), "skipping schedules", those of a kernel that skips (``test_skipping_protocol.py``), or names a
+case of the backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes
+many more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = ["MUTANTS", "left_out", "planted"]
 _KERNEL = "backends.hopper.kernel"
 _MULTIPLIES, _LOADS, _VISITS = f"{_KERNEL}.mma:Multiplies", f"{_KERNEL}.producer:Loads", f"{_KERNEL}.tile_scheduler:Visits"
 _MULTIPLIES_WIDE, _LOADS_WIDE = f"{_KERNEL}.wide.mma:MultipliesWide", f"{_KERNEL}.wide.producer:LoadsWide"
+_SKIPS, _LOADS_SKIPPING = f"{_KERNEL}.skipping.mma:MultipliesSkipping", f"{_KERNEL}.skipping.producer:LoadsSkipping"
 _BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
 _ALONE = f"{_KERNEL}.backward.alone_mma:MultipliesAlone"
 _WIDE, _HALVES = f"{_KERNEL}.backward.wide_mma:MultipliesWide", f"{_KERNEL}.backward.halved_mma:MultipliesHalves"
@@ -30,6 +32,10 @@ _FENCE = "cute.arch.fence_proxy('async.shared', space='cta')"
 
 def _forward(where: str, name: str, old: str, new: str = "pass") -> Mutant:
     return Mutant(name, where, old, new, "schedules")
+
+
+def _skipping(where: str, name: str, old: str, new: str = "pass") -> Mutant:
+    return Mutant(name, where, old, new, "skipping schedules")
 
 
 def _wide(where: str, name: str, old: str, new: str = "pass") -> Mutant:
@@ -59,8 +65,8 @@ MUTANTS = by_name(
     # P with another V, sums of another row tile
     _forward(f"{_MULTIPLIES}._row_tiles", "K's state is not advanced", "k_state.advance()"),
     _forward(f"{_MULTIPLIES}._first", "the sums keep the row tile before", "row_sum.fill(0.0)"),
-    _forward(f"{_MULTIPLIES}._step", "O is not rescaled", "if rescales: ...", "if False: ..."),
-    _forward(f"{_MULTIPLIES}._step", "masked tiles are guessed at", "self.guesses and (not asks)", "self.guesses"),
+    _forward(f"{_MULTIPLIES}._rescaled", "O is not rescaled", "if rescales: ...", "if False: ..."),
+    _forward(f"{_MULTIPLIES}._weighed", "masked tiles are guessed at", "self.guesses and (not asks)", "self.guesses"),
     _forward(f"{_MULTIPLIES}._guessed", "a wrong guess stays", "if is_right: ...", "if True: ..."),
     _forward(f"{_MULTIPLIES}._steps", "masked tiles are one too few", "facts.masked", "facts.masked - 1"),
     _forward(f"{_MULTIPLIES}._row_tiles", "rows of another tile drop", "self.words_of_rows(positions, facts, captured)", "('rows', 0)"),
@@ -99,6 +105,20 @@ MUTANTS = by_name(
     _wide(f"{_LOADS_WIDE}.receivers", "a half is copied to one thread block", "_BOTH_BLOCKS", "1"),
     _wide(f"{_LOADS}._sources", "both thread blocks load the same half", "(rank, self.config.cluster)", "(0, self.config.cluster)"),
     _wide(f"{_VISITS}.turned", "every round begins with the first worker", "workers - 1 - work % workers", "work % workers"),
+    # ---- forward that skips
+    _skipping(f"{_SKIPS}._step_after", "a skipped tile is multiplied", "tops.pending[0] = Int32(0)"),
+    _skipping(f"{_SKIPS}._step_after", "a tile after a skipped one is not multiplied", "tops.pending[0] = Int32(1)"),
+    _skipping(f"{_SKIPS}.start_tops", "a row tile starts as the one before has ended", "tops.pending[0] = Int32(1)"),
+    _skipping(f"{_SKIPS}._step_after", "unread values are not waited for", "pipes[2].consumer_wait(v_state)"),
+    _skipping(f"{_SKIPS}._last", "a last tile's unread values are not waited for", "fixed[4][2].consumer_wait(v_state)"),
+    _skipping(f"{_SKIPS}._last", "the last product is not waited for", "warpgroup.wait_group(0)"),
+    _skipping(f"{_SKIPS}._step_after", "scores alone are not waited for", "warpgroup.wait_group(0)"),
+    _skipping(f"{_SKIPS}._step_after", "a skipped tile's step releases no values", "self._values_read(pipes[2], v_state)"),
+    _skipping(f"{_SKIPS}._step_after", "K is not released after a skipped tile", "self._keys_read(pipes[1], k_state)"),
+    _skipping(f"{_SKIPS}._step_after", "all groups vote at one barrier", "_VOTE + group", "_VOTE"),
+    _skipping(f"{_SKIPS}._step_after", "O is not rescaled after a vote", "self._rescaled(acc, sums[3], rescales)"),
+    _skipping(f"{_LOADS_SKIPPING}._visit", "bare tiles go from the last to the first", "turned.first + turned.last - i", "i"),
+    _skipping(f"{_LOADS_SKIPPING}.planned", "a bare tile takes part in no turn", "masked + bare", "masked + bare - 1"),
     # ---- backward: what waits for whom
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
     Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),

@@ -22,7 +22,14 @@ CHECKS = {
     "triton": (HERE / "triton_killers.py").read_text(),
     "role": " ".join(
         f'"{name}":'
-        for name in ("schedules", "wide schedules", *roles.CASES, *roles.CAPTURED, *(f"packed: {name}" for name in packed.CASES))
+        for name in (
+            "schedules",
+            "wide schedules",
+            "skipping schedules",
+            *roles.CASES,
+            *roles.CAPTURED,
+            *(f"packed: {name}" for name in packed.CASES),
+        )
     ),
 }
 TABLES = {"hopper": hopper_mutants.MUTANTS, "triton": triton_mutants.MUTANTS, "role": hopper_role_mutants.MUTANTS}

@@ -193,6 +193,7 @@ class Config(ModsOfConfig):
     head dimensions of ``WIDE``. pairs: two thread blocks of a cluster, of wide heads, have successive tiles of 64 rows and visit the same
     keys: each loads half of every tile of K and V for both. A scheduled row tile, which lists and tables count, is that of both.
     is_split: each row tile's visits are shared by several work items, which write float32 results of their own (split-KV); of wide heads.
+    has_skip: tiles are left out below a threshold (``problem.Skip``). counts_skips: such tiles are counted.
     """
 
     head_dim: int
@@ -224,6 +225,8 @@ class Config(ModsOfConfig):
     has_one_kv: bool = False
     pairs: bool = False
     is_split: bool = False
+    has_skip: bool = False
+    counts_skips: bool = False
 
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
@@ -245,6 +248,12 @@ class Config(ModsOfConfig):
             raise ValueError("stages=1 with has_one_kv; wanted 2 or more: a tile is V while the next one is K")
         if self.head_dim != self.head_dim_v and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}; wanted 128 instead of 96, for O takes Q's place")
+        if self.has_skip and (self.is_wide or self.has_entries or self.is_bounded):
+            raise ValueError(
+                f"has_skip at head_dim {self.head_dim}; wanted at most {HEAD_DIMS[-1]}, one entry per batch row, and row maxima"
+            )
+        if self.counts_skips and not self.has_skip:
+            raise ValueError("counts_skips without has_skip; wanted a threshold: nothing else is counted")
         if self.has_count and not self.has_order:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16):

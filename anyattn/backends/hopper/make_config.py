@@ -97,7 +97,8 @@ def forward_spec(problem: Problem, packs: bool | None = None, is_split: bool = F
     if is_split:
         config = replace(config, is_split=True, has_sink=False, has_lse=True)  # the sink is added where the splits are combined
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
-    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
+    has_maxima = problem.skip is not None  # what a tile is compared with
+    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score) and not has_maxima
     return ForwardSpec(config, sources, positive, listed, list_tile, may_be_bounded)
 
 
@@ -118,7 +119,7 @@ def mods_of(problem: Problem, score: Expr | None) -> tuple[tuple[tuple[int, int,
 
 
 def captured_by(sources: tuple[tuple[int, int, int], ...], problem: Problem) -> tuple[list[int | float], list[Tensor]]:
-    """The captured numbers and tensors of ``config.exprs``, expression by expression, then those of the dropout."""
+    """The captured numbers and tensors of ``config.exprs``, expression by expression, then those of the threshold and the dropout."""
     numbers: list[int | float] = []
     tensors: list[Tensor] = []
     for at, count, tensor_count in sources:
@@ -126,6 +127,8 @@ def captured_by(sources: tuple[tuple[int, int, int], ...], problem: Problem) -> 
         if mod is not None:  # the identity score mod captures nothing
             numbers += mod.scalars[:count]
             tensors += mod.tensors[:tensor_count]
+    if problem.skip is not None:
+        tensors += [t for t in problem.skip if t is not None]
     if problem.dropout is not None:
         more, seed = problem.dropout.captured
         numbers += more
@@ -144,9 +147,10 @@ class ByDocument(NamedTuple):
 
 
 def by_document(problem: Problem) -> ByDocument | None:
-    """How a call is run by its documents, None without block lists that follow from the mask, or if the rest of the mask is not bands.
-    Reads no tensor. Heads are not packed, since the documents' lengths are unknown."""
-    if (form_and_problem := over_unknown_documents(problem)) is None:
+    """How a call is run by its documents, None without block lists that follow from the mask, if the rest of the mask is not bands, or if
+    tiles may be skipped, since what is a tile would depend on the ids. Reads no tensor. Heads are not packed, since the documents' lengths
+    are unknown."""
+    if problem.skip is not None or (form_and_problem := over_unknown_documents(problem)) is None:
         return None
     form, over_documents = form_and_problem
     sequences_spec, lists_spec = forward_spec(over_documents, False), forward_spec(problem, False)
@@ -209,6 +213,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         "has_sink": problem.sink is not None,
         "has_lse": problem.wants_lse,
         "has_max": problem.wants_max,
+        "has_skip": problem.skip is not None,
+        "counts_skips": problem.skip is not None and problem.skip.counts is not None,
     }
     return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **results)
 

@@ -35,8 +35,11 @@ def reason_against(problem: Problem) -> str | None:
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
     if problem.k.dtype is not q.dtype:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
-    if problem.skip is not None:
-        return "skip_below leaves tiles out at run time, which only the other backends do"
+    if problem.skip is not None and (max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1] or problem.sequences is not None):
+        return (
+            f"skip_below leaves tiles out at run time, which this kernel does up to head_dim {HEAD_DIMS[-1]} and without packed sequences: "
+            f"head_dim is {q.shape[3]} and v's {v.shape[3]}, sequences are {'dense' if problem.sequences is None else 'packed'}"
+        )
     if q.shape[3] > WIDE[-1][0] or v.shape[3] > WIDE[-1][1]:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {WIDE[-1][0]}, and {WIDE[-1][1]} for v"
     # flex_attention leaves the number to the plan for few queries, which may insist on this kernel; other callers ask for splits by 0

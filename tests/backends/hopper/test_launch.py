@@ -92,10 +92,11 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split"):
+        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split", "counts_skips"):
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
     keys.append(key_of(config(has_order=True, has_count=True), ()))
+    keys.append(key_of(config(has_skip=True, counts_skips=True), ()))
     keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
     wide = config(head_dim=512, head_dim_v=512, tiles=Tiles(64, 32, 2, False))
     keys += [key_of(dataclasses.replace(wide, has_one_kv=one, pairs=two), ()) for one in (False, True) for two in (False, True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -124,6 +125,7 @@ def _config(draw: random.Random) -> Any:
         pairs=False,
         cluster=1,
         is_split=False,
+        has_skip=False,
     )
 
 
@@ -170,10 +172,12 @@ def _taken(draw: random.Random, total: int, workers: int) -> tuple[list[int], li
     return taken, jumps
 
 
-def random_case(seed: int, rows: int | None = None, is_wide: bool = False) -> Case:
-    """rows: row tiles for all blocks together, from none to 12. is_wide: the kernel is that of wide heads."""
+def random_case(seed: int, rows: int | None = None, is_wide: bool = False, skips: bool = False) -> Case:
+    """rows: row tiles for all blocks together, from none to 12. is_wide: the kernel is that of wide heads. skips: it is one that skips."""
     draw = random.Random(seed)
     config = _config(draw)
+    if skips:
+        config.has_skip, config.is_bounded, config.piece, config.is_paged, config.gathers = True, False, 0, False, False
     if is_wide:
         _widen(config, seed)
     config.has_dropout = random.Random(-(10**6) - seed).random() < 0.3
@@ -254,6 +258,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
+        visits = _turned_bare(visits) if config.has_skip else visits
         share = -(-len(visits) // (sizes.spread // sizes.heads))
         visits = visits[split * share : (split + 1) * share]
         m_block = m_block if config.divides_heads else m_block * config.cluster + rank
@@ -307,6 +312,13 @@ def _of_band(first: int, end: int, seqlen_k: int, left: int, right: int) -> list
     return [(n, end - 1 + left > n * TILE_N or first + right < min((n + 1) * TILE_N, seqlen_k)) for n in tiles]
 
 
+def _turned_bare(visits: list) -> list:
+    """The order of a kernel that skips: bare tiles, between masked ones, from the first to the last."""
+    ahead = [*visits[:1], *itertools.takewhile(lambda visit: visit[2], visits[1:])]
+    bare = list(itertools.takewhile(lambda visit: not visit[2], visits[len(ahead) :]))
+    return [*ahead, *reversed(bare), *visits[len(ahead) + len(bare) :]]
+
+
 def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
     """Every row tile has a list of partial tiles and one of full ones; with ``by_kv_head`` two K/V heads have lists of their own."""
     cut_m, cut_n = config.list_cut
@@ -333,6 +345,7 @@ def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, A
         ahead = full[:1] if full and (full[0] + 1) * TILE_N > seqlen_k else []
         visited = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
         visits = [(n, asked, bool(asked and config.partial)) for n, asked in visited]
+        visits = _turned_bare(visits) if config.has_skip else visits
         keys = [(kv_head, 0, 0, 0, n) for n, _, _ in visits]
         facts = {"more": heads, "m_block": own, "head": head, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tile_q,
                  "seqlen_k": seqlen_k, "q_row": 0, "q_start": 0, "q_first": 0, "left": 0, "right": 0}  # fmt: skip

@@ -73,6 +73,8 @@ def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: 
         numbers, count = slots(expr)
         scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
         tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:count]]
+    if getattr(config, "has_skip", False):
+        tensors += [fake(Float32, 1), *([fake(Int32, 3)] if config.counts_skips else [])]
     if config.has_dropout:
         scalars += [Int32(0), Float32(1.0)]
         tensors += [fake(Int32, 1)]
@@ -116,6 +118,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     assert causal is not None and window is not None and sinks is not None and until is not None
     ends = {"bands": (causal.expr,)}
     short = {"lists": "dense", "has_order": True, "rows": 64}
+    skipping = {"has_skip": True}
     each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
     return {
         "full": ([], {"has_sink": True}),
@@ -179,6 +182,24 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
             },
         ),
         "ragged lists of key heads": ([document], {"lists": "ragged", "partial": each, **entries, "per_head": True, "by_kv_head": True}),
+        "skipping": ([], skipping),
+        "skipping causal": ([causal], {**ends, **skipping, "counts_skips": True}),
+        "skipping window": ([window], {"bands": (window.expr,), **skipping, "has_max": True}),
+        "skipping alibi": ([alibi, causal], {"score": alibi.expr, **ends, **skipping}),
+        "skipping straight": ([straight, causal], {"score": straight.expr, **ends, **skipping}),
+        "skipping relative": ([relative], {"score": relative.expr, **skipping}),
+        "skipping capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,), **skipping}),
+        "skipping document": ([document], {"lists": "dense", "partial": each, "has_order": True, **skipping, "counts_skips": True}),
+        "skipping tree": ([tree], {"lists": "dense", "partial": Ask(tree.expr, False), "has_order": True, **skipping}),
+        "skipping document and causal": (
+            [document, causal],
+            {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),), **skipping, "counts_skips": True},
+        ),
+        "skipping dropout": ([causal], {**ends, "has_dropout": True, **skipping, "counts_skips": True}),
+        "skipping packed": ([causal], {**ends, "heads_per_tile": 8, **skipping, "counts_skips": True}),
+        "skipping packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4, **skipping}),
+        "skipping short": ([], {**short, "per_head": True, "spread": "none", **skipping, "counts_skips": True}),
+        "skipping short tree": ([tree], {**short, "partial": Ask(tree.expr, False), **skipping}),
     }
 
 
@@ -236,6 +257,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         listed = rows if "lists" in fields else None  # tiles of as many keys as rows
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
+        if is_wide and "has_skip" in fields:
+            continue
         if is_wide:
             fields.setdefault("has_one_kv", i % 2 == 1)
         of_kv = fields.get("has_one_kv", False)

@@ -138,6 +138,8 @@ class BlockPipe(Pipe):
         stage, number = self.stages[index], self.block.group.number
         if number in stage.reading:
             raise Broken(f"{self.name} {index} is given back while it is being read")
+        if self.memory and self.memory.name == "v" and stage.tag and (*stage.tag[-1], number) in self.block.skipped:
+            stage.used.add(number)
         if self.memory and number not in stage.used:
             raise Broken(f"{self.name} {index} ({stage.tag}) is given back before it was used")
 
@@ -231,6 +233,19 @@ class Group:
                 x.busy += 1
         self.flying.append(product)
 
+    def vote(self, is_low: bool) -> None:
+        """The group's warps have voted on the tile of the last scores."""
+        place = t, i = self.block.order[self.scores - 1]
+        if i == 0:
+            raise Broken(f"the first key tile of row tile {t} may be skipped")
+        if is_low:
+            self.block.skipped.add((*place, self.number))
+
+    def pass_skipped(self) -> None:
+        """Counts the tiles that come next and are skipped as done."""
+        while self.outputs < len(self.block.order) and (*self.block.order[self.outputs], self.number) in self.block.skipped:
+            self.outputs += 1
+
     def _next(self, count: int) -> tuple[int, int]:
         if count >= len(self.block.order):
             raise Broken("a product of no tile")
@@ -248,14 +263,16 @@ class Group:
             raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
 
     def _output(self, product: _Product, acc: Registers, p: Registers, v: StageRef) -> None:
+        self.pass_skipped()
         product.tile = t, i = self._next(self.outputs)
         self.outputs += 1
         tile = self.block.tiles[t]
+        before = tuple((t, j) for j in range(i) if (t, j, self.number) not in self.block.skipped)
         self._reads(product, v, (v.memory.name, *tile.sources[2][i]), (t, i))
         if p.made_of != ((t, i),) or "exponential" not in p.done or ("dropped" in p.done) is not self.block.drops:
             raise Broken(f"P of {p.made_of} with V of {(t, i)}")
         flown = tuple(x.tile for x in self.flying if x.parts[0][0] is acc)
-        if acc.made_of + flown != tuple((t, j) for j in range(i)) or not acc.done <= {"out", "all 0.0"}:
+        if acc.made_of + flown != before or not acc.done <= {"out", "all 0.0"}:
             raise Broken(f"V of {(t, i)} is added to {acc.made_of}")
         if i == 0:
             acc.epoch = p.epoch
@@ -324,6 +341,8 @@ class Block:
         self.ends = [[t for t, tile in enumerate(tiles) if tile.visits or g == 0 or not config.is_wide] for g in range(count)]
         self.barriers: dict[int, NamedBarrier] = {}
         self.owners: dict[int, int] = {}  # of barriers for one warp group
+        self.skipped = set[tuple[int, int, int]]()  # (row tile, visit, warp group)
+        self.low = schedule.random.choice((0.0, 0.5, 0.5, 0.9, 1.0)) if config.has_skip else 0.0  # the probability that a tile is
         self.copied = Counter[tuple[str, int]]()  # of each piece of a tile
         self.turn: int | None = None
         self.epochs = 0
@@ -453,6 +472,7 @@ class Block:
     def check_end(self) -> None:
         """All is computed, written and given back."""
         for name, group in self.groups.items():
+            group.pass_skipped()
             done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores.count(False))
             if done != (self.scored[group.number], len(self.order), len(self.ends[group.number]), 0, 0):
                 raise Broken(f"{name} ends with {done} of {len(self.order)} tiles, {len(self.tiles)} row tiles")

@@ -17,7 +17,7 @@ from tests.support.hopper.schedule import Broken, Schedule, State
 
 __all__ = ["MODULES", "Counter", "View", "run_block"]
 
-MODULES = ("tile_scheduler", "producer", "paged_gather", "mma", "wide/mma", "wide/producer")
+MODULES = ("tile_scheduler", "producer", "paged_gather", "mma", "wide/mma", "wide/producer", "skipping/mma", "skipping/producer")
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
 _ALL_1, _INVERSE = frozenset({"all 1.0"}), frozenset({"inverse"})
@@ -254,10 +254,13 @@ class Stubs:
         rate: Any,
         first: bool,
         blind: bool,
+        highest: Any = None,
     ) -> bool:
         made_of, block = self._softened(scores, blind), self.block
         rises = first or block.schedule.random.random() < 0.5
         top, total = row_max.load(), Loaded((), -1, _ALL_0) if first else row_sum.load()
+        if (highest is not None) is (first or not self.config.has_skip) or (highest is not None and highest.made_of != made_of):
+            raise Broken(f"exponentials of {made_of} with the highest scores of {highest}, first: {first}")
         if (top.done, total.done) != ((_LOWEST, _ALL_0) if first else (_MAX, _SUM)) or lifts != "lifts" or top.made_of != total.made_of:
             raise Broken(f"exponentials with a maximum of {top} and a sum of {total}, first: {first}")
         block.epochs += rises
@@ -375,12 +378,13 @@ class Stubs:
         t, group = self._ends(thread, facts), self.block.group
         tile, is_second = self.block.tiles[t], self.block.is_wide and number == 1
         done = [what for x in (acc, lse) if x is not None for what in x.load().done]
-        if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
+        seen = tuple((t, i) for i in range(len(tile.visits)))
+        if number != group.number or acc.made_of != tuple(x for x in seen if (*x, number) not in self.block.skipped) or not seen:
             raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
         if done != ["finished", "lse"][: 2 - is_second]:
             raise Broken(f"row tile {t} is stored as {done}")
         if (tops is None) is (self.config.has_max and not is_second) or (
-            tops is not None and (tops.made_of, tops.done) != (acc.made_of, {"highest"})
+            tops is not None and (tops.made_of, tops.done) != (seen, {"highest"})
         ):
             raise Broken(f"row tile {t} is stored with the highest scores of {None if tops is None else tops.load()}")
         stage, first = place.stage, next(iter(self.block.groups.values()))
@@ -409,6 +413,40 @@ class Stubs:
             raise Broken(f"row tile {t} is stored by thread {thread} after {group.finished} others")
         group.finished += 1
         return t
+
+
+class SkippingStubs(Stubs):
+    """The same of a kernel that skips: whether a tile is low is drawn at random."""
+
+    def tops_of(self, acc: Registers) -> SkippingTops:
+        return SkippingTops(Registers(self.block), Registers(self.block), [0], [0])
+
+    def _start_rows(self, tops: SkippingTops, *_: Any) -> None:
+        tops.rows.fill(-math.inf)
+
+    def raise_tops(self, tops: SkippingTops, scores: Registers, lifts: str | None) -> None:  # type: ignore[override]
+        self._are_low(tops, scores, lifts, None)
+
+    def _are_low(self, tops: SkippingTops, scores: Registers, lifts: str | None, _: Any) -> bool:
+        super().raise_tops(tops.rows, scores, lifts)
+        tops.of_tile.store(Loaded(scores.made_of, -1, _TOPS))
+        return self.block.schedule.random.random() < self.block.low
+
+    def highest(self, tops: SkippingTops, rate: Any) -> Registers | None:  # type: ignore[override]
+        return super().highest(tops.rows if self.config.has_max else None, rate)
+
+
+class SkippingTops(NamedTuple):
+    rows: Registers
+    of_tile: Registers
+    pending: list[int]
+    skipped: list[int]
+
+
+def _vote(block: Block, is_low: bool, barrier: int) -> bool:
+    block.barrier(barrier, 128, True)
+    block.group.vote(is_low)
+    return is_low
 
 
 def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
@@ -584,8 +622,11 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     names = _stand_ins(block, (case.worker, case.workers), counter)
     for code in codes:
         exec(code, names)
+    names["_all_of_group"] = functools.partial(_vote, block)
     roles = ("Visits", "LoadsWide", "MultipliesWide") if case.config.is_wide else ("Visits", "Loads", "Multiplies")
-    kernel = type("Kernel", (Stubs, *(names[name] for name in roles)), {})()
+    if case.config.has_skip:
+        roles = ("Visits", "LoadsSkipping", "MultipliesSkipping")
+    kernel = type("Kernel", (SkippingStubs if case.config.has_skip else Stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
     kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens

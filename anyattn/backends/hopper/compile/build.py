@@ -92,6 +92,7 @@ def name_of(config: AnyConfig) -> str:
                 ("pairs", config.pairs),
                 ("split keys", config.is_split),
                 ("sink", config.has_sink),
+                ("skips", config.has_skip),
             )
             if has
         ),
@@ -142,6 +143,7 @@ def kernel_of(config: AnyConfig) -> Any:
     from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
     from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
+    from anyattn.backends.hopper.kernel.skipping.forward import HopperSkippingForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
     from anyattn.backends.hopper.kernel.wide.forward import HopperWideForward
 
@@ -155,6 +157,8 @@ def kernel_of(config: AnyConfig) -> Any:
         if config.tiles.halves_dp:
             return HopperHalvedBackward(config)
         return HopperWideBackward(config) if config.tiles.shares_keys else HopperBackward(config)
+    if config.has_skip:
+        return HopperSkippingForward(config)
     return HopperWideForward(config) if config.is_wide else HopperForward(config)
 
 

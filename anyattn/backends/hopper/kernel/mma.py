@@ -46,8 +46,8 @@ class Multiplies:
         )
         shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
         acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.columns)), Float32)
-        per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3 + self.config.has_max)]
-        sums = (acc, *per_row, *(() if self.config.has_max else (None,)))
+        per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3)]
+        sums = (acc, *per_row, self.tops_of(acc))
         of_thread = (mmas, operands, shape_s, pipes, board, group, thread, in_smem)
         given = (scale_log2, self.rate(scale_log2, captured), captured)
         self._first_turn(group)
@@ -93,6 +93,14 @@ class Multiplies:
         if const_expr(self.config.q_stages > 1):
             if due != 0:
                 self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
+
+    def tops_of(self, acc: Any) -> Any:
+        """Registers for the rows' highest scores; None if the call does not want them."""
+        return cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) if self.config.has_max else None
+
+    def start_tops(self, tops: Any, positions: Any, facts: Any, captured: Any) -> None:
+        """What ``tops`` holds before a row tile's first key tile."""
+        tops.fill(-Float32.inf)
 
     def values_of(self, v: Any, group: int) -> Any:
         """The part of a tile of V, in shared memory, that a warp group multiplies: all columns."""
@@ -146,7 +154,7 @@ class Multiplies:
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         if const_expr(tops is not None):
-            tops.fill(-Float32.inf)
+            self.start_tops(tops, positions, facts, captured)
         pipes[1].consumer_wait(k_state)
         visit = board[1][k_state.index]
         self._my_turn(group)
@@ -186,11 +194,15 @@ class Multiplies:
                 self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
                 k_state.advance()
                 v_state.advance()
-        self._second(fixed, sums[0], p, v_state)
-        warpgroup.wait_group(0)
+        self._last(fixed, sums, p, v_state)
         pipes[2].consumer_release(v_state)
         v_state.advance()
         return k_state, v_state
+
+    def _last(self, fixed: tuple, sums: tuple, p: Any, v_state: Any) -> None:
+        """The second product of a row tile's last key tile."""
+        self._second(fixed, sums[0], p, v_state)
+        warpgroup.wait_group(0)
 
     def _second(self, fixed: tuple, acc: Any, p: Any, v_state: Any) -> None:
         """Starts the second product of the tile before, of which ``p`` holds the probabilities."""
@@ -236,8 +248,7 @@ class Multiplies:
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
         (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, _, _ = fixed
-        acc, _, _, row_scale, _ = sums
-        facts, _, _, captured, _ = given
+        acc, (facts, _, _, captured, _) = sums[0], given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
         if const_expr(self.multiplies_values_first):
@@ -258,42 +269,63 @@ class Multiplies:
         if const_expr(self.config.has_dropout):
             dropping = (captured[2], n, self.words_ahead(captured[2], n))
         self._scored(pipes, k_state, v_state)
-        of_tile = (scores, ahead, n, v_state, dropping)
+        self._weighed(fixed, sums, p, given, (scores, ahead, n, v_state, dropping), is_masked, asks)
+
+    @cute.jit
+    def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        """The softmax of a tile, whose probabilities it stores in ``p``, while the second product of the tile before is in flight."""
+        acc, _, _, row_scale, tops = sums
         if const_expr(self.guesses and not asks):
             rescales = self._guessed(fixed, sums, p, given, of_tile)
         else:
-            rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
+            lifts = self._modified(fixed, given, of_tile, is_masked, asks)
+            if const_expr(tops is not None):
+                self.raise_tops(tops, of_tile[0], lifts)
+            rescales = self._taken(fixed, sums, p, given, of_tile, lifts, asks)
+        self._rescaled(acc, row_scale, rescales)
+        self._stored(fixed, p, row_scale, rescales)
+
+    @cute.jit
+    def _rescaled(self, acc, row_scale, rescales):
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
                     out[r, None].store(out[r, None].load() * row_scale[r])
-        self._stored(fixed, p, row_scale, rescales)
 
     @cute.jit
-    def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
-        """The complete softmax of a tile; stores its probabilities in ``p`` and returns whether ``acc`` needs rescaling."""
-        _, row_max, row_sum, row_scale, tops = sums
-        facts, scale_log2, rate, captured, _ = given
-        scores, ahead, n, v_state, dropping = of_tile
-        pipes, (positions, limits) = fixed[4], self._here(fixed, given)
-        rescales = cutlass.Boolean(False)
+    def _modified(self, fixed, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        """Applies the score mod and the masks to a tile's scores. Returns the result of ``modified``."""
+        facts, scale_log2, _, captured, _ = given
+        scores, ahead, n, _, _ = of_tile
+        positions, limits = self._here(fixed, given)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        if const_expr(tops is not None):
-            self.raise_tops(tops, scores, lifts)
+        return lifts
+
+    @cute.jit
+    def _taken(self, fixed, sums, p, given, of_tile, lifts, asks: cutlass.Constexpr, highest=None):
+        """The complete softmax of a tile's modified scores; stores its probabilities in ``p`` and returns whether ``acc`` needs rescaling.
+        highest: the rows' highest scores in this tile if they are known."""
+        _, row_max, row_sum, row_scale, _ = sums
+        _, _, rate, _, _ = given
+        scores, _, _, v_state, dropping = of_tile
+        pipes, rescales = fixed[4], cutlass.Boolean(False)
         if const_expr(self.config.is_bounded):
             self.unshifted(scores, sums, rate, asks)
         else:
-            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks, highest)
         apart = None if dropping is None else self.narrowed_apart(scores, dropping)
         self._values_read(pipes[2], v_state)
         if const_expr(apart is None):
-            p.store(narrowed(scores, self.dtype).load())
+            self._narrow_to(p, scores)
         else:
             self.keep(p, apart)
         return rescales
+
+    def _narrow_to(self, p: Any, powers: Any) -> None:
+        p.store(narrowed(powers, self.dtype).load())
 
     @cute.jit
     def _guessed(self, fixed, sums, p, given, of_tile):

@@ -382,23 +382,24 @@ class Softmax:
         emit(separated(expr, NEAR_BOX), *self.captured(captured, at), places, None, store)
 
     @cute.jit
-    def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
+    def exponentials(
+        self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr, highest=None
+    ):  # fmt: skip
         """Replaces scores by exp2((score - row maximum) * rate) in place. ``row_scale`` gets the factor for earlier sums; returns whether
         any row of the warp needs it. lifts: the value to be added to a thread's scores of each row, or None.
 
         The subtracted maximum may lag behind the true one by up to ``_SLACK`` powers of 2, so that sums are seldom rescaled.
         may_be_blind: a row may have seen no key yet; its maximum is then replaced by 0, so that -inf minus it is -inf and not NaN.
+        highest: the rows' highest scores with ``lifts``, the same in the four threads of a row, if they are known.
         """
         s = rows_and_columns(scores)
         rescales = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(row_max)):
-            row = s[r, None].load()
-            held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
-            top = row.reduce(cute.ReductionOp.MAX, held, 0)
-            if const_expr(lifts is not None):  # per thread: columns count from its own first one
-                top = top + lifts[r]
-            for offset in (2, 1):  # over the four threads that hold a row
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+            if const_expr(highest is not None):
+                top = cute.arch.fmax(highest[r], row_max[r])
+            else:
+                held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
+                top = self.highest_of(s, r, lifts, held)
             if const_expr(not is_first):
                 moves = (top - row_max[r]) * rate > _SLACK
                 top = select(moves, top, row_max[r], "float")
@@ -413,6 +414,15 @@ class Softmax:
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
         return cute.arch.vote_any_sync(rescales)
+
+    def highest_of(self, s: Any, r: int, lifts: Any, held: Any) -> Any:
+        """The highest score of row ``r``, at least ``held``, over the four threads that hold it. s: ``rows_and_columns`` of a fragment."""
+        top = s[r, None].load().reduce(cute.ReductionOp.MAX, held, 0)
+        if lifts is not None:  # per thread: columns count from its own first one
+            top = top + lifts[r]
+        for offset in (2, 1):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+        return top
 
     def raise_tops(self, tops: Any, scores: Any, lifts: Any) -> None:
         """Updates each row's highest score over this thread's columns, if the call wants them. The subtracted maximum may lag behind it:
