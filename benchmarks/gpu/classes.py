@@ -85,7 +85,7 @@ def _wide_heads() -> list[Case]:
     for heads, dim in ((16, 512), (128, 512), (16, 576), (128, 576)):
         of_cache = Shape(32, heads, 1, 1, 8192, dim, 512)
         peers = ("copy", "anyattn-paged-64", "anyattn-one-kv", "flash-mla", *(["matrix-product"] if heads == 128 else []))
-        found.append(gpu_case("wide-heads-decode", "decode", "causal", of_cache, peers, backend="triton", names_shape=True))
+        found.append(gpu_case("wide-heads-decode", "decode", "causal", of_cache, peers, names_shape=True))
     return found
 
 

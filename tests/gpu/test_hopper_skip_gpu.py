@@ -146,7 +146,7 @@ def test_in_a_cuda_graph_thresholds_change_between_replays() -> None:
         graph.replay()
         wanted, of_wanted = call()
         assert torch.equal(out, wanted) and torch.equal(aux.lse, of_wanted.lse) and torch.equal(aux.skipped, of_wanted.skipped)
-        assert bool((aux.skipped > 0.2).all()) is (value > 0)
+        assert bool((aux.skipped > 0).any()) is (value > 0)
 
 
 def test_many_runs_of_many_tiles_have_the_same_bits() -> None:

@@ -48,7 +48,7 @@ _NARROW, _FEW_ROWS = 32, 512  # head dimension and queries
 _LONG = 384  # keys
 FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
 _FAR = 8  # times as many keys as distances that are not far
-_LEAST_VISITS = 8  # of a multiprocessor, 1.5 us each: below, launches count, of which Triton's decoding has fewer; counted, not measured
+_LEAST_VISITS = 1  # of tiles of keys, for each multiprocessor: 256 in all take 24 us, Triton's kernel 33 to 38 (H200)
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -132,13 +132,13 @@ def _sums_by_distance(problem: Problem) -> bool:
 
 def _reason_of_wide(problem: Problem, hardware: Hardware) -> str | None:
     """The reason for heads above 256, whose row tiles have 64 rows. Padded to 512 columns as in Triton's kernel, heads of 264 to 480 took
-    0.55 to 0.62 of its time (H200). Decoding from one cache takes less time with 64 heads (446 and 315 TFLOP/s) and with 128 (595 and
-    342); calls of few rows are counted, not measured."""
+    0.55 to 0.62 of its time (H200). Decoding of 32 sequences of 8,192 keys from one cache took 101 us with 64 heads, Triton's kernel 167,
+    and 134 with 16 heads, which take Hopper's no longer; with 128 heads 143 and 285. Other calls of few rows are counted, not measured."""
     if max(problem.q.shape[3], problem.v.shape[3]) <= HEAD_DIMS[-1]:
         return None
     config, is_decoding = forward_spec(problem).config, problem.bound_q <= FEW_QUERIES and problem.sequences is not None
     rows = min(problem.bound_q, config.own_q) * min(problem.qhead_per_kvhead, config.own_heads)
-    if rows < LEAST_ROWS and (is_decoding or 2 * rows <= LEAST_ROWS):
+    if rows < min(LEAST_ROWS, problem.bound_q * problem.qhead_per_kvhead) if is_decoding else 2 * rows <= LEAST_ROWS:
         return f"{rows} of the {LEAST_ROWS} rows of its tiles are in use"
     if not is_decoding:
         return None

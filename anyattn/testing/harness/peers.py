@@ -417,6 +417,12 @@ def _ffpa(inputs: Inputs) -> Entry:
     return lambda: attend(*qkv, is_causal=bool(native), enable_gqa=gqa, backend="cutedsl"), "bhsd"
 
 
+def _flash_mla(inputs: Inputs) -> Entry:
+    if inputs.case.shape.head_dim != _MLA_DIM:
+        raise Unavailable(f"it has head dimension {_MLA_DIM}")
+    return decode.flash_mla(lambda: module(_MLA))(inputs), "bshd"
+
+
 def _matrix_product(inputs: Inputs) -> Entry:
     """A product of two square matrices of the case's dtype, which a device does at about the highest rate that it sustains."""
     a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=inputs.device).to(inputs.bshd[0].dtype) for _ in range(2))
@@ -431,6 +437,7 @@ def _at_cache(prepare: Callable[[Inputs], Callable[[], Any]]) -> Callable[[Input
 _PAGES = "flash_attn_interface"
 _MLA = "flash_mla" if find_spec("flash_mla") else "sgl_kernel.flash_mla"
 PRODUCT_SIZE = 8192  # rows and columns
+_MLA_DIM = 576
 _CPU, _CUDA = ("cpu",), ("cuda",)
 PEERS: dict[str, Peer] = {
     OURS: Peer(_anyattn()),
@@ -458,7 +465,7 @@ PEERS: dict[str, Peer] = {
     **{name: Peer(_at_cache(decode.eight_bits(name)), is_other_job=True) for name in decode.EIGHT_BITS | decode.PREFILL_8_BITS},
     "anyattn-paged-16-triton": Peer(_at_cache(decode.paged(16, backend="triton")), _CUDA),
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),
-    "flash-mla": Peer(_at_cache(decode.flash_mla(lambda: module(_MLA))), _CUDA, is_other_job=True),
+    "flash-mla": Peer(_flash_mla, _CUDA, is_other_job=True),
     "ffpa-attn": Peer(_ffpa, _CUDA, is_compiled=True),
     "matrix-product": Peer(_matrix_product, _CUDA, is_other_job=True, has_gradient=False),
     "flash-attn": Peer(_native("flash_attn"), _CUDA),

@@ -96,6 +96,9 @@ TAKEN = {  # the number of splits
     "few entries": (Call(batch=8, keys=32_768), 8),
     "one entry": (Call(batch=1, keys=65_536), 64),
     "64 heads": (Call(heads=64), 4),
+    "16 heads": (Call(heads=16), 4),
+    "32 heads": (Call(heads=32), 4),
+    "few keys": (Call(keys=512), 2),
     "512 dimensions": (Call(dims=(512, 512)), 2),
     "three tokens": (Call(queries=3), 2),
     "packed queries": (Call(is_packed=True), 2),
@@ -108,8 +111,6 @@ TAKEN = {  # the number of splits
     "a softcap": (Call(options=(("softcap", 20.0),)), 2),
 }
 LEFT = {
-    "16 heads": (Call(heads=16), "16 of the 64 rows of its tiles are in use"),
-    "32 heads": (Call(heads=32), "32 of the 64 rows"),
     "slopes of each head": (Call(options=(("causal", True), ("alibi_slopes", torch.rand(128)))), "8 of the 64 rows"),
     "heads apart": (Call(options=(("causal", True), ("pack_gqa", False))), "1 of the 64 rows"),
     "two caches": (Call(has_one_kv=False), "values apart from keys"),
@@ -117,7 +118,7 @@ LEFT = {
     "narrow heads": (Call(dims=(256, 256)), "split keys and caches that grow"),
     "padding": (Call(page_size=0, options=(("cache_leftpad", torch.zeros(32, dtype=torch.int32)),)), "few queries read them faster"),
     "rows of a cache": (Call(page_size=0, options=(("cache_batch_idx", torch.arange(32)),)), "few queries read them faster"),
-    "few keys": (Call(keys=512), "512 tiles of scores take about as long as the launches"),
+    "too few keys": (Call(keys=64), "64 tiles of scores take about as long as the launches"),
     "every batch": (Call(options=(("deterministic", "batch"),)), 'deterministic="batch"'),
 }
 
@@ -140,7 +141,7 @@ def test_left_to_triton(name: str, chosen: None) -> None:
 
 
 def test_a_named_backend(made: list[Launch]) -> None:
-    assert Call(heads=16).plan("hopper").num_splits == 4 and Call().plan("triton").backend == "triton"
+    assert Call(keys=64).plan("hopper").backend == "hopper" and Call().plan("triton").backend == "triton"
 
 
 def test_splits_have_reasons_against_them(made: list[Launch]) -> None:
