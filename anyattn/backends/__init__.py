@@ -7,7 +7,7 @@ from copy import copy
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, empty, float32
+from torch import Tensor, float32
 
 from anyattn.backends.result import Result
 from anyattn.plan import Plan, Repeater
@@ -50,7 +50,7 @@ class _Combining(Repeater):
     def forward(self, problem: Problem) -> Any:
         parts, q, sink = self._own.forward_parts(problem), problem.q, problem.sink
         out = empty_in_order(q, last=problem.v.shape[3])
-        lse = empty(q.shape[:3], dtype=float32, device=q.device) if problem.wants_lse else None
+        lse = q.new_empty(q.shape[:3], dtype=float32) if problem.wants_lse else None
         logits = None if sink is None else sink.view(1, -1, 1).expand(q.shape[:3])
         backend_module("triton").merge(parts.outs, parts.lses, logits, out, lse, parts.has_unused)
         return Result(out, lse, None)

@@ -28,6 +28,7 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER, negative_zeros
 from anyattn.sequences.unread_kvcache import room_for
 from anyattn.sparsity.read_lists import kept_lists, lists_facts
 from anyattn.tensors.comparison import comparison
+from anyattn.tensors.strides import begins
 from anyattn.validate.flash import Options
 
 __all__ = [
@@ -117,7 +118,8 @@ class Kind:
     DROPOUT = "(None if {x} is None else _dropout({x}, signature))"
     SKIP = "(None if {x} is None else {x}.counts is not None)"  # ``problem.Skip``, whose tensors are of one kind
     ABSENT = "(None if {x} is None else _refuse())"
-    BEGINS_AT = "{x}.data_ptr() == {keys}.data_ptr()"  # of values, which may be the first columns of keys (``Problem.has_one_kv``)
+    BEGINS = f"{begins.__name__}({{x}}, {{keys}})"  # of values, which may be the first columns of keys (``Problem.has_one_kv``)
+    BEGINS_AT = "{x}.data_ptr() == {keys}.data_ptr()"  # the same of those whose strides are in the key
     ELSEWHERE = ""  # read with another argument, or not relevant to the remembered call
 
 
@@ -259,7 +261,7 @@ _latest_operands: tuple[tuple[Callable[..., bool], tuple, _Operands], ...] = ()
 
 def values_of(kind: str, keys: str) -> str:
     """The kind of an argument of values, by that of its memory. keys: the name of the argument of keys."""
-    return f"{kind}, {Kind.BEGINS_AT}".replace("{keys}", keys)
+    return f"{kind}, {Kind.BEGINS if kind == Kind.GROWING else Kind.BEGINS_AT}".replace("{keys}", keys)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> _Operands:

@@ -17,7 +17,7 @@ from anyattn.validate.window import sides_in_sight
 
 __all__ = ["Places", "exact_signature", "key_of_places", "signature_of_varlen"]
 
-_FEW = 64  # queries: up to this number a plan depends on their exact number
+_FEW = 128  # queries: up to this number a plan depends on their exact number (thread blocks of wide heads form pairs up to 128 rows)
 _INTEGERS = (torch.int32, torch.int64)
 _GREATEST = (int, type(None))
 

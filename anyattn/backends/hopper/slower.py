@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
 from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS, TILE_M
@@ -124,7 +126,7 @@ def _sums_by_distance(problem: Problem) -> bool:
     without atomic additions, if the near places of a row are not many more than the table has."""
     score, wanted = problem.score, problem.wanted_slots
     assert score is not None
-    if len(distance_tables(score.expr, wanted)) < len(wanted) or not _is_mostly_far(problem):
+    if len(distance_tables(score.expr, wanted, problem.q.dtype is torch.float16)) < len(wanted) or not _is_mostly_far(problem):
         return False
     near = sum(int(run(side.reach, {}, score.scalars, ())[0]) for side in far_sides(score.expr) if side is not None)
     return near <= 2 * min(score.tensors[slot].shape[3] for slot in wanted)

@@ -116,7 +116,8 @@ def tables_of_bands(problem: Problem, tiles: dict[str, Tiles]) -> tuple[tuple[Di
         width = score.tensors[table.slot].shape[3]
         return 2 * reach * size <= max(_MOST_BYTES, _MOST_SUMS * 4 * width) and 2 * reach <= _MOST_NEAR * _sides(problem, table.by_key)[1]
 
-    return tuple([table for table in distance_tables(score.expr, problem.wanted_slots) if pays(table)]), reach
+    found = distance_tables(score.expr, problem.wanted_slots, problem.q.dtype is torch.float16)
+    return tuple([table for table in found if pays(table)]), reach
 
 
 def tiles_of_bands(problem: Problem, tiles: dict[str, Tiles], shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

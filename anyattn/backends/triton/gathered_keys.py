@@ -181,7 +181,7 @@ def gathered(problem: Problem) -> Problem:
 
 
 def _lengths(s: StoredCache) -> Tensor:
-    """The keys of each entry that has no padding and a row of its own; the kernels that read them know the capacity."""
+    """The keys of each entry that has no padding and a row of its own, after appending."""
     cached, new = s.tables.cached, s.sizes.new
     if new is None:
         return s.seqlens_k.to(torch.int32)
@@ -191,7 +191,8 @@ def _lengths(s: StoredCache) -> Tensor:
 
     lengths = torch.empty(s.batch, dtype=torch.int32, device=cached.device)
     programs, cached = ceil_div(s.batch, _LENGTHS), cached if cached.is_contiguous() else cached.contiguous()
-    run_plain(grown_lengths, programs, (cached, lengths, new, s.batch), (), lengths.device, {"BLOCK": _LENGTHS, "num_warps": 4})
+    given = cached, lengths, new, s.sizes.capacity, s.batch
+    run_plain(grown_lengths, programs, given, (), lengths.device, {"BLOCK": _LENGTHS, "num_warps": 4})
     return lengths
 
 

@@ -131,9 +131,10 @@ class DistanceTable(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def distance_tables(expr: Expr, wanted: tuple[int, ...]) -> tuple[DistanceTable, ...]:
+def distance_tables(expr: Expr, wanted: tuple[int, ...], is_float16: bool = False) -> tuple[DistanceTable, ...]:
     """The tables by row and distance among the ``wanted`` slots of a score mod with two far sides, on which one entry of a row is read. All
-    of one orientation have one derivative.
+    of one orientation have one derivative. is_float16: only those where it is 1 or -1, for products with other numbers may leave float16's
+    range, or most of its digits, where the scores' derivatives do not.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> table = torch.zeros(1, 1, 9, 17)
@@ -157,6 +158,8 @@ def distance_tables(expr: Expr, wanted: tuple[int, ...]) -> tuple[DistanceTable,
         if kinds or by_key is None:
             continue
         own = tuple(_alone(g, of_one[0].output) for g, of_one in zip(gradients, loads, strict=True))
+        if is_float16 and not _is_unit(own[0]):
+            continue
         if factors.setdefault(by_key, own) == own:
             places = tuple(_alone(g, of_one[0].indices[-1]) for g, of_one in zip(gradients, loads, strict=True))
             found[slot, by_key] = DistanceTable(slot, by_key, places)  # type: ignore[arg-type]
@@ -175,6 +178,10 @@ def _orientation(gradients: Gradients, load: LoadGradient, is_far: bool) -> bool
     if names[:2] != ["b", "h"] or names[2] not in ("q_idx", "kv_idx") or not is_distance:
         return None
     return names[2] == "kv_idx"
+
+
+def _is_unit(derivative: Expr) -> bool:
+    return derivative.output.op == "const" and derivative.output.attr in (1.0, -1.0)
 
 
 def _alone(gradients: Gradients, output: int) -> Expr:

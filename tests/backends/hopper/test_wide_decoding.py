@@ -236,3 +236,15 @@ def test_replays(name: str, made: list[Launch], monkeypatch: pytest.MonkeyPatch)
 
     warm, first = replayed_and_first(launches, range(12), 12, monkeypatch)
     assert warm == first
+
+
+def test_values_are_told_from_columns_of_keys_at_every_call(made: list[Launch]) -> None:
+    """The signature of a cache that may grow has no strides: values that begin where keys do may have rows of their own."""
+    call = Call(page_size=0)
+    memory = torch.zeros(call.batch * call.keys * 576, dtype=BF16)
+    k = memory.view(call.batch, call.keys, 1, 576)
+    apart = memory[: call.batch * call.keys * 512].view(call.batch, call.keys, 1, 512)
+    for v, is_one in ((k[..., :512], True), (apart, False), (apart, False), (k[..., :512], True)):
+        made.clear()
+        call.run(k_cache=k, v_cache=v, backend="hopper")
+        assert [config.has_one_kv for config, _ in made if isinstance(config, Config)] == [is_one]

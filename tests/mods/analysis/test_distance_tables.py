@@ -44,3 +44,14 @@ def test_tables(name: str) -> None:
     slots = tuple(range(len(traced.tensors)))
     assert [(table.slot, table.by_key) for table in distance_tables(traced.expr, slots)] == wanted
     assert not distance_tables(traced.expr, ())
+
+
+def test_float16_wants_derivatives_of_its_range() -> None:
+    mods = {
+        1.0: lambda s, b, h, q, k: s + TABLE[b, h, q, near(q, k)],
+        -1.0: lambda s, b, h, q, k: s - TABLE[b, h, q, near(q, k)],
+        0.5: lambda s, b, h, q, k: s + 0.5 * TABLE[b, h, q, near(q, k)],
+    }
+    exprs = {factor: trace(mod, "score").expr for factor, mod in mods.items()}
+    assert {factor: len(distance_tables(expr, (0,))) for factor, expr in exprs.items()} == {1.0: 1, -1.0: 1, 0.5: 1}
+    assert {factor: len(distance_tables(expr, (0,), is_float16=True)) for factor, expr in exprs.items()} == {1.0: 1, -1.0: 1, 0.5: 0}

@@ -14,7 +14,7 @@ _NO_FACTOR: tl.constexpr = tl.constexpr(NO_FACTOR)
 _OF_HEAD: tl.constexpr = tl.constexpr(OF_HEAD)
 _OF_KEY: tl.constexpr = tl.constexpr(OF_KEY)
 _NUMBERS = ("size", "chunks")
-_GROWN = ("new", "batch")
+_GROWN = ("new", "capacity", "batch")
 _GATHERED = (
     "k_line", "k_head", "k_position", "v_line", "v_head", "v_position", "k_factor_line", "k_factor_head", "k_factor_position",
     "v_factor_line", "v_factor_head", "v_factor_position", "table_line", "last_page", "storage", "heads", "line", "tiles", "bound",
@@ -23,10 +23,12 @@ _GATHERED = (
 
 
 @triton.jit(do_not_specialize=_GROWN, do_not_specialize_on_alignment=_GROWN)
-def grown_lengths(used, lengths, new: tl.int32, batch: tl.int32, BLOCK: tl.constexpr):
-    """lengths: int32 (batch,), gets those before a step, ``used``, and the ``new`` rows that it appended to each sequence."""
+def grown_lengths(used, lengths, new: tl.int32, capacity: tl.int32, batch: tl.int32, BLOCK: tl.constexpr):
+    """lengths: int32 (batch,), gets those before a step, ``used``, and the ``new`` rows that it appended to each sequence, as far as
+    there was room: 0 to ``capacity``."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(lengths + b, (tl.load(used + b, mask=b < batch, other=0) + new).to(tl.int32), mask=b < batch)
+    grown = tl.load(used + b, mask=b < batch, other=0) + new
+    tl.store(lengths + b, tl.minimum(tl.maximum(grown, 0), capacity).to(tl.int32), mask=b < batch)
 
 
 @triton.jit(do_not_specialize=_GATHERED, do_not_specialize_on_alignment=_GATHERED)

@@ -86,3 +86,14 @@ def test_heads_that_share_keys(dtype: torch.dtype) -> None:
     score, captured = MODS["buckets"]
     q, k, v, _ = cases.inputs("normal", cases.Shape(2, HEADS, 1, ROWS, KEYS, 32, 16), dtype, 0)
     judge(q, k, v, score=score, captured=captured, backend="triton", kernel_options={"tile_m": 16, "tile_n": 64})
+
+
+def test_derivatives_below_float16() -> None:
+    """No entry of a band would be a normal number."""
+    of_row = table(2, HEADS, ROWS, 9)
+    q, k, v, dout = cases.inputs("normal", cases.Shape(2, HEADS, HEADS, ROWS, KEYS, 16, 16), torch.float16, 0)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + 2.0**-13 * of_row[b, h, q, torch.clamp(q - k, -4, 4) + 4]
+
+    judge(q, k, v, score=score, captured=[of_row], dout=dout * 2.0**-6, backend="triton", kernel_options=TILES)
