@@ -22,7 +22,6 @@ from anyattn.tensors.tested_versions import warn_of_newer_torch
 
 __all__ = ["appender", "available", "check_backend", "choose", "combiner", "for_backward", "misfits", "planned"]
 
-_NARROW = 256  # largest head dimension of which Hopper's kernel leaves decoding to Triton
 _WIDEST, _WIDEST_V = 576, 512  # head dimensions of q and k, and of v, of the GPU backends' kernels
 _warned: set[str] = set()  # kinds of calls without kernels that have been warned about
 
@@ -152,8 +151,7 @@ def _beside(against: str, problem: Problem, reason: str) -> str:
     """A reason against Hopper, with that against gathering keys of 8 bits first, or against reading those of wide heads in the cache."""
     if problem.k.dtype is not problem.q.dtype:
         return f"{against}; they are not converted first: {reason}"
-    is_wide = max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
-    return f"{against}; as sequences of their present lengths they are not read: {reason}" if is_wide else against
+    return f"{against}; as sequences of their present lengths they are not read: {reason}" if problem.has_wide_heads else against
 
 
 def _slower(problem: Problem, hardware: Hardware) -> str | None:

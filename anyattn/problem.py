@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Problem", "Skip"]
 
+_NARROW = 256  # the largest head dimension of which a warp group, or a Triton program, holds the output's columns beside the scores
 _MOST_BYTES = 2**16  # of the tables of a mask whose row ranges are kept
 
 
@@ -92,6 +93,11 @@ class Problem(OfFields):
     def has_one_kv(self) -> bool:
         """Whether the values are the first columns of the keys, in one memory: ``v = k[..., :Dv]``."""
         return begins(self.v, self.k)
+
+    @property
+    def has_wide_heads(self) -> bool:
+        """Whether a head has more dimensions than most kernels take: latent attention, and some models' heads of 512."""
+        return max(self.q.shape[3], self.v.shape[3]) > _NARROW
 
     @property
     def batch(self) -> int:

@@ -104,7 +104,7 @@ MUTANTS = by_name(
     _wide(_LOADS, "splits write over one another", "q_row + split * lengths[2]", "q_row"),
     _wide(f"{_LOADS_WIDE}.receivers", "a half is copied to one thread block", "_BOTH_BLOCKS", "1"),
     _wide(f"{_LOADS}._sources", "both thread blocks load the same half", "(rank, self.config.cluster)", "(0, self.config.cluster)"),
-    _wide(f"{_VISITS}.turned", "every round begins with the first worker", "workers - 1 - work % workers", "work % workers"),
+    _wide(f"{_VISITS}.next_in_turn", "every round begins with the first worker", "workers - 1 - work % workers", "work % workers"),
     # ---- forward that skips
     _skipping(f"{_SKIPS}._step_after", "a skipped tile is multiplied", "tops.pending[0] = Int32(0)"),
     _skipping(f"{_SKIPS}._step_after", "a tile after a skipped one is not multiplied", "tops.pending[0] = Int32(1)"),
@@ -117,7 +117,7 @@ MUTANTS = by_name(
     _skipping(f"{_SKIPS}._step_after", "K is not released after a skipped tile", "self._keys_read(pipes[1], k_state)"),
     _skipping(f"{_SKIPS}._step_after", "all groups vote at one barrier", "_VOTE + group", "_VOTE"),
     _skipping(f"{_SKIPS}._step_after", "O is not rescaled after a vote", "self._rescaled(acc, sums[3], rescales)"),
-    _skipping(f"{_LOADS_SKIPPING}._visit", "bare tiles go from the last to the first", "turned.first + turned.last - i", "i"),
+    _skipping(f"{_LOADS_SKIPPING}._visit", "bare tiles go from the last to the first", "part.first + part.last - i", "i"),
     _skipping(f"{_LOADS_SKIPPING}.planned", "a bare tile takes part in no turn", "masked + bare", "masked + bare - 1"),
     # ---- backward: what waits for whom
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
-from anyattn.backends.hopper.config import HEAD_DIMS, PACKED, PACKED_WIDE, Config
+from anyattn.backends.hopper.config import PACKED, PACKED_WIDE, Config
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
@@ -34,7 +34,7 @@ def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: di
     is_wide = score is not None and is_foreseen(score)
     packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
     length = _queries(problem)
-    if max(problem.q.shape[3], problem.v.shape[3]) > HEAD_DIMS[-1] and not _tells_heads_apart(score, fields):
+    if problem.has_wide_heads and not _tells_heads_apart(score, fields):
         length = few = min(length, problem.bound_q)
         packed = min((packed, *PACKED_WIDE), key=lambda n: row_tiles(few, ratio, tile_m, n))
     is_worth = length < MANY_QUERIES and row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)

@@ -35,7 +35,7 @@ def reason_against(problem: Problem) -> str | None:
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
     if problem.k.dtype is not q.dtype:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
-    if problem.skip is not None and (max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1] or problem.sequences is not None):
+    if problem.skip is not None and (problem.has_wide_heads or problem.sequences is not None):
         return (
             f"skip_below leaves tiles out at run time, which this kernel does up to head_dim {HEAD_DIMS[-1]} and without packed sequences: "
             f"head_dim is {q.shape[3]} and v's {v.shape[3]}, sequences are {'dense' if problem.sequences is None else 'packed'}"
@@ -100,7 +100,7 @@ def _against_lists(problem: Problem) -> str | None:
 
 
 def _against_pages(problem: Problem) -> str | None:
-    if problem.sequences is None or problem.sequences.page_table is None or max(problem.q.shape[3], problem.v.shape[3]) <= HEAD_DIMS[-1]:
+    if problem.sequences is None or problem.sequences.page_table is None or not problem.has_wide_heads:
         return None
     page = problem.k.shape[2]
     return (

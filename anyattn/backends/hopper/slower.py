@@ -28,7 +28,7 @@ import torch
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
-from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_ROWS, TILE_M
+from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M
 from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.split_keys import reason_against_splits
 from anyattn.hardware import Hardware
@@ -136,7 +136,7 @@ def _reason_of_wide(problem: Problem, hardware: Hardware) -> str | None:
     """The reason for heads above 256, whose row tiles have 64 rows. Padded to 512 columns as in Triton's kernel, heads of 264 to 480 took
     0.55 to 0.62 of its time (H200). Decoding of 32 sequences of 8,192 keys from one cache took 101 us with 64 heads, Triton's kernel 167,
     and 134 with 16 heads, which take Hopper's no longer; with 128 heads 143 and 285. Other calls of few rows are counted, not measured."""
-    if max(problem.q.shape[3], problem.v.shape[3]) <= HEAD_DIMS[-1]:
+    if not problem.has_wide_heads:
         return None
     config, is_decoding = forward_spec(problem).config, problem.bound_q <= FEW_QUERIES and problem.sequences is not None
     rows = min(problem.bound_q, config.own_q) * min(problem.qhead_per_kvhead, config.own_heads)

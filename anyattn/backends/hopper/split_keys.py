@@ -19,7 +19,7 @@ _MOST_PARTIAL = 2**29  # float32 numbers of the splits' outputs: 2 GiB
 
 def reason_against_splits(problem: Problem) -> str | None:
     """Why the keys of a call cannot be split, None if they can."""
-    if max(problem.q.shape[3], problem.v.shape[3]) <= HEAD_DIMS[-1]:
+    if not problem.has_wide_heads:
         return f"split keys are in its kernel for heads above {HEAD_DIMS[-1]} only"
     if importlib.util.find_spec("triton") is None:
         return "split keys are combined by Triton, which is not installed"

@@ -35,7 +35,6 @@ __all__ = ["described", "gathered", "reason_against"]
 
 _LENGTHS = 128  # of a program
 _NUMBERS = 64 * 128  # keys' of a program, 64 for each of its 128 threads: with twice as many, registers are spilled
-_WIDEST = 256  # head dimension above which Hopper's kernel for wide heads reads keys
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -64,7 +63,7 @@ def reason_against(problem: Problem, is_asked: bool = False) -> str | None:
     is_known = is_cache or s is None or isinstance(s, StoredSequences)
     if not (is_known and (has_8_bits or is_cache)):
         return "they are read where they are"
-    if _are_in_place(problem) and _is_wide(problem):
+    if _are_in_place(problem) and problem.has_wide_heads:
         return "gradients read them where they are" if problem.needs_grad else _against_rows(problem)
     if problem.bound_q <= FEW:
         return "few queries read them faster where they are"
@@ -102,12 +101,7 @@ def _are_in_place(problem: Problem) -> bool:
         or s.tables.rows is not None
     ):
         return False
-    return s.page_table is None or _is_wide(problem)
-
-
-def _is_wide(problem: Problem) -> bool:
-    """Whether heads are so wide that keys are read as fast out of pages, and by few queries too: a product with them takes as long."""
-    return max(problem.q.shape[3], problem.v.shape[3]) > _WIDEST
+    return s.page_table is None or problem.has_wide_heads  # read as fast out of pages: products with wide heads take as long
 
 
 def _bytes(problem: Problem, places: _Places) -> int:
@@ -240,7 +234,7 @@ def _over(problem: Problem, k: Tensor, v: Tensor, lengths: Tensor | None, of_key
         first = replace(_scaled(problem.qhead_per_kvhead, factors.ndim), tensors=(factors,))
         score = first if score is None else chained(first, score)
     moved = None if s is None else _in_lines(s, k.shape[2], lengths, k is problem.k)
-    splits = problem.num_splits if k is problem.k and _is_wide(problem) else problem.num_splits or 1
+    splits = problem.num_splits if k is problem.k and problem.has_wide_heads else problem.num_splits or 1
     return replace(problem, k=k, v=v, score=score, predicates=predicates, sequences=moved, num_splits=splits, kv_scales=None)
 
 

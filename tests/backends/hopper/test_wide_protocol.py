@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backends.hopper.test_protocol import found_by
+from tests.backends.hopper.test_protocol import SCHEDULES, every_output, found_by
 from tests.mutants.hopper_role_mutants import MUTANTS, left_out, planted
 from tests.support.covering import few
 from tests.support.hopper.cases import random_case
-from tests.support.hopper.roles import run_block
-from tests.support.hopper.schedule import Broken
-
-SCHEDULES = 320
 
 
 @pytest.mark.parametrize("part", few(range(4), 0))
 def test_every_schedule_ends_with_every_output(part: int) -> None:
-    for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
-        case = random_case(seed, is_wide=True)
-        try:
-            run_block(case, seed)
-        except Broken as error:
-            raise AssertionError(f"seed {seed}: {case}\n{error}") from error
+    every_output(part, is_wide=True)
 
 
 def test_the_cases_are_of_every_kind() -> None:

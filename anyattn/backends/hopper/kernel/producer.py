@@ -32,7 +32,7 @@ class Loads:
         sizes = self.counted(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
-            following = self.turned(work, workers) if const_expr(self.config.pairs) else self._drawn(counter, total, workers)
+            following = self.next_in_turn(work, workers) if const_expr(self.config.pairs) else self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
             split, heads = Int32(0), Int32(1)
             if const_expr(self.config.is_split):

@@ -94,7 +94,7 @@ class Visits:
             return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
         return sizes
 
-    def turned(self, work: Any, workers: Any) -> Any:
+    def next_in_turn(self, work: Any, workers: Any) -> Any:
         """The work item after ``work`` of a worker, without a counter: workers take items by turns, first to last, then last to first, so
         that the first one's are not all the longest."""
         return (work // workers + 1) * workers + (workers - 1 - work % workers)

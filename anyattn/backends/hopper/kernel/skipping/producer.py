@@ -9,8 +9,8 @@ from anyattn.backends.hopper.kernel.producer import Loads
 __all__ = ["LoadsSkipping"]
 
 
-class _Turned(NamedTuple):
-    """plan: of ``Loads``. Visits ``first`` to ``last`` are traversed the other way round."""
+class _Reversed(NamedTuple):
+    """plan: of ``Loads``. Visits ``first`` to ``last`` are made in the reverse order."""
 
     plan: Any
     first: Any
@@ -21,11 +21,11 @@ class LoadsSkipping(Loads):
     """The loading role of ``HopperSkippingForward``: a row tile's last key tile, other masked tiles at its right end, then bare ones."""
 
     def planned(self, plan: Any, masked: Any, bare: Any) -> Any:
-        return _Turned(plan, masked + 1, masked + bare)
+        return _Reversed(plan, masked + 1, masked + bare)
 
     @cute.jit
-    def _visit(self, i, turned):
+    def _visit(self, i, part):
         at = i
-        if (i >= turned.first) & (i <= turned.last):
-            at = turned.first + turned.last - i
-        return Loads._visit(self, at, turned.plan)
+        if (i >= part.first) & (i <= part.last):
+            at = part.first + part.last - i
+        return Loads._visit(self, at, part.plan)
