@@ -1,9 +1,9 @@
 """Mutants of the Hopper kernels' roles, which the simulated thread blocks have to find: a few of each kind of mistake and each role.
 
 ``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), "wide schedules", those of
-wide heads (``test_wide_protocol.py``), "skipping schedules", those of a kernel that skips (``test_skipping_protocol.py``), or names a
-case of the backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes
-many more.
+wide heads (``test_wide_protocol.py``), "wide backward schedules" (``test_wide_backward_protocol.py``), "skipping schedules", those of a
+kernel that skips (``test_skipping_protocol.py``), or names a case of the backward roles with numbers (``test_backward_roles.py``; "packed:
+..." of ``test_backward_packed.py``). ``left_out`` makes many more.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ __all__ = ["MUTANTS", "left_out", "planted"]
 _KERNEL = "backends.hopper.kernel"
 _MULTIPLIES, _LOADS, _VISITS = f"{_KERNEL}.mma:Multiplies", f"{_KERNEL}.producer:Loads", f"{_KERNEL}.tile_scheduler:Visits"
 _MULTIPLIES_WIDE, _LOADS_WIDE = f"{_KERNEL}.wide.mma:MultipliesWide", f"{_KERNEL}.wide.producer:LoadsWide"
+_TWICE, _ONCE = f"{_KERNEL}.wide_backward.twice:MultipliesTwice", f"{_KERNEL}.wide_backward.once:MultipliesOnce"
+_OF_KEYS = f"{_KERNEL}.wide_backward.keys:_OfKeys"
 _SKIPS, _LOADS_SKIPPING = f"{_KERNEL}.skipping.mma:MultipliesSkipping", f"{_KERNEL}.skipping.producer:LoadsSkipping"
 _BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
 _ALONE = f"{_KERNEL}.backward.alone_mma:MultipliesAlone"
@@ -40,6 +42,10 @@ def _skipping(where: str, name: str, old: str, new: str = "pass") -> Mutant:
 
 def _wide(where: str, name: str, old: str, new: str = "pass") -> Mutant:
     return Mutant(name, where, old, new, "wide schedules")
+
+
+def _wide_back(where: str, name: str, old: str, new: str = "pass") -> Mutant:
+    return Mutant(name, where, old, new, "wide backward schedules")
 
 
 MUTANTS = by_name(
@@ -77,6 +83,26 @@ MUTANTS = by_name(
     _forward(f"{_VISITS}.packed", "a smaller group has as many heads", "minimum(sizes.ratio - before, most)", "most"),
     _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),
     _forward(f"{_LOADS}._fetch", "pieces are written one over the other", "group * LANES + i", "0"),
+    # ---- backward of wide heads: two warp groups that pass P and dS to one another
+    _wide_back(f"{_TWICE}._gradients_taken", "dS is taken before it is there",
+               "cute.arch.barrier(barrier_id=RETURNED, number_of_threads=BOTH)"),
+    _wide_back(f"{_TWICE}._gradients_given", "P is taken before it is there",
+               "cute.arch.barrier(barrier_id=PASSED, number_of_threads=BOTH)"),
+    _wide_back(f"{_TWICE}._factors_given", "the second group is never told",
+               "cute.arch.barrier_arrive(barrier_id=PASSED, number_of_threads=BOTH)"),
+    _wide_back(f"{_TWICE}.multiply_second", "a streamed part is released while dS is multiplied by it", "warpgroup.wait_group(2)",
+               "warpgroup.wait_group(3)"),
+    _wide_back(f"{_TWICE}.multiply_second", "the kept tile is not waited for", "kept_pipe.consumer_wait(kept_state)"),
+    _wide_back(f"{_TWICE}.multiply_first", "held columns are those of the tile before", "self.hold(kept[0], smem.kept, thread)"),
+    _wide_back(f"{_TWICE}._second_scores", "half of dO is not waited for", "pipes.y1.consumer_wait(states[1])"),
+    _wide_back(f"{_TWICE}._operands", "columns past 512 are those before", "HALF // widths[-1]", "0"),
+    _wide_back(f"{_TWICE}._second_scores", "dP is of the first columns alone", "HALF // 16", "0"),
+    _wide_back(f"{_ONCE}._given", "P of dv is overwritten before it is taken",
+               "cute.arch.barrier(barrier_id=RETURNED, number_of_threads=BOTH)"),
+    _wide_back(f"{_ONCE}.multiply_second", "the second half of dO is always the first stage's", "y1.advance()"),
+    _wide_back(f"{_OF_KEYS}.load", "keys that no row sees are loaded", "if visits > 0: ...", "if visits >= 0: ..."),
+    _wide_back(f"{_OF_KEYS}._rows_loaded", "rows are copied without their memory being free",
+               "pipes.x0.sync_object_empty.wait(x0.index, x0.phase)"),
     # ---- forward of wide heads: two warp groups, and two thread blocks
     _wide(_MULTIPLIES_WIDE, "P is taken before it is passed on", "cute.arch.barrier(barrier_id=_PASSED, number_of_threads=__)"),
     _wide(_MULTIPLIES_WIDE, "P is overwritten before it is taken", "cute.arch.barrier(barrier_id=_TAKEN, number_of_threads=__)"),

@@ -25,6 +25,7 @@ CHECKS = {
         for name in (
             "schedules",
             "wide schedules",
+            "wide backward schedules",
             "skipping schedules",
             *roles.CASES,
             *roles.CAPTURED,

@@ -26,7 +26,7 @@ from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 from anyattn.triton_tools.recording import active_recorder
 
-__all__ = ["ForwardLaunches", "Parts", "config_of", "counter_of", "multiprocessors", "runs_documents"]
+__all__ = ["ForwardLaunches", "Parts", "config_of", "counter_of", "multiprocessors", "runs_documents", "section_of"]
 
 _NOTHING: Mapping[Config, Any] = {}
 
@@ -197,7 +197,7 @@ def _launched(
     heads = problem.heads_kv * groups
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread] * splits
     workers = max(1, multiprocessors(q.device) * config.tiles.blocks // config.cluster)
-    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, workers)))
+    numbers = (rows, spread, min(spread, section_of(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
         problem.scale * LOG2E, *numbers, *spec.captured(problem),
@@ -244,7 +244,8 @@ def runs_documents(problem: Problem) -> bool:
     return by_document(problem) is not None
 
 
-def _section(problem: Problem, groups: int) -> int:
+def section_of(problem: Problem, groups: int) -> int:
+    """The number of heads whose row tiles are computed side by side, of ``groups`` heads that share keys, or groups of heads."""
     keys = problem.k.shape[2]
     if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool; the batch may use a part of it
         keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)

@@ -22,6 +22,7 @@ from anyattn.backends.hopper.compile.launch import is_compiling, kinds_of
 from anyattn.backends.hopper.make_backward_config import BackwardDispatch, BackwardSpec, backward_dispatch
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
+from anyattn.backends.hopper.wide_backward import OneGradient, WideBackwardSpec, is_wide, launch_wide, wide_spec
 from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.documents.dispatch import dispatched
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
@@ -48,7 +49,7 @@ class BackwardLaunches:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.dispatch = backward_dispatch(problem)
+        self.dispatch = wide_spec(problem) if is_wide(problem) else backward_dispatch(problem)
         self.empty = allocator(problem.q.device)
         self.dense: tuple[tuple, tuple[Layout, ...]] = ((), ())
 
@@ -65,15 +66,21 @@ class BackwardLaunches:
         of_keys, (of_q, of_k, of_v) = problem.kv_grad_dtype, layouts
         dq, dk, dv = gradients = empty(*of_q, q.dtype), empty(*of_k, of_keys), empty(*of_v, of_keys)
         results = out, lse, dout, dlse, None if problem.sink is None else delta_of_rows(problem)
-        totals = _totals(problem, dispatch.spec) if problem.score is not None and dispatch.spec.wanted else ()
-        if dispatch.form is None or dispatch.sequences_spec is None:
-            launch_all(problem, dispatch.spec, _tables(problem, dispatch.spec, gradients), results, gradients, empty, totals)
+        of_captured: list[Tensor | None] = [None] * (0 if problem.score is None else len(problem.score.tensors))
+        if isinstance(dispatch, WideBackwardSpec):
+            tables = None if dispatch.listed is None else _tables_of_lists(problem, dispatch.dk)
+            launch_wide(problem, dispatch, tables, results, gradients, empty)
+        elif dispatch.form is None or dispatch.sequences_spec is None:
+            spec = dispatch.spec
+            totals = _totals(problem, spec) if problem.score is not None and spec.wanted else ()
+            launch_all(problem, spec, _tables(problem, spec, gradients), results, gradients, empty, totals)
+            of_captured = _of_captured(problem, spec, totals)
         else:
             _by_documents(problem, dispatch, results, gradients, empty)
         needed = dq if q.requires_grad else None, dk if k.requires_grad else None, dv if v.requires_grad else None
         if problem.sink is None and problem.score is None:
             return *needed, None
-        return *needed, sink_gradient(problem, lse, results[-1]), *_of_captured(problem, dispatch.spec, totals)
+        return *needed, sink_gradient(problem, lse, results[-1]), *of_captured
 
 
 def _by_documents(problem: Problem, dispatch: BackwardDispatch, results: Results, gradients: Gradients, empty: Allocator) -> None:
@@ -145,7 +152,7 @@ def _are_readable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -
     return strides[3] == 1 and not any(s * size % 16 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1)
 
 
-def _tables_of_lists(problem: Problem, spec: BackwardSpec) -> Tables:
+def _tables_of_lists(problem: Problem, spec: BackwardSpec | OneGradient) -> Tables:
     """The lists and ranks of ``backward.scheduler.KeyTables``; cached with block lists, and then with an order, if the call has some."""
     blocks, config = problem.blocks, spec.config
     assert spec.listed is not None

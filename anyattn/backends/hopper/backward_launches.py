@@ -26,7 +26,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import fills_one_round, heads_side_by_side
 from anyattn.tensors.strides import Allocator, Layout, contiguous_strides
 
-__all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all"]
+__all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all", "numbers_of_keys"]
 
 # key tiles per multiprocessor in a group of heads, whose longest tiles go first, and of packed ones, whose longest sequences do
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
@@ -163,8 +163,17 @@ def _sizes(problem: Problem, spec: BackwardSpec, order: KeyOrder, width: int) ->
     spread = heads * (1 if config.has_entries else problem.batch)
     # bytes that the thread blocks of one head read and add to repeatedly: Q, dO and the sums of dQ, also where dQ has none
     size = q.shape[2] * ratio * (2 * (q.shape[3] + width) + 4 * config.head_dim)
+    numbers = numbers_of_keys(config, key_tiles, spread, ratio, size, multiprocessors(q.device) * tiles.blocks)
+    parts: tuple[Layout, ...] = ()
+    if spec.parts > 1:
+        parts = tuple(_dense((k.shape[0], heads, k.shape[2], columns)) for columns in (q.shape[3], width))
+    return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers, parts)
+
+
+def numbers_of_keys(config: Any, key_tiles: int, spread: int, ratio: int, size: int, processors: int) -> tuple[int, int, int, int]:
+    """(key tiles, heads that have each, how many of these run side by side, thread blocks) of a launch over key tiles. size: bytes that the
+    thread blocks of one head read, and add to, repeatedly. processors: thread blocks that run at a time."""
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
-    processors = multiprocessors(q.device) * tiles.blocks
     if config.lists is not None or config.has_left != config.has_right or config.has_entries:
         drifts = ratio > 1 or config.looks_up_pairs
         one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another
@@ -173,11 +182,7 @@ def _sizes(problem: Problem, spec: BackwardSpec, order: KeyOrder, width: int) ->
         if config.is_deterministic:
             together = max(together, min(spread, ceil_div(processors, _IN_TURN)))
         together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors, rounds)
-    numbers = key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
-    parts: tuple[Layout, ...] = ()
-    if spec.parts > 1:
-        parts = tuple(_dense((k.shape[0], heads, k.shape[2], columns)) for columns in (q.shape[3], width))
-    return _Sizes(_dense((*shape, tiles.tile_m)), _dense((*shape, tiles.tile_m * config.head_dim)), numbers, parts)
+    return key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
 
 
 @lru_cache(maxsize=1024)

@@ -30,6 +30,7 @@ from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, wor
 from anyattn.backends.hopper.compile.launch import is_compiling
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, Ask, sides
 from anyattn.backends.hopper.make_config import ABILITIES, are_of_kv_heads, captured_by, mods_of, tile_of
+from anyattn.backends.hopper.wide_backward_config import HELD
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.mask_plan import mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
@@ -109,7 +110,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
     if listed is not None and (short := _short_tiles(problem, fields["partial"])) is not None:
         tiles, stores_dq = short, False
     if listed is not None:
-        list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles)
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles.tile_n)
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
         kind = "dense" if problem.sequences is None else _layout(problem.blocks)
         fields |= {"lists": kind, "list_cut": cut, **_differing(problem, listed)}
@@ -273,9 +274,9 @@ def _short_tiles(problem: Problem, partial: Ask | None) -> BackwardTiles | None:
     return short_tiles_for(*_padded(problem))
 
 
-def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:
-    """The tile to which lists in tiles of ``tile`` are joined."""
-    return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tiles.tile_n) * tiles.tile_n
+def _joined(tile: tuple[int, int], tile_n: int) -> tuple[int, int]:
+    """The tile to which lists in tiles of ``tile`` are joined. tile_n: keys of the kernel's."""
+    return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tile_n) * tile_n
 
 
 def reason_against_backward(problem: Problem) -> str | None:
@@ -283,8 +284,8 @@ def reason_against_backward(problem: Problem) -> str | None:
     if has_native((problem.score, *problem.predicates)):
         return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])
-    if widest > HEAD_DIMS[-1]:
-        return f"its backward kernels have head dimensions up to {HEAD_DIMS[-1]}, not {widest}"
+    if widest > HEAD_DIMS[-1] and problem.sequences is not None:
+        return f"its backward kernels for head dimensions above {HEAD_DIMS[-1]} take no packed or padded sequences"
     if problem.dropout is not None and (problem.score is not None or widest > _WIDEST_SUMS):
         return f"its backward kernel takes dropout up to head dimension {_WIDEST_SUMS}, and without a score mod"
     sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS
@@ -305,10 +306,13 @@ def reason_against_backward(problem: Problem) -> str | None:
     if plan.uses_blocks and blocks is not None:
         tile, partial = tile_of(blocks), plan.of_blocks
         ask = None if partial is None else Ask(partial.mask.expr, partial.ranges is not None)
-        tiles = _short_tiles(problem, ask) or backward_tiles_for(*_padded(problem))
-        wanted = _joined(tile, tiles)
+        if widest > HEAD_DIMS[-1]:
+            keys_of_tile = HELD
+        else:
+            keys_of_tile = (_short_tiles(problem, ask) or backward_tiles_for(*_padded(problem))).tile_n
+        wanted = _joined(tile, keys_of_tile)
         if wanted != tile and not (sequences is None and problem.blocks_follow):
-            own, of_lists = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
+            own, of_lists = f"{_ROWS} rows x {keys_of_tile} keys", f"{tile[0]} x {tile[1]}"
             return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {of_lists}"
     return None
 

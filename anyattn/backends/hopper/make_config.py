@@ -38,8 +38,8 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
 __all__ = [
-    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "forward_spec", "is_bounded", "list_tile_misfit",
-    "mods_of", "tile_of",
+    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "forward_spec", "forward_storage", "is_bounded",
+    "list_tile_misfit", "mods_of", "tile_of",
 ]  # fmt: skip
 
 # The kernel keeps two ranges per row in registers. Tiles follow from bands alone, of which there may be several.
@@ -93,7 +93,7 @@ def forward_spec(problem: Problem, packs: bool | None = None, is_split: bool = F
     list_tile = None
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else _list_tile(problem, fields["partial"])
-    config = _config(problem, expr, list_tile, fields | _storage(problem, listed is not None), packs)
+    config = _config(problem, expr, list_tile, fields | forward_storage(problem, listed is not None), packs)
     if is_split:
         config = replace(config, is_split=True, has_sink=False, has_lse=True)  # the sink is added where the splits are combined
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
@@ -238,7 +238,7 @@ def _fills_with_heads(problem: Problem, packed: int) -> bool:
     return packed == LEAST_ROWS < problem.qhead_per_kvhead and (rest == 0 or rest > LEAST_ROWS)
 
 
-def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
+def forward_storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
     """The config's fields for the storage of sequences and lists, and the rows of a page, 0 without pages."""
     sequences, blocks = problem.sequences, problem.blocks
     depends = [d for p in problem.predicates for d in dependence(p.expr)]

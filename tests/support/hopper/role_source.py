@@ -16,7 +16,7 @@ _KERNEL = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 _KEPT = (
     "typing", "collections", "anyattn.arithmetic", "anyattn.sequences", "anyattn.mods.analysis", "anyattn.mods.dropout",
     "anyattn.backends.hopper.backward_config", "anyattn.backends.hopper.captured_sums",
-    "anyattn.backends.hopper.codegen.score_analysis",
+    "anyattn.backends.hopper.codegen.score_analysis", "anyattn.backends.hopper.wide_backward_config",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import torch
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.compile.cache_key import ARCH, AnyConfig
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.backends.hopper.wide_backward_config import WideBackwardConfig
 from anyattn.disk_cache import Payload
 
 __all__ = [
@@ -74,6 +75,10 @@ def name_of(config: AnyConfig) -> str:
         return "backward: dq from its sums" if config.is_after else "backward: rows' statistics"
     left, right = config.has_left, config.has_right
     band = {(False, False): "full", (False, True): "causal", (True, True): "window", (True, False): "left"}[left, right]
+    if isinstance(config, WideBackwardConfig):
+        words = [f"score {config.score.key[:8]}"] if config.score is not None else []
+        words += [f"mask {ask.expr.key[:8]}" for ask in config.asks]
+        return " + ".join([f"backward: {config.of} of wide heads", "lists" if config.lists else band, *words])
     if isinstance(config, BackwardConfig):
         words = [f"score {config.score.key[:8]}"] if config.score is not None else []
         words += [f"mask {ask.expr.key[:8]}" for ask in (config.partial, *config.always) if ask is not None]
@@ -146,7 +151,11 @@ def kernel_of(config: AnyConfig) -> Any:
     from anyattn.backends.hopper.kernel.skipping.forward import HopperSkippingForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
     from anyattn.backends.hopper.kernel.wide.forward import HopperWideForward
+    from anyattn.backends.hopper.kernel.wide_backward.keys import HopperKeyGradient, HopperValueGradient
+    from anyattn.backends.hopper.kernel.wide_backward.queries import HopperQueryGradient
 
+    if isinstance(config, WideBackwardConfig):
+        return {"dq": HopperQueryGradient, "dk": HopperKeyGradient, "dv": HopperValueGradient}[config.of](config)
     if isinstance(config, TablesConfig):
         return SequenceTables(config)
     if isinstance(config, RowsConfig):

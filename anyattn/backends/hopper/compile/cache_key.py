@@ -16,12 +16,13 @@ import torch
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.backends.hopper.wide_backward_config import WideBackwardConfig
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.cute_mod import NativeFunction
 
 __all__ = ["ARCH", "AnyConfig", "NoContentError", "canonical", "key_of", "sources"]
 
-AnyConfig = Config | TablesConfig | BackwardConfig | RowsConfig  # those that identify compiled kernels
+AnyConfig = Config | TablesConfig | BackwardConfig | RowsConfig | WideBackwardConfig  # those that identify compiled kernels
 ARCH = "sm_90a"
 _PACKAGES = (
     "anyattn",

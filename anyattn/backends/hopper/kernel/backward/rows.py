@@ -20,6 +20,7 @@ __all__ = ["RowsAfter", "RowsBefore"]
 
 _THREADS = 256
 _WIDE = 8  # 16-bit numbers of one load
+_LANES = 32  # threads that exchange registers
 
 
 class _Rows:
@@ -103,8 +104,8 @@ class RowsBefore(_Rows):
         (out, dout, natural_lse, dlse), (lse, delta, sums) = given, found_of_rows
         (m, head, entry), (storage, first, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
-        tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
-        at_once = _THREADS // lanes
+        tile_m, lanes = self.config.tile_m, min(next_power_of_2(self.config.head_dim_v // _WIDE), _LANES)
+        at_once, pieces = _THREADS // lanes, ceil_div(self.config.head_dim_v, _WIDE * lanes)
         if const_expr(sums is not None):
             own = self.sums_of(sums, entry, head, m)
             nothing = cute.make_rmem_tensor(4, Float32)
@@ -113,21 +114,22 @@ class RowsBefore(_Rows):
                 cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
         column = thread % lanes * _WIDE
         loads = tile_m // at_once
-        of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads), self.dtype) for _ in range(2))
-        for i in cutlass.range_constexpr(loads):  # all are loaded before the first is used
-            row = first + i * at_once + thread // lanes
-            if (row - first < rest) & (column < out.shape[3]):
+        of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads * pieces), self.dtype) for _ in range(2))
+        for i in cutlass.range_constexpr(loads * pieces):  # all are loaded before the first is used
+            row, at = first + i // pieces * at_once + thread // lanes, column + i % pieces * (_WIDE * lanes)
+            if (row - first < rest) & (at < out.shape[3]):
                 for source, target in ((out, of_out), (dout, of_dout)):
-                    cute.autovec_copy(cute.local_tile(source[storage, head, row, None], (_WIDE,), (column // _WIDE,)), target[None, i])
+                    cute.autovec_copy(cute.local_tile(source[storage, head, row, None], (_WIDE,), (at // _WIDE,)), target[None, i])
         for i in cutlass.range_constexpr(loads):
             place = i * at_once + thread // lanes
             row = first + place
             total = Float32(0.0)
-            if (place < rest) & (column < out.shape[3]):
-                for j in cutlass.range_constexpr(_WIDE):
-                    x = Float32(of_out[j, i])
-                    # a row that sees no key has an output of zeros, and its dO may contain inf or NaN
-                    total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j, i]), "float")
+            for piece in cutlass.range_constexpr(pieces):
+                if (place < rest) & (column + piece * (_WIDE * lanes) < out.shape[3]):
+                    for j in cutlass.range_constexpr(_WIDE):
+                        x = Float32(of_out[j, i * pieces + piece])
+                        # a row that sees no key has an output of zeros, and its dO may contain inf or NaN
+                        total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j, i * pieces + piece]), "float")
             for j in cutlass.range_constexpr(lanes.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
             if thread % lanes == 0:
