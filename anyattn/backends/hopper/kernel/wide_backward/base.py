@@ -231,6 +231,12 @@ class WideGradient(KernelOfConfig):
         first = HALF * (part % 2)
         return cute.local_tile(cute.domain_offset((0, first), rows), (self.config.tiles.streamed, self.widths[part]), (at, 0))
 
+    def read(self) -> None:
+        """Waits for the thread's own loads from shared memory, so that the stage they are from may be released: a warp that arrives at a
+        barrier does not wait for them, and while the other warp group's products keep shared memory busy they can be later than the next
+        copy into the stage. Numbers that are used before the release need no such wait."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
     # ---- what passes from one warp group to the other
 
     def given(self, values: Any, to: Any, thread: Any) -> None:

@@ -203,6 +203,7 @@ class HopperKeyGradient(MultipliesTwice, _OfKeys):
 
     def deltas(self, delta: Any, block: Any, positions: Any, state: Any) -> None:
         delta.store(self.of_rows(block.statistics[1][None, state.index], positions).load())
+        self.read()
 
     def factors(self, scores: Any, positions: Any, lse: Any, block: Any, state: Any, facts: Any) -> None:
         lse = self.of_rows(block.statistics[0][None, state.index], positions)

@@ -31,6 +31,7 @@ class MultipliesOnce:
     hold: Any
     given: Any
     taken: Any
+    read: Any
     stored: Any
     facts_of: Any
     rows_of: Any
@@ -104,6 +105,7 @@ class MultipliesOnce:
     def _given(self, block: Any, p: Any, scores: Any, positions: Any, states: Any, facts: Any, thread: Any) -> None:
         """Replaces finished scores by P^T and passes it on. Its statistics lie beside the tile, which is free when they are read."""
         lse, visit = self.of_rows(block.statistics[0][None, states[0].index], positions), self.visit_at(block, states[0])
+        self.read()
         block.pipes.x0.consumer_release(states[0])
         block.pipes.x1.consumer_release(states[1])
         self.factors_of(scores, positions, lse, (visit, facts), block)
