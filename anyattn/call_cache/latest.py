@@ -104,7 +104,8 @@ class LatestCall:
         self._others = self._select_others(arguments)
         self._pairs = tuple((i, firsts[id(x)]) for i, x in tensors.items() if firsts[id(x)] != i)
         self._types = tuple(map(type, unique))
-        self._alignments = [x.data_ptr() & 15 for x in tensors.values()]
+        addresses = [x.data_ptr() for x in tensors.values()]
+        self._alignments, self._distinct = [x & 15 for x in addresses], len({*addresses})
         self._are_alike = comparison(unique)
         self._reaches, self._out = reaches(*tensors.values()), _Out(result)
         self._mode = _mode()
@@ -143,6 +144,8 @@ class LatestCall:
         except RuntimeError:  # of tensors without memory, such as sparse ones
             return None
         if not is_taken or [x & 15 for x in addresses] != self._alignments or not self._are_alike(*unique):
+            return None
+        if len({*addresses}) != self._distinct:  # of values that lie in keys another kernel loads half as much
             return None
         if self._memory is not None:
             written, check = self._memory

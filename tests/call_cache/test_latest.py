@@ -117,6 +117,7 @@ OTHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "caches of 8 bits": lambda a: {n: a[n].to(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")},
     "a sign outside of memory": lambda a: {"q": torch._neg_view(a["q"])},
     "one tensor twice": lambda a: {"v_cache": a["k_cache"]},
+    "values in keys": lambda a: {"v_cache": a["k_cache"].view(a["k_cache"].shape)},
     "not causal": lambda a: {"causal": False},
     "a flag of another type": lambda a: {"causal": 1},
     "a window": lambda a: {"window_size": (20, 0)},
@@ -157,10 +158,21 @@ OTHER_BATCHES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "no greatest length": lambda a: {"max_seqlen_k": None},
     "used rows": lambda a: {"seqused_k": torch.tensor([3, 4], dtype=torch.int32)},
     "keys are values": lambda a: {"v": a["k"]},
+    "values in keys": lambda a: {"v": a["k"].view(a["k"].shape)},
     "tables that are read": lambda a: {"validate": True},
     "not causal": lambda a: {"causal": True},
     "deterministic": lambda a: {"deterministic": True},
 }
+
+
+def test_values_apart_from_keys_are_noticed(served: Served) -> None:
+    """A kernel for values in keys would not load them."""
+    apart = step(0, False, False)
+    for seed in range(WARM):
+        arguments = step(seed, False, False)
+        was_served, _ = served.call(arguments | {"v_cache": arguments["k_cache"].view(arguments["k_cache"].shape)})
+    assert was_served
+    served.check_other(apart)
 
 
 @pytest.mark.parametrize("name", OTHER_BATCHES)
@@ -342,6 +354,7 @@ BUGS = {  # what each test below notices
     "numbers": Mutant("", f"{_CALL}.results", "_are_equal(x, other)", "True", "another scale"),
     "types": Mutant("", "call_cache.latest:_are_equal", "type(x) is not type(y)", "False", "a flag of another type"),
     "modes": Mutant("", f"{_CALL}.results", "self._mode != _mode()", "False", "state"),
+    "addresses": Mutant("", f"{_CALL}.results", "len({*addresses}) != self._distinct", "False", "values in keys"),
     "objects": Mutant("", f"{_CALL}.results", "arguments[i] is not arguments[j]", "False", "objects"),
     "memory": Mutant("", "call_cache.latest:Written.check", "addresses[j] < addresses[i] + of_i", "False", "memory"),
     "distances": Mutant("", "call_cache.latest:Written.check", "addresses[j] - addresses[i]", "0", "distances"),
@@ -381,13 +394,13 @@ def noticed(killer: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> Non
     elif killer == "memory":
         arguments = served.warm("appends")
         with pytest.raises(ValueError, match="share memory"):
-            served.call(arguments | {"q": arguments["k_cache"].view(-1)[: arguments["q"].numel()].view(arguments["q"].shape)})
+            served.call(arguments | {"q": arguments["k_cache"].view(-1)[64:][: arguments["q"].numel()].view(arguments["q"].shape)})
     elif killer == "distances":
         pool, base = torch.zeros(3, 2, 256, 2, 64, dtype=torch.bfloat16), step(0, False, True)
         for _ in range(WARM):
             served.call(base | {"k_cache": pool[:, 0], "v_cache": pool[:, 1]})
         with pytest.raises(ValueError, match="share memory"):
-            served.call(base | {"k_cache": pool[:, 0], "v_cache": pool.view(3, 2, 256, 2, 64)[:, 0]})
+            served.call(base | {"k_cache": pool[:, 0], "v_cache": pool[:, 0].as_strided(pool[:, 0].shape, pool[:, 0].stride(), 64)})
     else:
         arguments = served.warm("decode")
         q = arguments["q"]
