@@ -46,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     folder = tmp_path_factory.mktemp("mutants")
 
     def one(name: str) -> Any:
-        path = hopper_mutants.planted(name, folder / name)
+        path = hopper_mutants.planted(hopper_mutants.MUTANTS[name], folder / name)
         return run([hopper_mutants.MUTANTS[name].killer], path, ANYATTN_CACHE_DIR=str(path))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

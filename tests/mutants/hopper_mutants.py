@@ -98,12 +98,11 @@ MUTANTS = by_name(
 )  # fmt: skip
 
 
-def planted(name: str, folder: Path) -> Path:
+def planted(mutant: Mutant, folder: Path) -> Path:
     """A copy of the package in ``folder`` with one bug in it; what goes on the path.
 
     Raises ``LookupError`` if the function no longer has the fragment that the mutant replaces.
     """
-    mutant = MUTANTS[name]
     shutil.copytree(package(), folder / "anyattn", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "anyattn" / mutant.file).write_text(changed(mutant))
     return folder

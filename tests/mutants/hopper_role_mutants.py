@@ -2,8 +2,9 @@
 
 ``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), "wide schedules", those of
 wide heads (``test_wide_protocol.py``), "wide backward schedules" (``test_wide_backward_protocol.py``), "skipping schedules", those of a
-kernel that skips (``test_skipping_protocol.py``), or names a case of the backward roles with numbers (``test_backward_roles.py``; "packed:
-..." of ``test_backward_packed.py``). ``left_out`` makes many more.
+kernel that skips (``test_skipping_protocol.py``), "machine code", that of a compiled kernel (``test_loads_before_release.py``), or names
+a case of the backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes
+many more.
 """
 
 from __future__ import annotations
@@ -233,6 +234,7 @@ MUTANTS = by_name(
     Mutant("dQ begins with storage", _AFTER, "(row, start + before, rest)", "(row, before, rest)", "packed: packed"),
     Mutant("flat lists begin with the first index", _SCHEDULER, "tables.entries[entry, 8] + line * rows", "line * rows",
            "packed: flat lists"),
+    Mutant("a stage is released before it is read", f"{_KERNEL}.wide_backward.base:WideGradient.read", _FENCE, "pass", "machine code"),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ CHECKS = {
             "wide schedules",
             "wide backward schedules",
             "skipping schedules",
+            "machine code",
             *roles.CASES,
             *roles.CAPTURED,
             *(f"packed: {name}" for name in packed.CASES),
@@ -45,7 +46,7 @@ def test_the_place_is_there_and_the_bug_is_python(kind: str, name: str) -> None:
 
 
 def test_a_copy_has_one_bug(tmp_path: Path) -> None:
-    folder = hopper_mutants.planted("v_not_wiped", tmp_path)
+    folder = hopper_mutants.planted(hopper_mutants.MUTANTS["v_not_wiped"], tmp_path)
     differ = [
         p.relative_to(folder / "anyattn").as_posix()
         for p in (folder / "anyattn").rglob("*.py")

@@ -23,10 +23,10 @@ def environment(*first: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-def python(*arguments: str, seconds: float | None = HANG, **more: str) -> subprocess.CompletedProcess:
-    """Runs Python in the repository's root, with the variables ``more``."""
+def python(*arguments: str, seconds: float | None = HANG, at: Path = ROOT, **more: str) -> subprocess.CompletedProcess:
+    """Runs Python in the folder ``at``, whose packages precede those of the repository, with the variables ``more``."""
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(command, env=environment(at, **more), cwd=at, capture_output=True, text=True, timeout=seconds)
 
 
 _QUIETLY = ("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore")

@@ -30,7 +30,9 @@ from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import LEAST_PIECE, LEAST_SHARED_PIECE, WIDE, Ask, Config, ModsOfConfig, slots, tiles_for
 from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
 from anyattn.mods.tracing.trace import trace
+from tests.support.hopper.loads_before_release import late_loads
 from tests.support.hopper.masks import MASKS
+from tests.support.sass import of_cubin
 
 TYPES = {torch.float32: Float32, torch.int64: cutlass.Int64, torch.bool: cutlass.Uint8}
 
@@ -66,6 +68,16 @@ def products_and_waits(cubin: Path) -> tuple[int, int]:
     return sum(code in (0xDF0, 0x9F0) for code in codes), codes.count(0x9C5)
 
 
+def cubin_of(kernel: Any, given: tuple, folder: Path) -> Path:  # type: ignore[type-arg]
+    """Compiles a kernel into a new folder. Lines of the source change no machine code."""
+    folder.mkdir(parents=True)
+    cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --generate-line-info --dump-dir={folder}")
+    (cubin,) = folder.glob("*.cubin")
+    late = late_loads(of_cubin("nvdisasm", cubin.read_bytes(), "-c", "-hex", "-g", "-ndf"))
+    assert not late, f"{kernel.config}: " + "; ".join(map(str, late))
+    return cubin
+
+
 def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: ignore[type-arg]
     """The numbers and tensors that the mods of a config capture, and those of dropout."""
     scalars, tensors = [], []
@@ -90,13 +102,11 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
     tables = [fake(Int32, 2) if wanted else None for wanted in (config.has_order, config.has_entries, config.is_paged)]
     sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
-    folder.mkdir()
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, *captured(config, mods), make_fake_stream())
-    cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --dump-dir={folder}")
-    for cubin in folder.glob("*.cubin"):
-        products, waits = products_and_waits(cubin)
-        assert waits < products, f"{config}: {products} products wait for one another {waits} times"
-    return [size for cubin in folder.glob("*.cubin") for size in frame_sizes(cubin)]
+    cubin = cubin_of(kernel, given, folder)
+    products, waits = products_and_waits(cubin)
+    assert waits < products, f"{config}: {products} products wait for one another {waits} times"
+    return frame_sizes(cubin)
 
 
 def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]

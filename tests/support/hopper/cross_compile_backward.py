@@ -14,7 +14,6 @@ from pathlib import Path
 
 warnings.simplefilter("ignore")
 
-import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
@@ -34,7 +33,7 @@ from anyattn.backends.hopper.config import Ask
 from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from tests.support.hopper.cross_compile import captured, fake, frame_sizes, of_each, products_and_waits
+from tests.support.hopper.cross_compile import captured, cubin_of, fake, frame_sizes, of_each, products_and_waits
 from tests.support.hopper.masks import MASKS
 
 _CODE_BYTES = 16
@@ -69,9 +68,7 @@ def compile_backward(config: BackwardConfig, mods: list, folder: Path, has_order
     totals = tuple(fake(Float32, rank) for rank in _ranks(config))
     numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, *captured(config, mods), totals, make_fake_stream())
-    folder.mkdir()
-    cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
-    (cubin,) = folder.glob("*.cubin")
+    cubin = cubin_of(kernel, given, folder)
     products, waits = products_and_waits(cubin)
     assert waits < products, f"{config}: {products} products wait for one another {waits} times"
     return max(frame_sizes(cubin)), local_memory_among_products(cubin)
@@ -99,10 +96,7 @@ def compile_rows(config: RowsConfig, folder: Path, has_sums: bool = True, is_wid
         dlse, delta = (fake(Float32, 3) if config.has_dlse else None for _ in range(2))
         sums = floats[2] if has_sums else None
         given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, delta, entries, *floats[:2], sums)
-    folder.mkdir()
-    cute.compile(kernel, *given, make_fake_stream(), options=f"--keep-cubin --dump-dir={folder}")
-    (cubin,) = folder.glob("*.cubin")
-    return max(frame_sizes(cubin)), 0
+    return max(frame_sizes(cubin_of(kernel, (*given, make_fake_stream()), folder))), 0
 
 
 def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]

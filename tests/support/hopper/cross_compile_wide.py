@@ -13,7 +13,6 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
@@ -25,7 +24,7 @@ from anyattn.backends.hopper.config import Ask
 from anyattn.backends.hopper.wide_backward_config import WideBackwardConfig, wide_tiles_for
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from tests.support.hopper.cross_compile import captured, fake, frame_sizes, products_and_waits
+from tests.support.hopper.cross_compile import captured, cubin_of, fake, frame_sizes, products_and_waits
 from tests.support.hopper.cross_compile_backward import local_memory_among_products
 
 HEADS = {"512": (512, False), "512 one": (512, True), "576": (576, False), "576 one": (576, True)}
@@ -72,9 +71,7 @@ def compiled(of: str, dims: str, is_bf16: bool, mods: list, fields: dict[str, An
     order = fake(Int32, 2) if config.lists else None
     numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     given = (*big, fake(Float32, 4), fake(Float32, 4), *lists, order, fake(Int32, 1), *numbers, *captured(config, mods), make_fake_stream())
-    folder.mkdir(parents=True)
-    cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --dump-dir={folder}")
-    (cubin,) = folder.glob("*.cubin")
+    cubin = cubin_of(kernel, given, folder)
     products, waits = products_and_waits(cubin)
     return max(frame_sizes(cubin)), local_memory_among_products(cubin), products, waits
 

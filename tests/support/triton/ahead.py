@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +19,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.validate import flex
 from tests.support import cases
+from tests.support.sass import of_cubin
 from tests.support.triton.built import compiling_until
 from tests.support.triton.uniform_registers import unwritten
 
@@ -111,22 +109,11 @@ def compiled(launch: Launch, gpu: tuple[int, int] | str, until: str = "cubin") -
 
 def unwritten_registers(kernel: Any) -> list[int]:
     """See ``uniform_registers.unwritten``."""
-    return unwritten(_of_cubin("nvdisasm", kernel.asm["cubin"], "-c"))
-
-
-def _of_cubin(name: str, cubin: bytes, *arguments: str) -> str:
-    """What a tool of Triton's prints for a cubin."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([str(path), *arguments, file.name], capture_output=True, text=True, check=True).stdout
+    return unwritten(of_cubin("nvdisasm", kernel.asm["cubin"], "-c"))
 
 
 def resources(kernel: Any) -> Resources:
-    found = re.search(r"REG:(\d+) STACK:(\d+)", _of_cubin("cuobjdump", kernel.asm["cubin"], "-res-usage"))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", of_cubin("cuobjdump", kernel.asm["cubin"], "-res-usage"))
     assert found is not None
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared)
 
@@ -141,7 +128,7 @@ def loops(kernel: Any) -> list[list[str]]:
 
 def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
     """The address and the text of each instruction."""
-    text = _of_cubin("cuobjdump", cubin, "-sass")
+    text = of_cubin("cuobjdump", cubin, "-sass")
     return [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
 
 

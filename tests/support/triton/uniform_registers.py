@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from tests.support.sass import blocks, following
 
 __all__ = ["unwritten"]
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
-_LABEL = re.compile(r"\s*(\.L_\w+):")
-_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "BREAK", "BSYNC")
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "REDUX", "VOTEU")  # the first operand is what they write, if it is a uniform register
-
-
-@dataclass
-class _Block:
-    """Instructions in order: their names and operands. targets: labels. goes_on: whether the next block may follow."""
-
-    instructions: list[tuple[str, str]] = field(default_factory=list)
-    targets: list[str] = field(default_factory=list)
-    goes_on: bool = True
 
 
 def unwritten(sass: str) -> list[int]:
@@ -32,36 +21,19 @@ def unwritten(sass: str) -> list[int]:
 
     sass: nvdisasm's text of one kernel.
     """
-    blocks, labels = _blocks(sass)
-    live: list[set[int]] = [set() for _ in blocks]
+    found, labels = blocks(sass)
+    live: list[set[int]] = [set() for _ in found]
     changed = True
     while changed:
         changed = False
-        for i in reversed(range(len(blocks))):
-            after = [labels[name] for name in blocks[i].targets if name in labels] + [i + 1] * (blocks[i].goes_on and i + 1 < len(blocks))
-            now = set[int]().union(*(live[j] for j in after))
-            for name, operands in reversed(blocks[i].instructions):
-                written, read = _effects(name, operands)
+        for i in reversed(range(len(found))):
+            now = set[int]().union(*(live[j] for j in following(found, labels, i)))
+            for instruction in reversed(found[i].instructions):
+                written, read = _effects(instruction.name, instruction.operands)
                 now = (now - written) | read
             changed |= now != live[i]
             live[i] = now
     return sorted(live[0])
-
-
-def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
-    blocks, labels = [_Block()], {}
-    for line in sass.splitlines():
-        if found := _LABEL.match(line):
-            labels[found[1]] = len(blocks)
-            blocks.append(_Block())
-        elif found := _INSTRUCTION.search(line):
-            predicate, name, operands = found.groups()
-            blocks[-1].instructions.append((name, operands))
-            if name.startswith(_ENDS):
-                blocks[-1].targets = re.findall(r"\.L_\w+", operands)
-                blocks[-1].goes_on = bool(predicate) or name.startswith("BSYNC") or "P" in operands.partition("`")[0]
-                blocks.append(_Block())
-    return blocks, labels
 
 
 def _effects(name: str, operands: str) -> tuple[set[int], set[int]]:
