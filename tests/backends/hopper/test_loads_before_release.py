@@ -32,6 +32,7 @@ def kernel(*lines: str) -> str:
 LOAD, BEFORE = line("LDS.64 R4, [R2+0x180]", 0), line("LDS.64 R8, [R2+0x160]")
 TILE = line("LDSM.16.M88.4 R4, [R2]", 0)
 USE, OTHER = line("FADD R6, R4, R5", waits=(0,)), line("FADD R6, R10, R11", waits=(1, 5))
+LATER = line("FADD R12, R8, R9", waits=(0,))
 RELEASE = line("@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x48], RZ")
 FENCE = (line("MEMBAR.ALL.CTA"), line("FENCE.VIEW.ASYNC.S"))
 SKIP, AGAIN = line("@P1 BRA `(.L_x_1)"), line("@P1 BRA `(.L_x_0)")
@@ -42,28 +43,36 @@ SKIP, AGAIN = line("@P1 BRA `(.L_x_1)"), line("@P1 BRA `(.L_x_0)")
     [
         ((LOAD, RELEASE, USE), True),
         ((TILE, RELEASE, USE), True),
-        ((LOAD, USE, RELEASE), False),
-        ((LOAD, OTHER, RELEASE), True),
+        ((LOAD, USE, RELEASE, USE), False),
+        ((LOAD, OTHER, RELEASE, USE), True),
         ((LOAD, *FENCE, RELEASE, USE), False),
         ((*FENCE, LOAD, RELEASE, USE), True),
-        ((LOAD, line("@P2 MEMBAR.ALL.CTA"), RELEASE), True),
-        ((LOAD, line("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x48], RZ", waits=(0,))), False),
-        ((LOAD, line("DEPBAR.LE SB0, 0x0"), RELEASE), False),
-        ((LOAD, line("DEPBAR.LE SB0, 0x1"), RELEASE), True),
-        ((LOAD, line("BAR.ARV 0xb, 0x100"), USE, RELEASE), False),
+        ((LOAD, line("@P2 MEMBAR.ALL.CTA"), RELEASE, USE), True),
+        ((LOAD, line("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x48], RZ", waits=(0,)), USE), False),
+        ((LOAD, line("DEPBAR.LE SB0, 0x0"), RELEASE, USE), False),
+        ((LOAD, line("DEPBAR.LE SB0, 0x1"), RELEASE, USE), True),
+        ((LOAD, line("BAR.ARV 0xb, 0x100"), USE), False),
         # the load without a scoreboard ends before the one that follows
-        ((BEFORE, RELEASE), True),
-        ((BEFORE, LOAD, USE, RELEASE), False),
-        ((BEFORE, LOAD, OTHER, RELEASE), True),
-        ((BEFORE, line("@P2 LDS.64 R4, [R2+0x180]", 0), USE, RELEASE), True),
+        ((BEFORE, RELEASE, LATER), True),
+        ((BEFORE, LOAD, USE, RELEASE, LATER), False),
+        ((BEFORE, LOAD, OTHER, RELEASE, LATER), True),
+        ((BEFORE, line("@P2 LDS.64 R4, [R2+0x180]", 0), USE, RELEASE, LATER), True),
+        # numbers that nothing reads afterwards
+        ((LOAD, RELEASE, LATER), False),
+        ((TILE, RELEASE, line("FADD R4, R6, R7", waits=(0,))), True),
+        ((LOAD, RELEASE, line("CS2R R4, SRZ", waits=(0,)), USE), False),
+        ((LOAD, RELEASE, line("MOV R4, R2", waits=(0,)), USE), True),
+        ((LOAD, RELEASE, line("@P2 CS2R R4, SRZ", waits=(0,)), USE), True),
+        ((LOAD, RELEASE, line("HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0", waits=(0,))), True),
+        ((LOAD, RELEASE, line("HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"), LATER), False),
         # paths
-        ((LOAD, SKIP, USE, ".L_x_1:", RELEASE), True),
-        ((LOAD, SKIP, USE, RELEASE, line("EXIT"), ".L_x_1:", USE), False),
-        ((USE, ".L_x_0:", RELEASE, LOAD, AGAIN, USE), True),
+        ((LOAD, SKIP, USE, ".L_x_1:", RELEASE, USE), True),
+        ((LOAD, SKIP, USE, RELEASE, USE, line("EXIT"), ".L_x_1:", USE), False),
+        ((USE, ".L_x_0:", RELEASE, USE, LOAD, AGAIN, USE), True),
         ((USE, ".L_x_0:", RELEASE, LOAD, USE, AGAIN), False),
     ],
 )
-def test_an_arrival_waits_for_no_load(lines: tuple[str, ...], is_late: bool) -> None:
+def test_which_loads_may_be_late(lines: tuple[str, ...], is_late: bool) -> None:
     assert bool(late_loads(kernel(*lines))) is is_late
 
 
@@ -71,9 +80,9 @@ def test_what_is_late_is_named_by_its_lines_and_the_board_is_no_matter(tmp_path:
     source = tmp_path / "role.py"
     source.write_text("fact = board[1][state.index]\nrow = delta[state.index]\npipe.consumer_release(state)\n")
     first, second, third = (f'//## File "{source}", line {n}' for n in (1, 2, 3))
-    assert late_loads(kernel(first, LOAD, third, RELEASE)) == []
-    assert late_loads(kernel(first, LOAD, second, BEFORE, TILE, third, RELEASE)) == [Late((str(source), 2), (str(source), 3))]
-    (late,) = late_loads(kernel(LOAD, third, RELEASE))
+    assert late_loads(kernel(first, LOAD, third, RELEASE, USE)) == []
+    assert late_loads(kernel(first, LOAD, second, TILE, third, RELEASE, USE)) == [Late((str(source), 2), (str(source), 3))]
+    (late,) = late_loads(kernel(LOAD, third, RELEASE, USE))
     assert late.load == 0 and str(late).startswith(f"{source}:3 releases what /*0000*/ may not have loaded yet")
 
 

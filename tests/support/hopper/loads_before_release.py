@@ -21,6 +21,7 @@ __all__ = ["Late", "late_loads"]
 # Source lines that load what threads store: what the loading warp posts on the board, which all roles call so.
 _ORDINARY = re.compile(r"\bboard\[")
 _NO_SCOREBOARD = 7
+_WIDE = ("LD", "HGMMA", "IMAD.WIDE", "CS2R")  # instructions whose first operand has ``_width`` registers
 
 
 class Late(NamedTuple):
@@ -50,7 +51,7 @@ def late_loads(sass: str) -> list[Late]:
             if not after <= before[j]:
                 before[j] |= after
                 left.append(j)
-    pairs = sorted((load, arrival) for load, arrival in late if not _is_ordinary(load))
+    pairs = sorted((load, arrival) for load, arrival in late if not _is_ordinary(load) and _is_used_after(found, labels, arrival, load))
     return list(dict.fromkeys(Late(*(x.source or x.address for x in pair)) for pair in pairs))
 
 
@@ -73,6 +74,45 @@ def _through(
         elif x.name.startswith("DEPBAR") and not x.is_conditional and (waited := re.match(r"SB(\d), 0x0\b", x.operands)):
             under_way = {(board, load) for board, load in under_way if board != int(waited[1])}
     return frozenset(under_way), late
+
+
+def _is_used_after(found: list[Block], labels: dict[str, int], arrival: Instruction, load: Instruction) -> bool:
+    """Whether some path from the arrival on reads what was loaded. K held in registers is not, if no row tile sees the keys."""
+    before: list[frozenset[int]] = [frozenset()] * len(found)
+    left = [
+        (i, block.instructions.index(arrival) + 1, _registers(load)[0]) for i, block in enumerate(found) if arrival in block.instructions
+    ]
+    while left:
+        i, first, loaded = left.pop()
+        for x in found[i].instructions[first:]:
+            written, read = _registers(x)
+            if loaded & read:
+                return True
+            loaded = loaded if x.is_conditional else loaded - written
+        for j in following(found, labels, i):
+            if not loaded <= before[j]:
+                before[j] |= loaded
+                left.append((j, 0, before[j]))
+    return False
+
+
+def _registers(x: Instruction) -> tuple[frozenset[int], frozenset[int]]:
+    """The numbers of the registers that an instruction writes, or fewer, and of those that it reads, or more, conditions aside."""
+    written, read = set[int](), set[int]()
+    for place, operand in enumerate(x.operands.split(", ")):
+        for number, is_address in re.findall(r"\bR(\d+)(\.64)?", operand):
+            if place == 0 and operand[0] == "R":
+                written.update(range(int(number), int(number) + (_width(x.name, 0) if x.name.startswith(_WIDE) else 1)))
+            else:
+                read.update(range(int(number), int(number) + (2 if is_address else _width(x.name, place))))
+    return frozenset(written), frozenset(read)
+
+
+def _width(name: str, place: int) -> int:
+    """The registers of the operand at ``place``, or more."""
+    if product := re.match(r"HGMMA\.64x(\d+)x", name):
+        return 4 if place == 1 else int(product[1]) // 2  # A is 64 x 16 numbers of 16 bits
+    return 4 if re.search(r"128|x4|M88\.4", name) else 2 if re.search(r"64|WIDE|x2|^D|CS2R$", name) else 1
 
 
 def _is_ordinary(load: Instruction) -> bool:
