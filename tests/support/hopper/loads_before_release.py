@@ -2,7 +2,8 @@
 
 A warp that arrives at an mbarrier does not wait for its loads: while other warps' products keep shared memory busy, a load may come after
 the copy that the arrival allows. What the load reads must be used before the arrival, or a fence must stand between. The check is a data
-flow analysis of the disassembled machine code: an instruction that uses a load's result waits for the load's scoreboard.
+flow analysis of the disassembled machine code: an instruction that uses a load's result waits for the load's scoreboard. A load whose
+result nothing reads after the arrival is no matter.
 
 Named barriers are no part of it, nor is memory that threads write by ordinary stores (``_ORDINARY``): a store that follows an arrival
 is ordered after what preceded it. Copies by TMA and bulk copies go another way to shared memory, past that order.
