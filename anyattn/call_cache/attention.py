@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyattn import autograd, planner
 from anyattn.call_cache import latest
-from anyattn.call_cache.calls import RememberedCall, clear, known, remember, remember_again, score_of_user, size
+from anyattn.call_cache.calls import RememberedCall, clear, known, known_plan, remember, remember_again, score_of_user, size
 from anyattn.call_cache.replays import Replays, Results
 from anyattn.call_cache.signature import OPTIONS, PLAIN, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, exact_signature, signature_of_varlen
@@ -86,10 +86,13 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and kinds.belong_to_operators(named):
             return None
-        problem, plan = _planned_flex(call, backend, options, is_operator)
+        problem = flex.flex_problem(*call, not (is_operator and call.query.is_cuda))
+        score, recompute = None if call.score_mod is None else problem.score, partial(_signature_of_flex, call, backend, options)
+        if (plan := known_plan(signature, recompute, problem, score)) is not None:
+            return problem, plan
+        plan = planner.planned(problem, backend, flex.kernel_options(options))
         if signature is not None:
-            recompute = partial(_signature_of_flex, call, backend, options)
-            score, shares_keys = None if call.score_mod is None else problem.score, call.key.shape[0] != call.query.shape[0]
+            shares_keys = call.key.shape[0] != call.query.shape[0]
             remember(signature, recompute, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
         return problem, plan
     return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, signature, call.block_mask, call.skip)
@@ -122,11 +125,6 @@ def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedC
     return known(_signature_of_flex(call, backend, options))
 
 
-def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator: bool) -> tuple[Problem, Plan]:
-    problem = flex.flex_problem(*call, not (is_operator and call.query.is_cuda))
-    return problem, planner.planned(problem, backend, flex.kernel_options(options))
-
-
 # ---- flash_attn_func
 
 
@@ -141,18 +139,16 @@ def flash_call(q: Any, k: Any, v: Any, options: Options, backend: str | None, is
             return flash_call(innermost(q), innermost(k), innermost(v), options, backend, is_operator)
         if not is_operator and kinds.belong_to_operators(_named(q, k, v, options)):
             return None
-        problem, plan = _planned_flash(q, k, v, options, backend)
+        problem = flash.dense_problem(q, k, v, options)
+        score, recompute = score_of_user(options, problem), partial(_signature_of_flash, q, k, v, options, backend)
+        if (plan := known_plan(signature, recompute, problem, score, arguments)) is not None:
+            return problem, plan
+        plan = planner.planned(problem, backend)
         if signature is not None:
-            recompute = partial(_signature_of_flash, q, k, v, options, backend)
-            remember(signature, recompute, problem, plan, score_of_user(options, problem), arguments)
+            remember(signature, recompute, problem, plan, score, arguments)
         return problem, plan
     q, k, v = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
     return Problem.of_fields(warm.filled(q, k, v, options.sink, options.softmax_scale, signature, arguments)), warm.plan
-
-
-def _planned_flash(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tuple[Problem, Plan]:
-    problem = flash.dense_problem(q, k, v, options)
-    return problem, planner.planned(problem, backend)
 
 
 def _named(q: Any, k: Any, v: Any, options: Options) -> dict[str, Any]:

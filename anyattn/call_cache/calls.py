@@ -30,6 +30,7 @@ __all__ = [
     "clear",
     "emptied_with_calls",
     "known",
+    "known_plan",
     "remember",
     "remember_again",
     "score_of_user",
@@ -64,6 +65,13 @@ class RememberedCall(NamedTuple):
 
     def decisive_tensors(self, signature: Signature) -> list[Any]:
         return [(*signature.readings[reading].tensors, *signature.aux)[place] for reading, place in self.decisive]
+
+    def note_checked(self, before: Signature, after: Signature) -> None:
+        """Notes that the contents of the decisive tensors are checked, unless another thread has rebound a captured variable meanwhile:
+        before, after: a call's signature, made before its checks and after them."""
+        tensors = self.decisive_tensors(before)
+        if self.checked is not None and all(a is b for a, b in zip(tensors, self.decisive_tensors(after), strict=True)):
+            self.checked.put(tensors, True)
 
     def values(self, tensors: list[Any], scale: Any, signature: Signature, arguments: tuple[Any, ...]) -> Values:
         """What a replay of a warm call is given. tensors: of the call, without those of its mods. arguments: as in ``Recipe.mod``."""
@@ -166,27 +174,58 @@ def remember(
     """
     if not plan.is_reusable:
         return
-    has_score = int(score is not None)
-    count = len(signature.readings) - has_score
+    count = len(signature.readings) - (score is not None)
     if not checks_hold([m for m in (score, *problem.predicates[:count]) if m is not None], problem):
         return
     recomputed = recompute()
     if recomputed is None or recomputed.key != signature.key:
         return
-    try:
-        whole = None if problem.score is None else Recipe.of(problem.score, score, 0, arguments)
-        masks = [Recipe.of(p, p if i < count else None, i + has_score, arguments) for i, p in enumerate(problem.predicates)]
-    except NotCacheable:
+    recipes = _recipes(signature, problem, score, arguments)
+    if recipes is None:
         return
     decisive = decisive_tensors([score, *problem.predicates[:count]], problem)
     if decisive and is_captured():
         return  # whose check has not read them
-    before = _calls.get(signature.key) if decisive else None
-    checked = None if not decisive else ByWrites() if before is None or before.checked is None else before.checked
-    call = RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), decisive=decisive, checked=checked, **more)
-    if checked is not None:
-        checked.put(call.decisive_tensors(signature), True)
+    call = RememberedCall(plan, _without_tensors(problem), *recipes, decisive=decisive, checked=ByWrites() if decisive else None, **more)
+    call.note_checked(signature, recomputed)
     _calls.put(signature.key, call)
+
+
+def known_plan(
+    signature: Signature | None,
+    recompute: Callable[[], Signature | None],
+    problem: Problem,
+    score: TracedMod | None = None,
+    arguments: tuple[Any, ...] = (),
+) -> Plan | None:
+    """The plan of the remembered call with this signature, after its captured tensors had to be checked again, if the checks have come to
+    the same programs; None if there is none. So a mod that is made anew in every call, with indices in a new tensor, costs only its checks:
+    no plan and no launches are made again. Its tensors count as checked from then on. recompute, problem, score, arguments: as in
+    ``remember``."""
+    warm = None if signature is None else _calls.get(signature.key)
+    if warm is None or signature is None or warm.checked is None:
+        return None
+    recomputed = recompute()
+    if recomputed is None or recomputed.key != signature.key:
+        return None
+    if _recipes(signature, problem, score, arguments) != (warm.score, warm.masks):
+        return None
+    if not is_captured():  # where no contents have been read
+        warm.note_checked(signature, recomputed)
+    return warm.plan
+
+
+def _recipes(
+    signature: Signature, problem: Problem, score: TracedMod | None, arguments: tuple[Any, ...]
+) -> tuple[Recipe | None, tuple[Recipe, ...]] | None:
+    """``RememberedCall.score`` and ``masks`` of a call; None if they cannot be made again from a signature."""
+    has_score, count = int(score is not None), len(signature.readings)
+    try:
+        whole = None if problem.score is None else Recipe.of(problem.score, score, 0, arguments)
+        masks = [Recipe.of(p, p if i + has_score < count else None, i + has_score, arguments) for i, p in enumerate(problem.predicates)]
+    except NotCacheable:
+        return None
+    return whole, tuple(masks)
 
 
 def remember_again(signature: Signature, call: RememberedCall) -> None:

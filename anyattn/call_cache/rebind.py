@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class Recipe:
     tensors: tuple[int, ...]
     own_scalars: tuple[int | float, ...]
     own_tensors: tuple[int, ...]
-    fixed: TracedMod | None = None
+    fixed: TracedMod | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, mod: TracedMod, user: TracedMod | None, reading: int, arguments: tuple[Any, ...]) -> Recipe:

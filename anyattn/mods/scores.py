@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyattn.mods.algebra import Score
 from anyattn.mods.float32_scores import check_held
+from anyattn.mods.kept_tables import kept_table
 from anyattn.mods.tracing.pickling import remade_by_call
 from anyattn.mods.tracing.pure_names import add_pure_names
 
@@ -188,28 +189,27 @@ def disentangled(c2p: Tensor, p2c: Tensor, max_distance: int | None = None, p2c_
             return score + to_position + p2c[b, h, kv_idx, torch.clamp(of_key(distance) + reach, 0, width - 1)]
 
         return Score(near, "disentangled")
-    places = _deberta_places(reach, max_distance, c2p.device)
+    exact = reach // 2
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or exact < 1 or max_distance - 1 <= exact:
+        raise ValueError(f"max_distance={max_distance!r}; wanted an int above {exact + 1} and tables of at least 4 places, or None")
+    buckets = kept_table(_deberta_buckets, exact, max_distance, device=c2p.device)
 
     def far(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        distance = torch.clamp(q_idx - kv_idx, -max_distance, max_distance)
-        to_position = c2p[b, h, q_idx, places[distance + max_distance]]
-        return score + to_position + p2c[b, h, kv_idx, places[of_key(distance) + max_distance]]
+        bucket = buckets[torch.clamp(q_idx - kv_idx, -max_distance, max_distance) + max_distance]
+        to_position = c2p[b, h, q_idx, torch.clamp(bucket + reach, 0, width - 1)]
+        return score + to_position + p2c[b, h, kv_idx, torch.clamp(of_key(bucket) + reach, 0, width - 1)]
 
     return Score(far, "disentangled(buckets)")
 
 
-def _deberta_places(reach: int, max_distance: int, device: torch.device) -> Tensor:
-    """The place of every distance from -max_distance to max_distance among 2 * reach, int32. A table, so that all devices agree at the
-    edges of buckets."""
-    exact = reach // 2
-    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or exact < 1 or max_distance - 1 <= exact:
-        raise ValueError(f"max_distance={max_distance!r}; wanted an int above {exact + 1} and tables of at least 4 places, or None")
+def _deberta_buckets(exact: int, max_distance: int, *, device: torch.device) -> Tensor:
+    """The bucket of every distance from -max_distance to max_distance, int32; that of -d is minus that of d. A table, so that all devices
+    agree at the edges of buckets."""
     distance = torch.arange(-max_distance, max_distance + 1, dtype=torch.int64, device=device)
     size = distance.abs().clamp(min=exact).to(torch.float32) / exact
     growth = torch.log(torch.full_like(size[:1], (max_distance - 1) / exact))  # in float32, as DeBERTa computes it
     bucket = torch.ceil(torch.log(size) / growth * (exact - 1)).to(torch.int64) + exact
-    bucket = torch.where(distance.abs() <= exact, distance, distance.sign() * bucket)
-    return (bucket + reach).clamp(0, 2 * reach - 1).to(torch.int32)
+    return torch.where(distance.abs() <= exact, distance, distance.sign() * bucket).to(torch.int32)
 
 
 @remade_by_call

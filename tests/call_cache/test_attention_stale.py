@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
 import anyattn
-from anyattn import masks
+from anyattn import masks, planner, scores
 from anyattn.call_cache import attention, calls, rebind
 from anyattn.mods.analysis import visible_loads
 from anyattn.sparsity import read_lists
@@ -375,6 +376,102 @@ def test_calls_that_gather_are_warm_until_a_write(name: str, checks: list[int]) 
     ids[5] = 99
     with pytest.raises(ValueError, match=r"index 99 \(at"):
         call(ids)
+
+
+# ---- indices in a new tensor at every call, as where a model makes its mod in every layer
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plans that are made."""
+    made: list[Any] = []
+    planned = planner.planned
+    monkeypatch.setattr(planner, "planned", lambda *a, **kw: made.append(planned(*a, **kw)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("name", ["score_mod", "aux_tensors", "flash"])
+def test_new_index_tensors_cost_their_checks_and_no_plan(name: str, checks: list[int], plans: list[Any]) -> None:
+    q, table = torch.randn(1, 2, 24, 8), torch.randn(2, 4)
+    q = q.transpose(1, 2) if name == "flash" else q
+    ids = [(torch.arange(24) + n) % 4 for n in range(4)]
+    found = [GATHERS[name](q, table, i) for i in ids]
+    assert len(checks) == 4 and len(plans) == 1 and attention.size() == 1
+    for i, out in zip(ids, found, strict=True):  # all of them are checked
+        assert torch.equal(GATHERS[name](q, table, i), out)
+    assert len(checks) == 4 and len(plans) == 1
+    for i, out in zip(ids, found, strict=True):
+        attention.clear()
+        assert torch.equal(GATHERS[name](q, table, i.clone()), out)
+    with pytest.raises(ValueError, match=r"index 99 \(at"):
+        GATHERS[name](q, table, torch.full((24,), 99))
+
+
+def test_checks_that_come_to_another_program_plan_again(checks: list[int], plans: list[Any]) -> None:
+    """Where a mask hides an index outside, that index is clamped first: not the program of the call before."""
+    q, table, ids = torch.randn(1, 2, 24, 8), torch.randn(4), torch.arange(12) % 4
+
+    def call(order: torch.Tensor, limit: int) -> torch.Tensor:
+        return anyattn.flex_attention(
+            q, q, q, lambda s, b, h, x, y: s + table[ids[order[y]]], mask_mod=lambda b, h, x, y: y < limit
+        )  # fmt: skip
+
+    inside, outside = torch.arange(24) % 12, torch.arange(24) * 3 // 4
+    of_inside, of_outside = call(inside, 16), call(outside, 16)
+    assert len(plans) == 2 and torch.equal(of_outside, call(outside.clamp(max=11), 16))
+    assert torch.equal(call(inside, 16), of_inside) and torch.equal(call(outside, 16), of_outside)
+    with pytest.raises(ValueError, match=r"index 12 \(at"):
+        call(outside, 17)
+
+
+def test_what_a_mask_hides_is_seen_by_another_mask(checks: list[int], plans: list[Any]) -> None:
+    q, table, outside = torch.randn(1, 2, 24, 8), torch.randn(4), torch.arange(24) // 4
+    call = lambda i, limit: anyattn.flex_attention(q, q, q, lambda s, b, h, x, y: s + table[i[y]], mask_mod=lambda b, h, x, y: y < limit)
+    expected = call(outside.clamp(max=3), 16)
+    assert torch.equal(call(outside, 16), expected) and len(plans) == 1
+    with pytest.raises(ValueError, match=r"index 4 \(at"):
+        call(outside, 17)
+    outside[3] = 4
+    with pytest.raises(ValueError, match=r"index 4 \(at"):
+        call(outside, 16)
+
+
+def test_a_variable_that_is_rebound_during_the_checks_is_checked_again(checks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of the signature are others than those that the checks have read."""
+    q, table, ids = torch.randn(1, 2, 24, 8), torch.randn(4), torch.arange(24) % 4
+    wrong = torch.full((24,), 99)
+
+    def call() -> torch.Tensor:
+        return anyattn.flex_attention(q, q, q, lambda s, b, h, x, y: s + table[ids[y]])
+
+    def rebound_before(*a: Any, **kw: Any) -> Any:
+        nonlocal ids
+        ids = torch.arange(24) // 8
+        return problem_of(*a, **kw)
+
+    for _ in range(2):  # a first call, and one that is checked again
+        ids, problem_of = wrong, check.flex_problem
+        with monkeypatch.context() as rebound:
+            rebound.setattr(check, "flex_problem", rebound_before)
+            call()
+        ids = wrong
+        with pytest.raises(ValueError, match="index 99"):
+            call()
+        ids = torch.arange(24) % 4
+        call()
+
+
+def test_disentangled_scores_of_every_layer_are_warm(checks: list[int], plans: list[Any]) -> None:
+    layers = [(torch.randn(1, 2, 24, 8), *torch.randn(2, 1, 2, 24, 8)) for _ in range(3)]
+    attend = lambda q, c2p, p2c: anyattn.flex_attention(q, q, q, scores.disentangled(c2p, p2c, 9))
+    for _ in range(2):  # the first call finds that the mod's numbers belong to the key
+        attend(*layers[0])
+    checks.clear(), plans.clear()
+    found = [attend(*layer) for layer in layers]
+    assert not checks and not plans
+    for layer, out in zip(layers, found, strict=True):
+        attention.clear()
+        assert torch.equal(attend(*layer), out)
 
 
 def test_a_call_under_capture_is_not_taken_for_a_checked_one(checks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

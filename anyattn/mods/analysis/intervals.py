@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.range_tables import RangeTables
+from anyattn.mods.analysis.range_tables import Extremes, RangeTables
 from anyattn.mods.ir.bounds import WILD, bounds
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.ir.extents import MOST_INDEX_BITS
 from anyattn.mods.ir.extents import Box as Extents
 
-__all__ = ["Box", "Span", "spans"]
+__all__ = ["Box", "Span", "Tables", "spans"]
 
 Box = Mapping[str, tuple[Tensor, Tensor]]  # index name -> first and last value per box, inclusive
+Tables = Extremes | RangeTables
 _NEAR, _FAR = (Extents.of_sizes(2 ** (MOST_INDEX_BITS + 1), scalars) for scalars in (WILD, None))
 
 
@@ -29,7 +30,7 @@ class Span(NamedTuple):
     hi: Tensor
 
 
-def spans(expr: Expr, box: Box, scalars: Sequence[int | float], tables: RangeTables) -> list[Span]:
+def spans(expr: Expr, box: Box, scalars: Sequence[int | float], tables: Tables) -> list[Span]:
     """The ``Span`` of each output of ``expr``."""
     device = next(iter(box.values()))[0].device
     found: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import run
-from anyattn.mods.analysis.intervals import spans
-from anyattn.mods.analysis.range_tables import RangeTables
+from anyattn.mods.analysis.intervals import Tables, spans
+from anyattn.mods.analysis.range_tables import Extremes, RangeTables
 from anyattn.mods.analysis.tile_classes import FULL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Builder, Expr, bool_of
+from anyattn.mods.ir.extents import Box, Extent, extents
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _TILE = 128
+_Load = tuple[int, int, int]  # (slot, dimension, index's node)
 
 
 class OutsideError(ValueError):
@@ -68,17 +70,17 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
     known = (mod.expr, mod.scalars, tuple(t.shape for t in mod.tensors), tuple(sizes.values()))
     if known in _INSIDE:
         return
-    by_values = [load for load in doubtful if any(node.op == "load" for node in _index(mod, load[2]).nodes)]
-    if not reads_values:
-        doubtful = [load for load in doubtful if load not in by_values]
-        if not doubtful:
-            return
+    by_values, others = _apart(mod, doubtful, sizes)
+    doubtful = [load for load in doubtful if load in others or (reads_values and load in by_values)]
+    if not doubtful:
+        return
     if not reads_values or not by_values:  # shapes and numbers decide: computed on the CPU, without synchronising
         mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype, device="cpu").expand(t.shape) for t in mod.tensors))
-    device = mod.tensors[0].device
-    box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
     deps = dependence(mod.expr)
-    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+    # whole tensors' extremes, on the CPU, decide about most: then a device is read once, and no table is built there
+    doubtful = list(_still_doubtful(mod, doubtful, _box(sizes, "cpu"), Extremes(mod.tensors)))
+    device = mod.tensors[0].device
+    for slot, dim, arg in _still_doubtful(mod, doubtful, _box(sizes, device), RangeTables(mod.tensors, device)) if doubtful else ():
         _settle(mod, slot, dim, arg, deps[arg], sizes)
     if not by_values:  # the result does not depend on captured values
         if len(_INSIDE) > 4096:
@@ -102,11 +104,13 @@ def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt
 
     Numbers in front of those of ``mod.source`` are limits of clamped indices, which the shapes determine.
     """
-    found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
+    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    found = _doubtful(mod, sizes)
     nodes = [node for _, _, arg in found for node in _index(mod, arg).nodes]
     settled = 0 if mod.source is None else len(mod.scalars) - len(mod.source.scalars)
     of_numbers = any(node.op == "scalar" and node.attr >= settled for node in nodes)  # type: ignore[operator]
-    slots = dict.fromkeys(node.attr for node in nodes if node.op == "load")
+    by_contents = found if settled else _apart(mod, found, sizes)[0]  # limits prove nothing about the mod without them
+    slots = dict.fromkeys(node.attr for _, _, arg in by_contents for node in _index(mod, arg).nodes if node.op == "load")
     return Doubt(of_numbers, tuple(slots), any(node.op == "score" for node in nodes))  # type: ignore[arg-type]
 
 
@@ -120,10 +124,11 @@ def depends_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: in
 
 
 class Unsettled(NamedTuple):
-    """Unproved loads as (slot, dimension, index's node). by_contents: the index is computed from another load. by_positions: all others."""
+    """Unproved loads as (slot, dimension, index's node). by_contents: the index is computed from another load, and inside for some of its
+    contents only. by_positions: all others."""
 
-    by_contents: list[tuple[int, int, int]]
-    by_positions: list[tuple[int, int, int]]
+    by_contents: list[_Load]
+    by_positions: list[_Load]
 
 
 def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> Unsettled:
@@ -134,16 +139,14 @@ def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q
     sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a negative q_idx counts from a tensor's end
     if min(sizes.values()) == 0:
         return Unsettled([], [])
-    found = Unsettled([], [])
-    by_positions: list[tuple[int, int, int]] = []
-    for load in _doubtful(mod, sizes):
-        ops = {node.op for node in _index(mod, load[2]).nodes}
-        # an index computed from a score has no range; the check at the call refuses it
-        (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
+    loads = _doubtful(mod, sizes)
+    of_score = [load for load in loads if _index(mod, load[2]).uses_score]
+    by_contents, by_positions = _apart(mod, [load for load in loads if load not in of_score], sizes, first_q, end_q)
+    found = Unsettled(by_contents, of_score)  # an index computed from a score has no range; the check at the call refuses it
     if by_positions:
-        box = {name: (torch.zeros(1, dtype=torch.int64, device="cpu"), torch.full((1,), n - 1, device="cpu")) for name, n in sizes.items()}
+        box = _box(sizes, "cpu")
         box["q_idx"] = (torch.full((1,), first_q, device="cpu"), torch.full((1,), end_q - 1, device="cpu"))
-        found.by_positions.extend(_still_doubtful(mod, by_positions, box))
+        found.by_positions.extend(_still_doubtful(mod, by_positions, box, Extremes(mod.tensors)))
     return found
 
 
@@ -165,11 +168,11 @@ def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Ten
         return
     zero = torch.zeros_like(b)
     box = {"b": (b, b), "h": (zero, zero + (H - 1)), "q_idx": (q_first[b], last_q), "kv_idx": (zero, last_kv)}
-    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+    for slot, dim, arg in _still_doubtful(mod, doubtful, box, RangeTables(mod.tensors, b.device)):
         _settle_ragged(mod, slot, dim, arg, H, seqlens_q, seqlens_k, q_first)
 
 
-def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int]]:
+def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[_Load]:
     """(slot, dimension, index's node) of the loads that are not obviously inside, in the order of their nodes."""
     return [
         (node.attr, dim, arg)  # type: ignore[misc]
@@ -180,14 +183,38 @@ def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int
     ]
 
 
-def _still_doubtful(
-    mod: TracedMod, doubtful: list[tuple[int, int, int]], box: dict[str, tuple[Tensor, Tensor]]
-) -> Iterator[tuple[int, int, int]]:
-    """The loads that interval arithmetic over ``box`` does not prove to be inside."""
-    device = box["b"][0].device
+def _apart(
+    mod: TracedMod, loads: list[_Load], sizes: dict[str, int], first_q: int = 0, end_q: int | None = None
+) -> tuple[list[_Load], list[_Load]]:
+    """Those of ``loads`` whose index is computed from other loads, and inside for some of their contents only; and those whose index is
+    computed from positions and numbers alone. first_q, end_q: as in ``unsettled``. No tensor is computed."""
+    looked_up = [load for load in loads if any(node.op == "load" for node in _index(mod, load[2]).nodes)]
+    if not looked_up:
+        return [], loads
+    ends = {name: Extent(0, n - 1) for name, n in sizes.items()}
+    if end_q is not None:
+        ends["q_idx"] = Extent(first_q, end_q - 1)
+    numbers = tuple([Extent(n, n) if isinstance(n, int) else Extent(0, 0) for n in mod.scalars])  # floats have no extent
+    box = Box(ends["b"], ends["h"], ends["q_idx"], ends["kv_idx"], numbers)
+
+    def is_inside(slot: int, dim: int, arg: int) -> bool:
+        index, size = _index(mod, arg), mod.tensors[slot].shape[dim]
+        extent = extents(index, box)[index.outputs[0]]
+        return extent is not None and -size <= extent.lo and extent.hi < size
+
+    return [load for load in looked_up if not is_inside(*load)], [load for load in loads if load not in looked_up]
+
+
+def _box(sizes: dict[str, int], device: torch.device | str) -> dict[str, tuple[Tensor, Tensor]]:
+    """One box of all positions."""
+    return {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
+
+
+def _still_doubtful(mod: TracedMod, doubtful: list[_Load], box: dict[str, tuple[Tensor, Tensor]], tables: Tables) -> Iterator[_Load]:
+    """The loads that interval arithmetic over ``box``, by ``tables`` on its device, does not prove to be inside."""
     builder = Builder()
     indices = builder.build(*(builder.copy(mod.expr, arg) for _, _, arg in doubtful))
-    found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
+    found = spans(indices, box, mod.scalars, tables) if not indices.uses_score else None
     for at, (slot, dim, arg) in enumerate(doubtful):
         size = mod.tensors[slot].shape[dim]
         if found is None or not bool(((found[at].lo >= -size) & (found[at].hi < size)).all()):

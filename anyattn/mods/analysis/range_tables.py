@@ -1,4 +1,5 @@
-"""Range-minimum and range-maximum queries on captured tensors along one index: sparse tables, built once per mask and dimension."""
+"""Range-minimum and range-maximum queries on captured tensors: the extremes of whole tensors, or along one index by sparse tables,
+built once per mask and dimension."""
 
 from __future__ import annotations
 
@@ -9,9 +10,25 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 
-__all__ = ["RangeTables"]
+__all__ = ["Extremes", "RangeTables"]
 
 _MAX_BLOCKS = 2**15  # longer dimensions are divided into blocks of a power of two: at most 15 levels of 32,768 entries
+
+
+class Extremes:
+    """Answers every query on a captured tensor by the extremes of the whole tensor: two numbers, read once and kept on the CPU."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [t.detach() for t in tensors]
+        self._extremes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lookup(self, slot: int, indices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """As ``RangeTables.lookup``; wider bounds."""
+        if slot not in self._extremes:
+            numbers = _numbers(self.tensors[slot])
+            ends = torch.stack(torch.aminmax(numbers)) if numbers.numel() else numbers.new_zeros(2)
+            self._extremes[slot] = ends.cpu().unbind()  # type: ignore[assignment]
+        return self._extremes[slot]
 
 
 class RangeTables:
@@ -29,7 +46,7 @@ class RangeTables:
     def lookup(self, slot: int, indices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Bounds of ``tensors[slot][i0, i1, ...]`` while each index runs from its first to its
         last value; negative indices wrap as in torch."""
-        tensor = self._numbers(self.tensors[slot]).to(self.device)
+        tensor = _numbers(self.tensors[slot]).to(self.device)
         if tensor.numel() == 0:
             nothing = torch.zeros((), dtype=tensor.dtype, device=self.device)
             return nothing, nothing
@@ -44,12 +61,6 @@ class RangeTables:
             return self._whole[slot]
         return self._along(slot, tensor, moving[0], ranges)
 
-    @staticmethod
-    def _numbers(tensor: Tensor) -> Tensor:
-        if tensor.dtype is torch.bool:
-            return tensor.to(torch.uint8)
-        return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
-
     def _along(self, slot: int, tensor: Tensor, dim: int, ranges: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if (slot, dim) not in self._tables:
             self._tables[slot, dim] = _build(tensor.movedim(dim, -1))
@@ -60,6 +71,12 @@ class RangeTables:
         second = last - (torch.ones_like(level) << level) + 1
         at, to = (level, *others, first), (level, *others, second)
         return torch.minimum(least[at], least[to]), torch.maximum(most[at], most[to])
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.bool:
+        return tensor.to(torch.uint8)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
 
 
 def _wrapped(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
