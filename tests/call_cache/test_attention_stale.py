@@ -461,6 +461,21 @@ def test_a_variable_that_is_rebound_during_the_checks_is_checked_again(checks: l
         call()
 
 
+def test_a_number_that_keeps_an_index_inside_belongs_to_the_key(checks: list[int]) -> None:
+    """The contents may change after the check; the number may not."""
+    q, table, ids = torch.randn(1, 2, 24, 8), torch.randn(4), torch.full((24,), 99)
+    call = lambda most: anyattn.flex_attention(q, q, q, lambda s, b, h, x, y: s + table[torch.clamp(ids[y], 0, most)])
+    last, other = (anyattn.flex_attention(q, q, q, lambda s, b, h, x, y, n=n: s + table[(y * 0 + n)]) for n in (3, 1))
+    checks.clear()
+    for contents in (99, 2**40, 3):
+        ids.fill_(contents)
+        assert all(torch.equal(call(most), expected) for most, expected in ((3, last), (1, other), (3, last)))
+    assert len(checks) == 2  # one for each number
+    ids.fill_(4)
+    with pytest.raises(ValueError, match=r"index 4 \(at"):
+        call(4)
+
+
 def test_disentangled_scores_of_every_layer_are_warm(checks: list[int], plans: list[Any]) -> None:
     layers = [(torch.randn(1, 2, 24, 8), *torch.randn(2, 1, 2, 24, 8)) for _ in range(3)]
     attend = lambda q, c2p, p2c: anyattn.flex_attention(q, q, q, scores.disentangled(c2p, p2c, 9))

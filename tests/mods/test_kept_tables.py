@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -95,6 +98,25 @@ def test_a_full_store_releases_nothing(tables: dict, monkeypatch: pytest.MonkeyP
     kept = [kept_table(squares, n, device=CPU) for n in (1, 2)]
     assert kept_table(squares, 3, device=CPU) is not kept_table(squares, 3, device=CPU) and len(tables) == 2
     assert all(kept_table(squares, n, device=CPU) is t for n, t in zip((1, 2), kept, strict=True))
+
+
+def test_large_tables_are_not_kept(tables: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_tables, "_MOST_BYTES", 64)
+    kept = kept_table(squares, 5, device=CPU)
+    assert kept_table(squares, 4, device=CPU) is not kept_table(squares, 4, device=CPU)
+    assert kept_table(squares, 3, device=CPU) is kept_table(squares, 3, device=CPU) and kept_table(squares, 5, device=CPU) is kept
+
+
+def test_threads_share_one_table(tables: dict) -> None:
+    both = threading.Barrier(8)
+
+    def made(_: int) -> torch.Tensor:
+        both.wait()
+        return kept_table(squares, 4, device=CPU)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(made, range(8)))
+    assert len({id(t) for t in found}) == 1 and len(tables) == 1
 
 
 def test_a_compiled_function_that_makes_the_score(tables: dict) -> None:

@@ -194,8 +194,7 @@ def _apart(
     ends = {name: Extent(0, n - 1) for name, n in sizes.items()}
     if end_q is not None:
         ends["q_idx"] = Extent(first_q, end_q - 1)
-    numbers = tuple([Extent(n, n) if isinstance(n, int) else Extent(0, 0) for n in mod.scalars])  # floats have no extent
-    box = Box(ends["b"], ends["h"], ends["q_idx"], ends["kv_idx"], numbers)
+    box = Box(ends["b"], ends["h"], ends["q_idx"], ends["kv_idx"], Box.of_numbers(1, mod.scalars).scalars)
 
     def is_inside(slot: int, dim: int, arg: int) -> bool:
         index, size = _index(mod, arg), mod.tensors[slot].shape[dim]

@@ -48,8 +48,8 @@ class Box(NamedTuple):
 
     @classmethod
     def of_numbers(cls, positions: int, numbers: Sequence[int | float]) -> Box:
-        """``of_sizes`` for captured numbers with known values; floats have no extent."""
-        return cls.of_sizes(positions, None)._replace(scalars=tuple(Extent(n, n) if type(n) is int else Extent(0, 0) for n in numbers))
+        """``of_sizes`` for captured numbers with known values. Floats have no extent; a compiler's symbolic integer may be any."""
+        return cls.of_sizes(positions, None)._replace(scalars=tuple(Extent(n, n) if type(n) is int else _range(int) for n in numbers))
 
 
 def fits(extent: Extent | None, bits: int = 32) -> bool:

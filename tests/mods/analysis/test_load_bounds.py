@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from anyattn.mods.analysis import load_bounds
 from anyattn.mods.analysis.evaluate import evaluate
@@ -96,6 +99,10 @@ CLAMPED = {
     "a remainder": (torch.int64, lambda x: x.long() % 8),
     "a choice": (torch.bool, lambda x: torch.where(x, 3, -8)),
     "a small dtype": (torch.uint8, lambda x: x.long() // 32),
+    "a sum that wraps around": (torch.int8, lambda x: torch.clamp(x + 100, 0, 7).long()),
+    "a size that wraps around": (torch.int8, lambda x: x.abs().long() // 16),
+    "bits": (torch.int64, lambda x: x & 7),
+    "the upper bits": (torch.int32, lambda x: x >> 28),
 }
 UNCLAMPED = {
     "one side": (torch.int32, lambda x: torch.clamp(x, max=7)),
@@ -103,6 +110,7 @@ UNCLAMPED = {
     "moved after": (torch.int32, lambda x: torch.clamp(x, 0, 7) + 1),
     "a float, which may be NaN": (torch.float32, lambda x: torch.clamp(x, 0.0, 7.0).long()),
     "a small dtype": (torch.uint8, lambda x: x.long() // 31),
+    "a sum that wraps around": (torch.int8, lambda x: torch.clamp(torch.clamp(x, min=0) + 1, max=7).long()),
 }
 
 
@@ -137,6 +145,13 @@ def test_contents_that_may_matter_are_read_or_clamped(name: str) -> None:
         ids[7] = torch.iinfo(ids.dtype).max
     with pytest.raises(OutsideError):
         check_loads(mod, 1, 1, 40, 40)
+
+
+def test_a_symbolic_number_proves_nothing() -> None:
+    ids, most = torch.zeros(40, dtype=torch.int32), 7
+    mod = trace(lambda s, b, h, q, k: s + TABLE[b, h, q, torch.clamp(ids[k], 0, most)], "score")
+    symbolic = replace(mod, scalars=(ShapeEnv().create_unbacked_symint(),))
+    assert not unsettled(mod, 1, 1, 40, 40).by_contents and len(unsettled(symbolic, 1, 1, 40, 40).by_contents) == 1
 
 
 def test_limits_that_hold_an_index_do_not_settle_the_mod() -> None:

