@@ -77,8 +77,8 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
 
     options: ``kernel_options``. Raises as ``validate.flex.flex_problem`` and the planner.
     """
-    signature = _signature_of_flex(call, backend, options)
-    warm = known(signature)
+    signature, reads_captured = _signature_of_flex(call, backend, options), not (is_operator and call.query.is_cuda)
+    warm = known(signature, reads_captured)
     if warm is None or signature is None:
         if planner.misfits(call[:3], backend):
             copied: dict[str, Any] = dict(zip(call._fields, map(innermost, call[:3])))
@@ -86,14 +86,15 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and kinds.belong_to_operators(named):
             return None
-        problem = flex.flex_problem(*call, not (is_operator and call.query.is_cuda))
+        problem = flex.flex_problem(*call, reads_captured)
         score, recompute = None if call.score_mod is None else problem.score, partial(_signature_of_flex, call, backend, options)
-        if (plan := known_plan(signature, recompute, problem, score)) is not None:
+        if (plan := known_plan(signature, recompute, problem, score, (), reads_captured)) is not None:
             return problem, plan
         plan = planner.planned(problem, backend, flex.kernel_options(options))
         if signature is not None:
             shares_keys = call.key.shape[0] != call.query.shape[0]
-            remember(signature, recompute, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
+            more = {"has_lists": problem.blocks is not None, "shares_keys": shares_keys}
+            remember(signature, recompute, problem, plan, score, (), reads_captured, **more)
         return problem, plan
     return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, signature, call.block_mask, call.skip)
 
@@ -121,8 +122,8 @@ def flex_again(
 
 
 def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedCall | None:
-    """The remembered ``flex_attention`` call with this call's signature, if there is one."""
-    return known(_signature_of_flex(call, backend, options))
+    """The remembered ``flex_attention`` call with the signature of this call of an operator, if there is one."""
+    return known(_signature_of_flex(call, backend, options), not call.query.is_cuda)
 
 
 # ---- flash_attn_func
@@ -131,8 +132,8 @@ def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedC
 @opaque
 def flash_call(q: Any, k: Any, v: Any, options: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as in ``flex_call``. Raises as the checks and the planner."""
-    signature = _signature_of_flash(q, k, v, options, backend)
-    warm = known(signature)
+    signature, reads_captured = _signature_of_flash(q, k, v, options, backend), options.reads_captured
+    warm = known(signature, reads_captured)
     arguments = (options.alibi_slopes,)
     if warm is None or signature is None:
         if planner.misfits((q, k, v), backend):
@@ -141,11 +142,11 @@ def flash_call(q: Any, k: Any, v: Any, options: Options, backend: str | None, is
             return None
         problem = flash.dense_problem(q, k, v, options)
         score, recompute = score_of_user(options, problem), partial(_signature_of_flash, q, k, v, options, backend)
-        if (plan := known_plan(signature, recompute, problem, score, arguments)) is not None:
+        if (plan := known_plan(signature, recompute, problem, score, arguments, reads_captured)) is not None:
             return problem, plan
         plan = planner.planned(problem, backend)
         if signature is not None:
-            remember(signature, recompute, problem, plan, score, arguments)
+            remember(signature, recompute, problem, plan, score, arguments, reads_captured)
         return problem, plan
     q, k, v = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
     return Problem.of_fields(warm.filled(q, k, v, options.sink, options.softmax_scale, signature, arguments)), warm.plan

@@ -148,12 +148,13 @@ def size() -> int:
     return len(_calls.young) + len(_calls.old)
 
 
-def known(signature: Signature | None) -> RememberedCall | None:
-    """The remembered call with this signature; None if the contents of its captured tensors have to be checked again."""
+def known(signature: Signature | None, reads_captured: bool = True) -> RememberedCall | None:
+    """The remembered call with this signature; None if the contents of its captured tensors have to be checked again. reads_captured: as in
+    ``flex.flex_problem``; without a check, indices that are computed from contents are clamped, as in every call that is ``checked``."""
     warm = None if signature is None else _calls.get(signature.key)
-    if warm is not None and warm.checked is not None and warm.checked.get(warm.decisive_tensors(signature)) is None:  # type: ignore[arg-type]
-        return None
-    return warm
+    if warm is None or signature is None or warm.checked is None or not reads_captured:
+        return warm
+    return None if warm.checked.get(warm.decisive_tensors(signature)) is None else warm
 
 
 def remember(
@@ -163,6 +164,7 @@ def remember(
     plan: Plan,
     score: TracedMod | None = None,
     arguments: tuple[Any, ...] = (),
+    reads_captured: bool = True,
     **more: Any,
 ) -> None:
     """Remembers a first call, unless its checks or its plan depend on the contents of tensors.
@@ -170,7 +172,7 @@ def remember(
     recompute: computes the signature once more. A call whose signature changed during the checks is not remembered: another thread may have
     rebound a captured variable, and the first trace of a mod may find that more of its numbers belong to the key.
     score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as in ``Recipe.of``.
-    more: fields of ``RememberedCall``.
+    reads_captured: as in ``known``. more: fields of ``RememberedCall``.
     """
     if not plan.is_reusable:
         return
@@ -187,7 +189,8 @@ def remember(
     if decisive and is_captured():
         return  # whose check has not read them
     call = RememberedCall(plan, _without_tensors(problem), *recipes, decisive=decisive, checked=ByWrites() if decisive else None, **more)
-    call.note_checked(signature, recomputed)
+    if reads_captured:
+        call.note_checked(signature, recomputed)
     _calls.put(signature.key, call)
 
 
@@ -197,11 +200,12 @@ def known_plan(
     problem: Problem,
     score: TracedMod | None = None,
     arguments: tuple[Any, ...] = (),
+    reads_captured: bool = True,
 ) -> Plan | None:
     """The plan of the remembered call with this signature, after its captured tensors had to be checked again, if the checks have come to
     the same programs; None if there is none. So a mod that is made anew in every call, with indices in a new tensor, costs only its checks:
-    no plan and no launches are made again. Its tensors count as checked from then on. recompute, problem, score, arguments: as in
-    ``remember``."""
+    no plan and no launches are made again. Its tensors count as checked from then on. recompute, problem, score, arguments, reads_captured:
+    as in ``remember``."""
     warm = None if signature is None else _calls.get(signature.key)
     if warm is None or signature is None or warm.checked is None:
         return None
@@ -210,7 +214,7 @@ def known_plan(
         return None
     if _recipes(signature, problem, score, arguments) != (warm.score, warm.masks):
         return None
-    if not is_captured():  # where no contents have been read
+    if reads_captured and not is_captured():  # otherwise no contents have been read
         warm.note_checked(signature, recomputed)
     return warm.plan
 

@@ -112,7 +112,8 @@ def _step_of(
     if call_signature is not None:
         recompute = partial(_in_mode, is_grad_mode, partial(signature_of, arguments, options, backend))
         replays = Replays.of(call.problem, plan)
-        of_step = {"extents": extents_of(arguments), "sizes": call.step.sizes, "follows": call.step.follows, "replays": replays}
+        step = call.step
+        of_step: dict[str, Any] = {"extents": extents_of(arguments), "sizes": step.sizes, "follows": step.follows, "replays": replays}
         remember(call_signature, recompute, problem, plan, score_of_user(options, problem), (options.alibi_slopes,), **of_step)
     return call, plan
 

@@ -12,7 +12,9 @@ import anyattn
 from anyattn import masks, planner, scores
 from anyattn.call_cache import attention, calls, rebind
 from anyattn.mods.analysis import visible_loads
+from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.sparsity import read_lists
+from anyattn.validate import flash
 from anyattn.validate import flex as check
 from tests.support.warm_calls import LENGTH, K, Q, V, call, flex, follows, made, narrow, wide
 
@@ -498,3 +500,22 @@ def test_a_call_under_capture_is_not_taken_for_a_checked_one(checks: list[int], 
         assert not checks and torch.equal(clamped, GATHERS["score_mod"](q, table, torch.full((24,), 3)))
     with pytest.raises(ValueError, match="index 99"):
         GATHERS["score_mod"](q, table, wrong)
+
+
+def test_a_call_that_reads_no_captured_tensor_is_not_taken_for_a_checked_one(checks: list[int], plans: list[Any]) -> None:
+    """Operators on a GPU clamp instead: they are warm with any contents, and other calls still check them."""
+    q, table, wrong = torch.randn(1, 24, 2, 8), torch.randn(2, 4), torch.full((24,), 99)
+    unread = flash.Options(score_mod=lambda s, b, h, x, y: s + table[h, wrong[y]], reads_captured=False)
+
+    def operator() -> torch.Tensor:
+        problem, _ = attention.flash_call(q, q, q, unread, None, is_operator=True)
+        return evaluate(problem.score, 0, torch.arange(2)[:, None, None], 0, torch.arange(24), score=torch.zeros(()))
+
+    clamped = operator()
+    assert torch.equal(clamped, table[:, 3:].expand(2, 24)[:, None]) and not checks
+    for _ in range(2):
+        with pytest.raises(ValueError, match="index 99"):
+            attention.flash_call(q, q, q, unread._replace(reads_captured=True), None)
+        assert torch.equal(operator(), clamped) and len(plans) == 1
+    wrong = torch.zeros(24, dtype=torch.int64)
+    assert torch.equal(operator(), table[:, :1].expand(2, 24)[:, None]) and len(plans) == 1
