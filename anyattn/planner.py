@@ -132,6 +132,8 @@ def _over_gathered_keys(problem: Problem, hardware: Hardware, reason: str, optio
     reason. The hardware has Hopper's kernel. is_asked: it need not pay."""
     if against := _reason_against_triton(hardware):
         return against
+    if problem.is_batch_invariant:  # keys of 8 bits would be rounded on the way
+        return 'with deterministic="batch" Triton\'s kernel reads them'
     from anyattn.backends.triton.gathered_keys import described, reason_against
 
     if against := reason_against(problem, is_asked):
@@ -265,8 +267,6 @@ def _against_triton_backward(problem: Problem, hardware: Hardware) -> str | None
 def _reason_against_problem(name: str, problem: Problem) -> str | None:
     if name == "torch":
         return None
-    if name == "hopper" and problem.is_batch_invariant:
-        return 'with deterministic="batch" one kernel computes prefill and decoding, and that is Triton\'s'
     found: str | None = importlib.import_module(f"anyattn.backends.{name}.plan").reason_against(problem)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -117,7 +118,7 @@ class ForwardLaunches:
             return None
         kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
         of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
-        wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, problem.scale * LOG2E
+        wants_lse, wants_max, scale = problem.wants_lse, problem.wants_max, _scale_of(problem)
 
         def again(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple | None:
             if not known:
@@ -177,7 +178,7 @@ def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLau
     numbers, captured = spec.captured(problem) if prepared.captures else ((), ())
     prepared.kernel(
         q, problem.k, problem.v, out, lse, highest, _sink(problem), *prepared.visits, counter_of(q.device),
-        problem.scale * LOG2E, *prepared.numbers, numbers, captured if prepared.is_plain else indexable(captured),
+        _scale_of(problem), *prepared.numbers, numbers, captured if prepared.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
 
@@ -200,7 +201,7 @@ def _launched(
     numbers = (rows, spread, min(spread, section_of(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
-        problem.scale * LOG2E, *numbers, *spec.captured(problem),
+        _scale_of(problem), *numbers, *spec.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
     return arguments
@@ -224,6 +225,13 @@ def _store(prepared: dict[Config, _PreparedLaunch], config: Config, arguments: t
             kinds_of(captured)[1],
             visits,
         )
+
+
+def _scale_of(problem: Problem) -> float:
+    """The scale of scores in base 2; in the order of keys the product of float32 numbers, as Triton's kernel makes it."""
+    if problem.is_batch_invariant:
+        return c_float(c_float(problem.scale).value * c_float(LOG2E).value).value
+    return problem.scale * LOG2E
 
 
 def _sink(problem: Problem) -> Tensor | None:

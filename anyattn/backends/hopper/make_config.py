@@ -18,6 +18,7 @@ from anyattn.backends.hopper.config import (
     LEAST_SHARED_PIECE,
     MOST,
     TILE_M,
+    TILES_IN_ORDER,
     WIDE,
     Ask,
     Config,
@@ -179,6 +180,8 @@ def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], T
     """The head dimensions, the tiles, and the config's fields for pages. wanted: the other arguments of ``tiles_for``."""
     unpadded, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
     dims = padded(*unpadded)
+    if problem.is_batch_invariant:
+        return dims, TILES_IN_ORDER, {"piece": 0}
     tiles = tiles_for(*dims, **wanted)
     piece = math.gcd(page, tiles.tile_n) if page else 0
     if 0 < piece < LEAST_PIECE and dims == unpadded:
@@ -215,6 +218,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
         "has_max": problem.wants_max,
         "has_skip": problem.skip is not None,
         "counts_skips": problem.skip is not None and problem.skip.counts is not None,
+        "in_order": problem.is_batch_invariant,
     }
     return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **results)
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from anyattn.backends.hopper import in_order
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
@@ -21,6 +22,7 @@ from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
 from anyattn.problem import Problem
+from anyattn.sequences.sections import SECTION
 
 __all__ = ["plan_of", "reason_against"]
 
@@ -35,6 +37,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
     if problem.k.dtype is not q.dtype:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
+    if problem.is_batch_invariant and (reason := in_order.reason_against(problem)):
+        return f'with deterministic="batch" {reason}'
     if problem.skip is not None and (problem.has_wide_heads or problem.sequences is not None):
         return (
             f"skip_below leaves tiles out at run time, which this kernel does up to head_dim {HEAD_DIMS[-1]} and without packed sequences: "
@@ -127,6 +131,8 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
     if packed == 1 and runs_documents(problem):
         why.append(BY_DOCUMENT)
     why += backward.why[1:]
+    if config.in_order:
+        why.append(f'sums by sections of {SECTION} keys, tiles of {tiles.tile_m} x {tiles.tile_n} in their order: deterministic="batch"')
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
     elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):

@@ -56,6 +56,9 @@ _FEW = 2  # the multiprocessors are so many times the tiles
 
 def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
     """The reason why Triton takes less time for the forward pass, as text; None if none is known."""
+    if problem.is_batch_invariant:
+        tiles = ceil_div(problem.q.shape[0] * problem.q.shape[2], TILE_M) * problem.heads_q
+        return f"its {tiles} row tiles are fewer than multiprocessors" if tiles < hardware.sm_count else None
     if problem.num_splits == 0 and problem.bound_q <= FEW_QUERIES and reason_against_splits(problem):
         return f"it has no split keys, which at most {FEW_QUERIES} queries want"
     if reason := _reason_of_wide(problem, hardware):

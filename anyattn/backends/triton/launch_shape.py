@@ -20,11 +20,11 @@ from anyattn.backends.triton.wide_tiles import is_wide
 from anyattn.hardware import Hardware
 from anyattn.mods.ir.extents import Box, Extent, extents
 from anyattn.problem import Problem
+from anyattn.sequences.sections import KEYS_IN_ORDER, SECTION
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = [
     "MOST_BLOCKS",
-    "SECTION",
     "EvenShares",
     "Layout",
     "Reading",
@@ -74,7 +74,6 @@ _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads in the time of
 _MERGED = 6  # cost of writing, reading and starting the program of a partial output, in multiples of its bytes
 _BEGUN = 16 << 10  # bytes that other programs read while a program starts, for each tile that it loads ahead but one
 _UNEVEN = 0.25
-SECTION = 1024  # keys: enough that merging takes no time, few enough that decoding has a program for each
 _MANY_ROWS = 4096  # for which tiles are not made smaller
 # Head dimension to which 64 keys fit with four warps. D 256: 32 keys, and 64 with eight warps: prefill 2.71, 3.70 ms, decoding 329, 380 us.
 _WIDE = 128
@@ -170,7 +169,7 @@ def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0), has_one_kv=False)
     tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
     if shape.dtype.itemsize == 2:
-        most, warps, stages = (64, 4, 3) if max(shape.d, shape.dv) <= _WIDE else (32, 8 if is_wide(shape.d, shape.dv) else 4, 2)
+        most, warps, stages = (KEYS_IN_ORDER, 4, 3) if max(shape.d, shape.dv) <= _WIDE else (32, 8 if is_wide(shape.d, shape.dv) else 4, 2)
         tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, most), warps, stages)
     return tile_config.fitting("forward", tiles, plain, capability)
 

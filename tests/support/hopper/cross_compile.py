@@ -27,7 +27,17 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
 from anyattn.backends.hopper.compile.build import kernel_of
-from anyattn.backends.hopper.config import LEAST_PIECE, LEAST_SHARED_PIECE, WIDE, Ask, Config, ModsOfConfig, slots, tiles_for
+from anyattn.backends.hopper.config import (
+    LEAST_PIECE,
+    LEAST_SHARED_PIECE,
+    TILES_IN_ORDER,
+    WIDE,
+    Ask,
+    Config,
+    ModsOfConfig,
+    slots,
+    tiles_for,
+)
 from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
 from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.loads_before_release import late_loads
@@ -230,6 +240,18 @@ def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
+def in_order() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """Cases of head dimension 128 whose rows have the same bits in every batch."""
+    causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
+    assert causal is not None and window is not None
+    entries = {"has_entries": True, "has_order": True, "spread": "heads"}
+    return {
+        "in order": ([], {"has_sink": True}),
+        "in order causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
+        "in order window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
+    }
+
+
 def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     """Cases that are compiled only when they are named."""
     rows = torch.rand(100, 8), torch.rand(100, 8)
@@ -259,6 +281,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     first columns of K in every other case, and thread blocks share keys where they can in two of four."""
     result, known, is_wide = {}, cases() | (rare() if only else {}), (head_dim, head_dim_v) in WIDE
     known |= decoding() if is_wide else {}
+    known |= in_order() if (head_dim, head_dim_v) == (128, 128) else {}
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
@@ -275,6 +298,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         tiles = tiles_for(
             head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
         )
+        if name.startswith("in order"):
+            fields, tiles = {**fields, "in_order": True}, TILES_IN_ORDER
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         may_share = is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0
         if may_share and (i // 2 % 2 == 0 or name.startswith("decoding")):

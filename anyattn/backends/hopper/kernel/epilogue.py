@@ -74,7 +74,7 @@ class Epilogue:
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim_v))))
         first_row, first_column = self.first_row(positions, facts), positions[0, 0][1]
         heads, ends = self.heads(positions, facts), self.rows_ends(positions, facts)
-        nothing = self._per_head(heads, lambda head: Float32(sink[head]) if self.config.has_sink else -Float32.inf)
+        nothing = self._per_head(heads, lambda head: self.of_nothing(Float32(sink[head])) if self.config.has_sink else -Float32.inf)
         rests = self._per_head(heads, lambda head: cute.domain_offset((facts.q_start, 0), out[None, None, head, facts.q_row]))
         head_dim = 0 if const_expr(self.config.is_split) else cute.size(out, mode=[1])
         pair = cute.make_rmem_tensor(2, self.dtype)
@@ -90,6 +90,10 @@ class Epilogue:
                         lse[row + facts.q_start, heads[r], facts.q_row] = nothing[r]
                     if const_expr(highest is not None):
                         highest[row + facts.q_start, heads[r], facts.q_row] = -Float32.inf
+
+    def of_nothing(self, logit: Any) -> Any:
+        """The log-sum-exp of a row that sees no key, of its sink."""
+        return logit
 
     def _per_head(self, heads: tuple[Any, ...], found: Callable[[Any], Any]) -> tuple[Any, ...]:
         """``found`` of the head of each of a thread's rows, computed once if it is the same."""

@@ -195,6 +195,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             q: cute.struct.Align[cute.struct.MemRange[dtype, q_stages * self.q_size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.config.sums_in_smem], 16]
 
         return Storage
 
@@ -202,6 +203,10 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         """The outer layout of Q's or O's tile with a mode for the stage; both use the same memory."""
         tile = cute.slice_(layout.outer, (None, None, 0))
         return cute.append(tile, cute.make_layout(self.config.q_stages, stride=self.q_size))
+
+    def more_in_smem(self, storage: Any) -> tuple[Any, ...]:
+        """Further tensors in shared memory, for the consumers."""
+        return ()
 
     @cute.kernel
     def kernel(self, atoms, gmem, outputs, sink, scale_log2, tables, lengths, sizes, captured, layouts, mmas):
@@ -224,6 +229,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             storage.k.get_tensor(layouts[1].outer, swizzle=layouts[1].inner),
             storage.v.get_tensor(layouts[2].outer, swizzle=layouts[2].inner),
             storage.q.get_tensor(self._staged(layouts[3]), swizzle=layouts[3].inner),
+            *self.more_in_smem(storage),
         )
         board = (storage.work.get_tensor(cute.make_layout((FACTS, 2))), storage.visit.get_tensor(cute.make_layout(8)))
         cute.arch.mbarrier_init_fence()

@@ -53,7 +53,7 @@ class Loads:
                 else:
                     of_lists = self.head_of_lists(head, sizes)
                     (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, of_lists, seqlen_k, tables)
-                plan = self.planned(plan, masked, bare)
+                plan = self.planned(plan, visits, masked, bare)
                 m_block = self.own_tile(m_block, rank)
                 heads, head = self.own_heads(heads, head, rank)
                 # splits follow one another, each with all rows of storage
@@ -95,7 +95,7 @@ class Loads:
         """(first work item, workers, number within the worker) of a thread block."""
         return cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 0
 
-    def planned(self, plan: Any, masked: Any, bare: Any) -> Any:
+    def planned(self, plan: Any, visits: Any, masked: Any, bare: Any) -> Any:
         """The plan of a row tile's visits, of which ``_visit`` finds each."""
         return plan
 

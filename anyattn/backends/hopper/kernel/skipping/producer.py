@@ -20,7 +20,7 @@ class _Reversed(NamedTuple):
 class LoadsSkipping(Loads):
     """The loading role of ``HopperSkippingForward``: a row tile's last key tile, other masked tiles at its right end, then bare ones."""
 
-    def planned(self, plan: Any, masked: Any, bare: Any) -> Any:
+    def planned(self, plan: Any, visits: Any, masked: Any, bare: Any) -> Any:
         return _Reversed(plan, masked + 1, masked + bare)
 
     @cute.jit

@@ -1,0 +1,46 @@
+"""Calls whose rows have the same bits in every batch (``deterministic="batch"``): which the kernel in the order of keys can have.
+
+Its numbers are those of Triton's kernel, instruction by instruction, so that the two may be chosen call by call: prefill is Hopper's, and
+decoding, pages and all that is refused here Triton's. Where Triton's compiler may write other instructions, all of it is Triton's. Prefill
+of 8,192 rows, 32 heads on an H200, in the default's time: 1.31 causal, 1.32 full, 1.24 in a window of 1,024; Triton's kernel 1.54, 1.61,
+1.46. Maxima of every 64 keys, which the order wants, keep it from the default's speed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from functools import lru_cache
+
+from anyattn.backends.hopper.make_config import mods_of
+from anyattn.mods.float32_scores import is_ordinary_scale
+from anyattn.problem import Problem
+
+__all__ = ["reason_against"]
+
+_HEAD_DIM = 128  # at 64 it takes as long as Triton's kernel: 1.57 and 1.48 times the default's time (H200, causal, 8,192 rows)
+_TRITON = "3.6."  # whose instructions were compared (``tests/gpu/test_in_order_gpu.py``)
+
+
+def reason_against(problem: Problem) -> str | None:
+    """Why a call of the mode is left to Triton's kernel, to be read after the mode's name; None if it need not be."""
+    if not _is_known_triton():
+        return f"its bits are compared with those of Triton {_TRITON}x, which is not installed"
+    q, v, sequences = problem.q, problem.v, problem.sequences
+    if (q.shape[3], v.shape[3]) != (_HEAD_DIM, _HEAD_DIM):
+        return f"it has head dimension {_HEAD_DIM}: q's is {q.shape[3]} and v's {v.shape[3]}"
+    if problem.score is not None:
+        return "it has no score mods, whose functions two compilers may round in two ways"
+    if problem.scale <= 0 or not is_ordinary_scale(problem.scale):
+        return f"it has scales above 0: {problem.scale}"
+    if sequences is not None and (sequences.page_table is not None or sequences.is_cache):
+        return "it reads no pages and no caches that grow"
+    _, listed, fields = mods_of(problem, None)
+    if listed is not None or fields["always"]:
+        return "it has masks that are bands around the diagonal, and no others"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _is_known_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith(_TRITON)

@@ -1,0 +1,245 @@
+"""MMA role of the kernel in the order of keys: the numbers of ``backends.triton.kernels.softmax``, operation by operation."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as helpers
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from anyattn.arithmetic import LN2, LOG2E
+from anyattn.backends.hopper.codegen.emit import select
+from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.kernel.in_order.arithmetic import difference, power_of_2, product, quotient, total
+from anyattn.backends.hopper.kernel.mma import Multiplies
+from anyattn.sequences.sections import KEYS_IN_ORDER, SECTION
+
+__all__ = ["MultipliesInOrder"]
+
+_LOWEST = -1.7014118e38  # a row maximum before the first key, in base 2: minus it, -inf stays -inf
+_TILES = SECTION // KEYS_IN_ORDER  # of a section
+_PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
+
+
+class _Sections(NamedTuple):
+    """Registers of a thread. q: its part of Q's tile, in the order of a product's first operand. tile: the number of the key tile at hand.
+    sums: of the rows' weights in the section at hand, (row, part); before: those, and the rows' maxima, of the section before. total,
+    highest: the sum and the maximum, in base 2, of the rows' earlier sections; earlier: 1 if there are any, whose output is in shared
+    memory."""
+
+    q: Any
+    tile: Any
+    sums: Any
+    before: Any
+    total: Any
+    highest: Any
+    earlier: Any
+
+
+class MultipliesInOrder(Multiplies):
+    """The MMA role of ``HopperInOrderForward``.
+
+    Keys are visited from the first to the last, and every ``SECTION`` keys have an output, a sum and a maximum of their own, which
+    are merged in ascending order; the output of earlier sections lies in shared memory. A tile's maximum is the exact one, no weight is
+    computed by other instructions than in Triton's kernel, and no product is fused into a sum by the compiler: for a row, all numbers are
+    those of that kernel, whatever tile the row is in. Q is read into registers once: tiles of 64 keys would take more of shared memory's
+    bandwidth for Q than for K.
+    """
+
+    dtype: Any
+    masked: Any
+    highest_of: Any
+    heads: Any
+    stored: Any
+
+    def _from_registers(self) -> Any:
+        """The tiled MMA of scores with Q in registers."""
+        along, tiles = OperandMajorMode.K, self.config.tiles
+        groups, source = (tiles.warp_groups, 1, 1), warpgroup.OperandSource.RMEM
+        return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, groups, (64, tiles.tile_n), source)
+
+    def tops_of(self, acc: Any) -> Any:
+        rows, mma = cute.size(rows_and_columns(acc), mode=[0]), self._from_registers()
+        q = mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_m, self.config.head_dim)))
+        tile, earlier = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
+        sums, before, of_total, highest = (
+            cute.make_rmem_tensor(shape, Float32) for shape in ((rows, _PARTS), (rows, _PARTS + 1), rows, rows)
+        )
+        return _Sections(q, tile, sums, before, of_total, highest, earlier)
+
+    def _held(self, sections: Any, tile: Any, thread: Any) -> None:
+        """Reads a thread's part of Q's tile."""
+        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self._from_registers())
+        mine = copy.get_slice(thread)
+        cute.copy(copy, mine.partition_S(tile), mine.retile(sections.q))
+
+    def _lowest(self, rate: Any) -> Any:
+        """A row maximum before the first key, of raw products."""
+        return Float32(_LOWEST) * cute.arch.rcp_approx(cute.arch.fmax(rate, Float32(1.0)))
+
+    @cute.jit
+    def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
+        _, (_, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
+        acc, row_max, _, _, sections = sums
+        facts, _, rate, captured, limits = given
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        acc.fill(0.0)
+        row_max.fill(self._lowest(rate))
+        for x, value in ((sections.sums, 0.0), (sections.total, 0.0), (sections.highest, _LOWEST)):
+            x.fill(value)
+        sections.earlier[0] = Int32(0)
+        self._held(sections, in_smem[0][None, None, q_state.index], self._again(thread))
+        pipes[1].consumer_wait(k_state)
+        n = sections.tile[0] = board[1][k_state.index] // 2
+        self._my_turn(group)
+        self._product(self._from_registers(), scores, sections.q, k[None, None, None, k_state.index], True)
+        self._next_turn(group)
+        warpgroup.wait_group(0)
+        self._keys_read(pipes[1], k_state)
+        self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
+        self._weights(scores, sums, rate, Boolean(False))
+        p.store(narrowed(scores, self.dtype).load())
+
+    @cute.jit
+    def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
+        """The tiles after the first: masked at a window's left end, bare, masked at the right end, of which the last may be cut."""
+        pipes, facts, thread, group, in_smem = fixed[4], given[0], fixed[7], fixed[6], fixed[8]
+        left, bare, right = facts.behind, facts.bare, facts.masked + 1
+        if left > 0:  # what is first of these has been visited
+            left -= 1
+        elif bare > 0:
+            bare -= 1
+        else:
+            right -= 1
+        if const_expr(self.config.has_left):
+            for _ in cutlass.range(left, unroll=1):
+                self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
+                k_state.advance()
+                v_state.advance()
+        for _ in cutlass.range(bare, unroll=1):
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, False)
+            k_state.advance()
+            v_state.advance()
+        for _ in cutlass.range(right, unroll=1):
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
+            k_state.advance()
+            v_state.advance()
+        if const_expr(self.config.has_entries):
+            room = facts.seqlen_k - sums[4].tile[0] * self.config.tiles.tile_n
+            self._wiped(in_smem[2], pipes[2], v_state, room, thread, group)
+        self._last(fixed, sums, p, v_state)
+        pipes[2].consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
+        _, (_, k, _), shape_s, positions, pipes, _, group, thread, in_smem = fixed
+        acc, _, _, row_scale, sections = sums
+        facts, _, rate, captured, limits = given
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        n = sections.tile[0] = sections.tile[0] + 1
+        is_new = n % _TILES == 0
+        pipes[1].consumer_wait(k_state)
+        self._my_turn(group)
+        self._product(self._from_registers(), scores, sections.q, k[None, None, None, k_state.index], True)
+        self._second(fixed, acc, p, v_state)
+        self._next_turn(group)
+        self._scored(pipes, k_state, v_state)
+        if const_expr(is_masked):
+            self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
+        moves = self._weights(scores, sums, rate, is_new)
+        self._values_read(pipes[2], v_state)
+        if is_new:
+            self._merged(acc, sections, rate, in_smem[4], self._again(thread), False)
+        if moves:
+            out = rows_and_columns(acc)
+            for r in cutlass.range_constexpr(cute.size(row_scale)):
+                for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
+                    out[r, c] = product(out[r, c], row_scale[r])
+        p.store(narrowed(scores, self.dtype).load())
+
+    @cute.jit
+    def _weights(self, scores, sums, rate, is_new):
+        """Replaces a tile's scores by weights, and updates maxima and sums. is_new: the tile is the first of a section; what was before is
+        kept for ``_merged``. Returns whether earlier output must be rescaled."""
+        _, row_max, _, row_scale, sections = sums
+        s, moves = rows_and_columns(scores), Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            sections.before[r, _PARTS] = row_max[r]
+            held = select(is_new, self._lowest(rate), row_max[r], "float")
+            top = self.highest_of(s, r, None, held)
+            base = product(top, rate)
+            row_scale[r] = power_of_2(select(held == top, Float32(0.0), difference(product(held, rate), base), "float"))
+            moves = moves | (held != top)
+            for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                s[r, c] = power_of_2(cute.math.fma(s[r, c], rate, -base))
+            for part in cutlass.range_constexpr(_PARTS):
+                found = s[r, part]
+                for c in cutlass.range_constexpr(part + _PARTS, cute.size(s, mode=[1]), _PARTS):
+                    found = total(found, s[r, c])
+                earlier = sections.before[r, part] = sections.sums[r, part]
+                sections.sums[r, part] = total(found, product(select(is_new, Float32(0.0), earlier, "float"), row_scale[r]))
+            row_max[r] = top
+        return cute.arch.vote_any_sync(moves)
+
+    @cute.jit
+    def _merged(self, acc, sections, rate, in_smem, thread, is_last: cutlass.Constexpr):
+        """Merges a section's output and sums, ``sections.before``, with those of the sections before. is_last: the result stays in ``acc``;
+        else it goes to shared memory, and ``acc`` is 0."""
+        out, earlier = rows_and_columns(acc), sections.earlier[0] != 0
+        of_before, own = (cute.make_rmem_tensor(cute.size(sections.total), Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(cute.size(sections.total)):
+            found = total(sections.before[r, 0], sections.before[r, 1])
+            for offset in (2, 1):
+                found = total(found, cute.arch.shuffle_sync_bfly(found, offset=offset))
+            top = select(found == 0.0, Float32(_LOWEST), product(sections.before[r, _PARTS], rate), "float")
+            highest = cute.arch.fmax(sections.highest[r], top)
+            of_before[r], own[r] = power_of_2(difference(sections.highest[r], highest)), power_of_2(difference(top, highest))
+            sections.total[r] = cute.math.fma(sections.total[r], of_before[r], product(found, own[r]))
+            sections.highest[r] = highest
+        four = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(cute.size(out, mode=[1]) // 2):
+            cute.autovec_copy(in_smem[None, thread, i], four)
+            for j in cutlass.range_constexpr(4):
+                r, c = j // 2, 2 * i + j % 2
+                kept = select(earlier, four[j], Float32(0.0), "float")
+                four[j] = cute.math.fma(kept, of_before[r], product(out[r, c], own[r]))
+                out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
+            if const_expr(not is_last):
+                cute.autovec_copy(four, in_smem[None, thread, i])
+        sections.earlier[0] = Int32(1)
+
+    @cute.jit
+    def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
+        (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
+        acc, row_max, row_sum, row_scale, sections = sums
+        facts, thread = self._facts(board[0], work_state), self._again(thread)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            for part in cutlass.range_constexpr(_PARTS):
+                sections.before[r, part] = sections.sums[r, part]
+            sections.before[r, _PARTS] = row_max[r]
+        self._merged(acc, sections, given[1], in_smem[4], thread, True)
+        out, heads, tops = rows_and_columns(acc), self.heads(positions, facts), None
+        if const_expr(self.config.has_max):
+            tops = row_scale
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            weight, top, rescale = sections.total[r], sections.highest[r], Float32(1.0)
+            if const_expr(self.config.has_max):
+                tops[r] = select(weight == 0.0, -Float32.inf, product(top, Float32(LN2)), "float")
+            if const_expr(self.config.has_sink):
+                logit = product(Float32(sink[heads[r]]), Float32(LOG2E))
+                highest = cute.arch.fmax(top, logit)
+                rescale = power_of_2(difference(top, highest))
+                weight = total(product(weight, rescale), power_of_2(difference(logit, highest)))
+                top = highest
+            is_blind = weight == 0.0
+            divisor = select(is_blind, Float32(1.0), weight, "float")
+            natural = total(product(top, Float32(LN2)), cute.math.log(divisor))
+            row_sum[r] = select(is_blind, -Float32.inf, natural, "float")
+            inverse = quotient(Float32(1.0), divisor)
+            for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
+                x = product(out[r, c], rescale) if const_expr(self.config.has_sink) else out[r, c]
+                out[r, c] = product(x, inverse)
+        self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)

@@ -1,0 +1,146 @@
+"""Calls with ``deterministic="batch"`` that Hopper's kernel in the order of keys has, and its configs; ``tests/gpu`` compares its bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from ctypes import c_float
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import masks, planner, scores
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.hopper import in_order
+from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
+from anyattn.backends.hopper.slower import slower_forward
+from anyattn.backends.triton.launch_shape import tiles_in_order
+from anyattn.backends.triton.tile_config import Shape, row_sums
+from anyattn.call_cache.kvcache_step import step_call
+from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.sections import KEYS_IN_ORDER, SECTION
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import CacheArguments, with_values
+from tests.support.hopper.pretended import Launch
+
+pytest.importorskip("triton")
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def chosen(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Launches, of calls that the planner gives to the faster backend."""
+    monkeypatch.setattr(planner, "_slower", slower_forward)
+    return launched
+
+
+def qkv(length: int = 2048, dim: int = 128, dtype: torch.dtype = BF16, heads: int = 32) -> list[torch.Tensor]:
+    return [torch.zeros(1, n, length, dim, dtype=dtype) for n in (heads, 8, 8)]
+
+
+def why(given: list[torch.Tensor], **options: Any) -> tuple[str, str]:
+    plan = anyattn.explain(*given, enable_gqa=True, deterministic="batch", **options).plan
+    return plan.backend, "\n".join(plan.why)
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": {"mask_mod": masks.causal()}, "window": {"mask_mod": masks.sliding_window(100, 20)},
+    "two bands": {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 500)}, "a scale": {"scale": 0.7},
+    "a sink": {"sink": torch.zeros(32)},
+}  # fmt: skip
+LEFT: dict[str, tuple[dict[str, Any], str]] = {
+    "a score mod": ({"score_mod": scores.softcap(30.0)}, "no score mods"),
+    "documents": ({"mask_mod": masks.document(torch.arange(2048) // 100)}, "bands around the diagonal"),
+    "a prefix": ({"mask_mod": masks.prefix_lm(100)}, "bands around the diagonal"),
+    "a negative scale": ({"scale": -0.1}, "scales above 0"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str, chosen: list[Launch]) -> None:
+    backend, told = why(qkv(), **TAKEN[name])
+    assert backend == "hopper" and f"sums by sections of {SECTION} keys, tiles of 128 x {KEYS_IN_ORDER}" in told, told
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_to_triton(name: str, chosen: list[Launch]) -> None:
+    options, words = LEFT[name]
+    backend, told = why(qkv(), **options)
+    assert backend == "triton" and words in told, told
+
+
+def test_left_by_shape(chosen: list[Launch]) -> None:
+    for given, words in (
+        (qkv(dim=64), "it has head dimension 128: q's is 64"),
+        ([*qkv()[:2], torch.zeros(1, 8, 2048, 64, dtype=BF16)], "v's 64"),
+        (qkv(100), "32 row tiles are fewer than multiprocessors"),
+        (qkv(dtype=torch.float32), "multiplies bfloat16 and float16"),
+    ):
+        backend, told = why(given)
+        assert backend == "triton" and words in told, told
+    assert why(qkv(528))[0] == "hopper"  # 5 x 32 row tiles for 132 multiprocessors
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("pages", [False, True])
+def test_caches_are_tritons(pages: bool, dtype: torch.dtype, chosen: list[Launch]) -> None:
+    """Also for many queries, whose keys are gathered for Hopper's kernel otherwise: those of 8 bits would be rounded in between."""
+    q, cache = torch.zeros(2, 512, 32, 128, dtype=BF16), torch.zeros(64 if pages else 2, 128 if pages else 4096, 8, 128).to(dtype)
+    table = torch.arange(64, dtype=torch.int32).view(2, 32) if pages else None
+    given = with_values(CacheArguments(q, cache, cache.clone(), cache_seqlens=torch.full((2,), 4096, dtype=torch.int32), page_table=table))
+    plans = [step_call(given, Options(num_splits=0, deterministic=mode), None, True)[1] for mode in (False, "batch")]  # type: ignore[index]
+    assert [plan.backend for plan in plans] == ["hopper", "triton"] and 'deterministic="batch"' in plans[1].why[0], plans
+
+
+def test_another_triton_has_all_calls(chosen: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_order, "_is_known_triton", lambda: False)
+    backend, told = why(qkv())
+    assert backend == "triton" and "compared with those of Triton 3.6.x" in told
+
+
+def test_launches(chosen: list[Launch]) -> None:
+    with torch.no_grad():
+        anyattn.flex_attention(*qkv(), mask_mod=masks.causal(), enable_gqa=True, scale=0.3, deterministic="batch", return_lse=True)
+    ((config, arguments),) = chosen
+    assert isinstance(config, Config) and config.in_order and config.tiles == TILES_IN_ORDER and config.has_right and config.has_lse
+    scale = arguments[15]
+    assert scale == c_float(scale).value == c_float(c_float(0.3).value * c_float(LOG2E).value).value != 0.3 * LOG2E
+
+
+def test_packed_sequences_are_launched(chosen: list[Launch]) -> None:
+    ends = torch.tensor([0, 1000, 4096], dtype=torch.int32)
+    q, k, v = (torch.zeros(4096, n, 128, dtype=BF16) for n in (32, 8, 8))
+    with torch.no_grad():
+        anyattn.flash_attn_varlen_func(q, k, v, ends, ends, 3096, 3096, causal=True, deterministic="batch")
+    (config,) = (config for config, _ in chosen if isinstance(config, Config))
+    assert config.in_order and config.has_entries and not config.is_paged
+
+
+def test_both_backends_have_one_order() -> None:
+    """The tiles, sections and partial sums of Triton's kernel, which Hopper's repeats."""
+    for dtype in (BF16, torch.float16):
+        tiles = tiles_in_order(Shape(128, 128, dtype), (9, 0))
+        assert tiles.tile_n == KEYS_IN_ORDER == TILES_IN_ORDER.tile_n and SECTION % KEYS_IN_ORDER == 0
+        assert row_sums(tiles.tile_m, tiles.tile_n, dtype) == 8  # of columns 8 apart: two of each thread, which adds them in order
+
+
+def test_impossible_configs_are_refused() -> None:
+    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER, "in_order": True, **fields})
+    assert make().sums_in_smem == 128 * 128 and make().q_stages == 2 and replace(make(), in_order=False).sums_in_smem == 0
+    document = trace(masks.document(torch.arange(9)), "mask").expr
+    for fields, words in (
+        ({"tiles": Tiles(128, 128, 2)}, "wanted tile_n=64"),
+        ({"lists": "dense"}, "lists, predicates besides bands"),
+        ({"always": (Ask(document, False),)}, "lists, predicates besides bands"),
+        ({"has_dropout": True}, "dropout"),
+        ({"has_skip": True}, "skips"),
+        ({"piece": 16}, "pages"),
+        ({"tiles": Tiles(128, 64, 6)}, "bytes of shared memory"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(**fields)

@@ -1,0 +1,99 @@
+"""``deterministic="batch"`` by Hopper's kernel in the order of keys: the same bits as Triton's kernel, to which other rows may go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn import masks
+from tests.support.gpu import judging
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]  # a kernel that hangs is a failure
+judging.needs_the_backend(only="hopper")
+
+BANDS: dict[str, Any] = {
+    "full": None, "causal": masks.causal(), "window": masks.sliding_window(900, 0), "both sides": masks.sliding_window(70, 130),
+    "offset": masks.causal(-33), "far": masks.sliding_window(2500, -1500),
+}  # fmt: skip
+LENGTHS = ((1, 1), (1, 1100), (64, 64), (63, 65), (300, 300), (1023, 1025), (129, 2049), (2100, 1000), (3000, 5000))
+
+
+def qkv(sizes: tuple[int, int], dtype: torch.dtype, heads: tuple[int, int] = (4, 2), peak: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator(judging.DEVICE).manual_seed(sum(sizes))
+    shapes = ((2, heads[0], sizes[0], 128), *(((2, heads[1], sizes[1], 128),) * 2))
+    found = [torch.randn(s, device=judging.DEVICE, generator=generator) for s in shapes]
+    return [(peak * found[0]).to(dtype), *(x.to(dtype) for x in found[1:])]
+
+
+def both(run: Any) -> None:
+    """run(backend) -> tensors, of each backend, which are equal."""
+    by_hopper, by_triton = (run(backend) for backend in ("hopper", "triton"))
+    for a, b in zip(by_hopper, by_triton, strict=True):
+        assert torch.equal(a, b), f"{(a != b).sum().item()} of {a.numel()} numbers differ, by up to {(a.float() - b.float()).abs().max()}"
+
+
+def attended(given: list[Tensor], mask: Any = None, **options: Any) -> Any:
+    def run(backend: str) -> tuple[Tensor, ...]:
+        aux = anyattn.AuxRequest(lse=True, max_scores=True)
+        out, found = anyattn.flex_attention(
+            *given, mask_mod=mask, enable_gqa=True, return_aux=aux, deterministic="batch", backend=backend, **options
+        )
+        return out, found.lse, found.max_scores
+
+    return run
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name: str) -> None:
+    for i, sizes in enumerate(LENGTHS):
+        both(attended(qkv(sizes, (torch.bfloat16, torch.float16)[i % 2]), BANDS[name]))
+
+
+def test_peaks_scales_and_sinks() -> None:
+    for peak in (0.0, 1e-3, 8.0, 60.0):
+        both(attended(qkv((700, 2500), torch.bfloat16, peak=peak), BANDS["causal"]))
+    sink = torch.linspace(-3, 9, 4, device=judging.DEVICE)
+    for scale in (0.37, 1.0, 3.1e-3):
+        for name in ("causal", "far"):
+            both(attended(qkv((1500, 1500), torch.bfloat16), BANDS[name], scale=scale, sink=sink))
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (6, 2)], ids=str)
+def test_heads(heads: tuple[int, int]) -> None:
+    for sizes in ((2, 3000), (40, 1500), (1300, 1300)):
+        both(attended(qkv(sizes, torch.bfloat16, heads), BANDS["causal"]))
+
+
+def test_packed_sequences_of_any_content_behind_them() -> None:
+    """Keys behind a sequence's last are NaN."""
+    lengths = [1, 1500, 64, 0, 2049, 333]
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=judging.DEVICE)
+    used = torch.tensor([1, 1400, 64, 0, 2000, 300], dtype=torch.int32, device=judging.DEVICE)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv((sum(lengths),) * 2, torch.bfloat16))
+    for i, n in enumerate(used.tolist()):
+        k[ends[i] + n : ends[i + 1]], v[ends[i] + n : ends[i + 1]] = float("nan"), float("nan")
+    for options in ({"causal": True}, {"window_size": (700, 10)}, {}):
+
+        def run(backend: str, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
+            return anyattn.flash_attn_varlen_func(
+                q, k, v, ends, ends, 2049, 2049, seqused_k=used, return_lse=True, deterministic="batch", backend=backend, **options
+            )  # fmt: skip
+
+        both(run)
+
+
+def test_a_row_alone_is_the_same() -> None:
+    """A decoded row, which is Triton's, and the row in a prefill, which is Hopper's."""
+    q, k, v = qkv((5000, 5000), torch.bfloat16, (32, 8))
+    whole = anyattn.flex_attention(q, k, v, mask_mod=masks.causal(), enable_gqa=True, deterministic="batch")
+    assert anyattn.explain(q, k, v, mask_mod=masks.causal(), enable_gqa=True, deterministic="batch").plan.backend == "hopper"
+    keys, values = (x.transpose(1, 2).contiguous() for x in (k, v))
+    for place in (0, 63, 1023, 1024, 3333, 4999):
+        seqlens = torch.full((2,), place + 1, dtype=torch.int32, device=q.device)
+        row = q[:, :, place : place + 1].transpose(1, 2)
+        alone = anyattn.flash_attn_with_kvcache(row, keys, values, cache_seqlens=seqlens, causal=True, deterministic="batch")
+        assert torch.equal(alone[:, 0], whole[:, :, place])
