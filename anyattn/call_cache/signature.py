@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from anyattn.determinism import OPEN, mode_of
 from anyattn.mods.dropout import Seeded
-from anyattn.mods.float32_scores import LARGEST_SCALE
+from anyattn.mods.float32_scores import LARGEST_SCALE, is_ordinary_scale
 from anyattn.mods.tracing.cute_mod import native_reading
 from anyattn.mods.tracing.fingerprint import Reading, recognise
 from anyattn.mods.tracing.trace import TracedMod, is_native
@@ -110,7 +110,7 @@ class Kind:
     DEVICE = "{x}, type({x}), _current_device()"  # a name without an index means the current device
     FLAG = "(True if {x} else False)"  # the truth value of any object
     DETERMINISTIC = f"(0 if {{x}} is False and {OPEN.__name__}.count == 0 else {mode_of.__name__}({{x}}))"  # False is most calls' mode
-    SCALE = "(None if {x} is None else _usable_number({x}))"  # the value is read at every call
+    SCALE = "(None if {x} is None else _kind_of_scale({x}))"  # the value is read at every call
     SCORE_MOD = "(None if {x} is None else _mod({x}, False, signature))"
     LISTED_MASK = "_mod({x}, False, signature)"  # a mask whose numbers are read at every call, to make its lists
     MASK_MOD = "(None if {x} is None else _mod({x}, True, signature))"
@@ -224,10 +224,11 @@ def _ints(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _usable_number(x: Any) -> bool:
+def _kind_of_scale(x: Any) -> bool:
+    """Whether a scale is ordinary: some kernels are for no others."""
     if type(x) not in (float, int) or not abs(x) <= LARGEST_SCALE:
         raise NotCacheable
-    return True
+    return is_ordinary_scale(x)
 
 
 def _tensors(tensors: Any, signature: Signature) -> tuple:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LARGEST_SCALE", "check_held", "is_ordinary_scale"]
+__all__ = ["LARGEST_SCALE", "LEAST_SCALE", "check_held", "is_ordinary_scale"]
 
 
 def largest_scale() -> float:
@@ -12,12 +12,12 @@ def largest_scale() -> float:
 
 
 LARGEST_SCALE = largest_scale()
-_LEAST_SCALE = 1e-30
+LEAST_SCALE = 1e-30
 
 
 def is_ordinary_scale(scale: float) -> bool:
     """Whether the scale is positive, and the limits of a score times it are neither 0 nor infinite."""
-    return _LEAST_SCALE < scale < 1 / _LEAST_SCALE
+    return LEAST_SCALE < scale < 1 / LEAST_SCALE
 
 
 def check_held(name: str, number: float, *, is_divisor: bool = False, way_out: str = "inputs of float64") -> None:

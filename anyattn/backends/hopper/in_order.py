@@ -8,12 +8,11 @@ of 8,192 rows, 32 heads on an H200, in the default's time: 1.31 causal, 1.32 ful
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from functools import lru_cache
 
 from anyattn.backends.hopper.make_config import mods_of
-from anyattn.mods.float32_scores import is_ordinary_scale
+from anyattn.mods.float32_scores import LEAST_SCALE, is_ordinary_scale
 from anyattn.problem import Problem
 
 __all__ = ["reason_against"]
@@ -31,8 +30,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"it has head dimension {_HEAD_DIM}: q's is {q.shape[3]} and v's {v.shape[3]}"
     if problem.score is not None:
         return "it has no score mods, whose functions two compilers may round in two ways"
-    if problem.scale <= 0 or not is_ordinary_scale(problem.scale):
-        return f"it has scales above 0: {problem.scale}"
+    if not is_ordinary_scale(problem.scale):
+        return f"it has scales above {LEAST_SCALE:g} and below {1 / LEAST_SCALE:g}: scale is {problem.scale:g}"
     if sequences is not None and (sequences.page_table is not None or sequences.is_cache):
         return "it reads no pages and no caches that grow"
     _, listed, fields = mods_of(problem, None)
@@ -43,4 +42,8 @@ def reason_against(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=1)
 def _is_known_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith(_TRITON)
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton  # of which there are distributions with other names
+
+    return bool(triton.__version__.startswith(_TRITON))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import replace
 from typing import Any
@@ -11,21 +12,24 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import masks, planner, scores
+from anyattn import autograd, masks, planner, scores
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper import in_order
 from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
 from anyattn.backends.hopper.slower import slower_forward
 from anyattn.backends.triton.launch_shape import tiles_in_order
 from anyattn.backends.triton.tile_config import Shape, row_sums
+from anyattn.call_cache import attention
 from anyattn.call_cache.kvcache_step import step_call
 from anyattn.mods.tracing.trace import trace
+from anyattn.plan import Plan
+from anyattn.problem import Problem
 from anyattn.sequences.sections import KEYS_IN_ORDER, SECTION
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments, with_values
 from tests.support.hopper.pretended import Launch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
 
@@ -57,7 +61,8 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "a score mod": ({"score_mod": scores.softcap(30.0)}, "no score mods"),
     "documents": ({"mask_mod": masks.document(torch.arange(2048) // 100)}, "bands around the diagonal"),
     "a prefix": ({"mask_mod": masks.prefix_lm(100)}, "bands around the diagonal"),
-    "a negative scale": ({"scale": -0.1}, "scales above 0"),
+    "a negative scale": ({"scale": -0.1}, "scales above 1e-30 and below 1e+30: scale is -0.1"),
+    "a tiny scale": ({"scale": 1e-35}, "scale is 1e-35"),
 }
 
 
@@ -97,9 +102,41 @@ def test_caches_are_tritons(pages: bool, dtype: torch.dtype, chosen: list[Launch
     assert [plan.backend for plan in plans] == ["hopper", "triton"] and 'deterministic="batch"' in plans[1].why[0], plans
 
 
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-35, 1e35])
+def test_a_warm_call_of_an_extreme_scale_is_tritons(scale: float, chosen: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call is remembered first."""
+    q, k, v = qkv()
+    flat = [x.transpose(1, 2) for x in (q, k, v)]
+    ends = torch.tensor([0, 2048], dtype=torch.int32)
+    packed = [x[0] for x in flat]
+    calls: list[Callable[[float], Any]] = [
+        lambda s: anyattn.flex_attention(q, k, v, enable_gqa=True, scale=s, deterministic="batch"),
+        lambda s: anyattn.flash_attn_func(*flat, softmax_scale=s, deterministic="batch"),
+        lambda s: anyattn.flash_attn_varlen_func(*packed, ends, ends, 2048, 2048, softmax_scale=s, deterministic="batch"),  # type: ignore[arg-type]
+    ]
+    planned: list[str] = []
+
+    def compute(problem: Problem, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, None]:
+        planned.append(plan.backend)
+        return torch.empty_like(problem.q), torch.empty(problem.q.shape[:3]), None
+
+    monkeypatch.setattr(autograd, "compute", compute)
+    for call in calls:
+        for scales, wanted in (((0.1, scale, 0.2), "hopper triton hopper"), ((scale, 0.1, scale), "triton hopper triton")):
+            attention.clear()
+            planned.clear()
+            for s in scales:
+                call(s)
+            assert " ".join(planned) == wanted
+
+
 def test_another_triton_has_all_calls(chosen: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_order, "_is_known_triton", lambda: False)
-    backend, told = why(qkv())
+    in_order._is_known_triton.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    try:
+        backend, told = why(qkv())
+    finally:
+        in_order._is_known_triton.cache_clear()
     assert backend == "triton" and "compared with those of Triton 3.6.x" in told
 
 
