@@ -64,8 +64,20 @@ def test_peaks_scales_and_sinks() -> None:
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (6, 2)], ids=str)
 def test_heads(heads: tuple[int, int]) -> None:
+    """Also of several heads in a row tile, each with its own sink."""
+    sink = torch.linspace(-3, 9, heads[0], device=judging.DEVICE)
     for sizes in ((2, 3000), (40, 1500), (1300, 1300)):
-        both(attended(qkv(sizes, torch.bfloat16, heads), BANDS["causal"]))
+        for name in ("causal", "window", "far"):
+            both(attended(qkv(sizes, torch.bfloat16, heads), BANDS[name], sink=sink))
+
+
+def test_views() -> None:
+    """One key head for all, values that are the keys, rows of another layout, and inputs that want gradients."""
+    q, k, v = qkv((700, 1700), torch.float16)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    wanting = [x.clone().requires_grad_() for x in (q, k, v)]
+    for given in ([q, k[:, :1].expand_as(k), v], [q, k, k], apart, wanting):
+        both(attended(given, BANDS["causal"]))
 
 
 def test_packed_sequences_of_any_content_behind_them() -> None:
@@ -73,10 +85,15 @@ def test_packed_sequences_of_any_content_behind_them() -> None:
     lengths = [1, 1500, 64, 0, 2049, 333]
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=judging.DEVICE)
     used = torch.tensor([1, 1400, 64, 0, 2000, 300], dtype=torch.int32, device=judging.DEVICE)
+    fewer = torch.tensor([1, 1500, 0, 0, 1999, 130], dtype=torch.int32, device=judging.DEVICE)
+    sink = torch.linspace(-3, 9, 4, device=judging.DEVICE)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv((sum(lengths),) * 2, torch.bfloat16))
     for i, n in enumerate(used.tolist()):
         k[ends[i] + n : ends[i + 1]], v[ends[i] + n : ends[i + 1]] = float("nan"), float("nan")
-    for options in ({"causal": True}, {"window_size": (700, 10)}, {}):
+    kinds: tuple[dict[str, Any], ...] = (
+        {"causal": True}, {"window_size": (700, 10)}, {}, {"causal": True, "sink": sink}, {"window_size": (90, -40), "seqused_q": fewer},
+    )  # fmt: skip
+    for options in kinds:
 
         def run(backend: str, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
             return anyattn.flash_attn_varlen_func(
