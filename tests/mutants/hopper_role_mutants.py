@@ -2,7 +2,8 @@
 
 ``killer`` is "schedules", random schedules of the forward roles (``tests/backends/hopper/test_protocol.py``), "wide schedules", those of
 wide heads (``test_wide_protocol.py``), "wide backward schedules" (``test_wide_backward_protocol.py``), "skipping schedules", those of a
-kernel that skips (``test_skipping_protocol.py``), "machine code", that of a compiled kernel (``test_loads_before_release.py``), or names
+kernel that skips (``test_skipping_protocol.py``), "schedules in order", those of the kernel in the order of keys
+(``test_in_order_protocol.py``), "machine code", that of a compiled kernel (``test_loads_before_release.py``), or names
 a case of the backward roles with numbers (``test_backward_roles.py``; "packed: ..." of ``test_backward_packed.py``). ``left_out`` makes
 many more.
 """
@@ -23,6 +24,7 @@ _MULTIPLIES_WIDE, _LOADS_WIDE = f"{_KERNEL}.wide.mma:MultipliesWide", f"{_KERNEL
 _TWICE, _ONCE = f"{_KERNEL}.wide_backward.twice:MultipliesTwice", f"{_KERNEL}.wide_backward.once:MultipliesOnce"
 _OF_KEYS = f"{_KERNEL}.wide_backward.keys:_OfKeys"
 _SKIPS, _LOADS_SKIPPING = f"{_KERNEL}.skipping.mma:MultipliesSkipping", f"{_KERNEL}.skipping.producer:LoadsSkipping"
+_IN_ORDER, _LOADS_IN_ORDER = f"{_KERNEL}.in_order.mma:MultipliesInOrder", f"{_KERNEL}.in_order.producer:LoadsInOrder"
 _BACK, _ADDS = f"{_KERNEL}.backward.mma:MultipliesBack", f"{_KERNEL}.backward.adder:Adds"
 _ALONE = f"{_KERNEL}.backward.alone_mma:MultipliesAlone"
 _WIDE, _HALVES = f"{_KERNEL}.backward.wide_mma:MultipliesWide", f"{_KERNEL}.backward.halved_mma:MultipliesHalves"
@@ -39,6 +41,10 @@ def _forward(where: str, name: str, old: str, new: str = "pass") -> Mutant:
 
 def _skipping(where: str, name: str, old: str, new: str = "pass") -> Mutant:
     return Mutant(name, where, old, new, "skipping schedules")
+
+
+def _in_order(where: str, name: str, old: str, new: str = "pass") -> Mutant:
+    return Mutant(name, where, old, new, "schedules in order")
 
 
 def _wide(where: str, name: str, old: str, new: str = "pass") -> Mutant:
@@ -146,6 +152,32 @@ MUTANTS = by_name(
     _skipping(f"{_SKIPS}._step_after", "O is not rescaled after a vote", "self._rescaled(acc, sums[3], rescales)"),
     _skipping(f"{_LOADS_SKIPPING}._visit", "bare tiles go from the last to the first", "part.first + part.last - i", "i"),
     _skipping(f"{_LOADS_SKIPPING}.planned", "a bare tile takes part in no turn", "masked + bare", "masked + bare - 1"),
+    # ---- forward in the order of keys
+    _in_order(f"{_IN_ORDER}._step", "V is released before its product has ended", "self._values_read(pipes[2], v_state)",
+              "pipes[2].consumer_release(v_state)"),
+    _in_order(f"{_IN_ORDER}._step", "P is stored before the product that reads it has ended", "self._values_read(pipes[2], v_state)",
+              "p.store(narrowed(scores, self.dtype).load()); self._values_read(pipes[2], v_state)"),
+    _in_order(f"{_IN_ORDER}._step", "O is rescaled before the product that adds to it has ended", "moves = __",
+              "moves = __; rows_and_columns(acc)[0, 0] = product(rows_and_columns(acc)[0, 0], row_scale[0])"),
+    _in_order(f"{_IN_ORDER}._step", "a section is not merged where the next begins", "if is_new: ...", "if False: ..."),
+    _in_order(f"{_IN_ORDER}._step", "sections begin a tile too early", "n % _TILES", "(n + 1) % _TILES"),
+    _in_order(f"{_IN_ORDER}._step", "O is rescaled before a section is merged",
+              "if is_new: self._merged(acc, sections, rate, in_smem[4], self._again(thread), False)",
+              "if moves: acc[0, 0] = product(acc[0, 0], row_scale[0])\n"
+              "if is_new: self._merged(acc, sections, rate, in_smem[4], self._again(thread), False)"),
+    _in_order(f"{_IN_ORDER}._weights", "a section's maximum begins at the one before", "select(is_new, self._lowest(rate), row_max[r], __)",
+              "row_max[r]"),
+    _in_order(f"{_IN_ORDER}._weights", "a section's sums begin at those before", "select(is_new, Float32(0.0), earlier, __)", "earlier"),
+    _in_order(f"{_IN_ORDER}._first", "a row tile takes up the output of the one before", "sections.earlier[0] = Int32(0)"),
+    _in_order(f"{_IN_ORDER}._merged", "what was never written is read", "select(earlier, four[j], Float32(0.0), __)", "four[j]"),
+    _in_order(f"{_IN_ORDER}._merged", "the sums of a quad are half of it", "(2, 1)", "(2,)"),
+    _in_order(f"{_IN_ORDER}._first", "Q stays that of the row tile before", "self._held(sections, __, __1)",
+              "facts.m_block != 0 or self._held(sections, __, __1)"),
+    _in_order(f"{_IN_ORDER}._steps", "V's rows behind a sequence's end are not wiped", "self._wiped(__, __1, __2, __3, __4, __5)"),
+    _in_order(f"{_IN_ORDER}._steps", "V is wiped from the end of the tile before", "sums[4].tile[0]", "(sums[4].tile[0] + 1)"),
+    _in_order(f"{_IN_ORDER}._steps", "a window's first tile is visited twice", "left -= 1"),
+    _in_order(f"{_LOADS_IN_ORDER}._visit", "keys are visited from the last", "plan + i", "plan - i"),
+    _in_order(f"{_LOADS_IN_ORDER}.planned", "a row tile's first keys are left out", "plan - (visits - 1)", "plan - (visits - 2)"),
     # ---- backward: what waits for whom
     Mutant("dS is not exchanged", _BACK, "cute.arch.barrier(barrier_id=EXCHANGED, number_of_threads=__)", "pass", "full"),
     Mutant("dS has one stage and nobody waits", _BACK, "tiles.ds_stages == 1", "False", "one stage of dS"),

@@ -27,6 +27,7 @@ CHECKS = {
             "wide schedules",
             "wide backward schedules",
             "skipping schedules",
+            "schedules in order",
             "machine code",
             *roles.CASES,
             *roles.CAPTURED,

@@ -72,11 +72,11 @@ def test_lanes_gather_every_row_once(width: int) -> None:
         assert found == {(key, entry): [(key, entry)] for key in range(tile_n) for entry in range(0, width, 8)}
 
 
-def found_by(changes: Changes, most: int = 60, rows: int | None = None, is_wide: bool = False, skips: bool = False) -> str:
-    """What the first of ``most`` schedules that fails says. is_wide, skips: of the kernel for wide heads, of the one that skips."""
+def found_by(changes: Changes, most: int = 60, rows: int | None = None, **of_case: bool) -> str:
+    """What the first of ``most`` schedules, of cases with these properties, that fails says."""
     for seed in islice(count(1000), most):
         try:
-            run_block(random_case(seed, rows, is_wide, skips), seed, changes)
+            run_block(random_case(seed, rows, **of_case), seed, changes)
         except Broken as error:
             return str(error)
     return ""

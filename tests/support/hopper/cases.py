@@ -17,6 +17,7 @@ TILE_N = 16
 _MOST_READS = 100_000  # of a table in one schedule; the longest make some thousands
 _STORED = 10_000  # rows of storage of the queries, above all that entries have
 _VISITS = (0, 1, 1, 1, 2, 2, 3, 5)
+_VISITS_IN_ORDER = (*_VISITS, 5, 7, 9)
 
 
 class Table:
@@ -126,7 +127,19 @@ def _config(draw: random.Random) -> Any:
         cluster=1,
         is_split=False,
         has_skip=False,
+        in_order=False,
+        has_sink=False,
     )
+
+
+def _put_in_order(config: Any, seed: int) -> None:
+    """Makes the config one of the kernel in the order of keys: no mods, no lists, no pages. section_tiles: key tiles of a section."""
+    draw = random.Random(-(10**9) - seed)
+    config.in_order, config.has_sink, config.section_tiles = True, draw.random() < 0.5, draw.choice((1, 2, 2, 3, 16))
+    config.tiles.stages, config.score, config.always, config.is_bounded = draw.choice((1, 2, 3, 4)), None, (), False
+    config.lists, config.partial, config.piece, config.is_paged, config.gathers = None, None, 0, False, False
+    config.has_order = config.has_entries = True
+    config.has_left, config.has_right, config.spread = draw.random() < 0.5, draw.random() < 0.5, draw.choice(("none", "heads"))
 
 
 def _widen(config: Any, seed: int) -> None:
@@ -172,15 +185,18 @@ def _taken(draw: random.Random, total: int, workers: int) -> tuple[list[int], li
     return taken, jumps
 
 
-def random_case(seed: int, rows: int | None = None, is_wide: bool = False, skips: bool = False) -> Case:
-    """rows: row tiles for all blocks together, from none to 12. is_wide: the kernel is that of wide heads. skips: it is one that skips."""
+def random_case(seed: int, rows: int | None = None, is_wide: bool = False, skips: bool = False, in_order: bool = False) -> Case:
+    """rows: row tiles for all blocks together, from none to 12. is_wide: the kernel is that of wide heads. skips: it is one that skips.
+    in_order: it is the one in the order of keys."""
     draw = random.Random(seed)
     config = _config(draw)
     if skips:
         config.has_skip, config.is_bounded, config.piece, config.is_paged, config.gathers = True, False, 0, False, False
     if is_wide:
         _widen(config, seed)
-    config.has_dropout = random.Random(-(10**6) - seed).random() < 0.3
+    if in_order:
+        _put_in_order(config, seed)
+    config.has_dropout = not in_order and random.Random(-(10**6) - seed).random() < 0.3
     rows = draw.choice((0, 1, 2, 3, 5, 8, 12)) if rows is None else rows
     workers = draw.choice((1, 1, 2))
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
@@ -240,7 +256,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
     for b in range(count):
         m_block = draw.choice((0, 0, 1, -1 if draw.random() < 0.3 else 0))
         seqlen_q = max(m_block, 0) * tile_m + draw.choice((1, tile_m // 2 + 3, tile_m, tile_m, tile_m + 5))
-        seqlen_k = max(0, draw.choice(_VISITS) * TILE_N - draw.choice((0, 0, 1, 9, 15)))
+        seqlen_k = max(0, draw.choice(_VISITS_IN_ORDER if config.in_order else _VISITS) * TILE_N - draw.choice((0, 0, 1, 9, 15)))
         entries.append((7 * b, 1000 * b, seqlen_q, 5 * b, 300 * b, seqlen_k, 40 * b, 0, 0))
         order.append((m_block, 0, b))
         left, right = draw.randint(-seqlen_q - 10, seqlen_k), draw.randint(-seqlen_q, seqlen_k + 10)
@@ -259,6 +275,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
         visits = _turned_bare(visits) if config.has_skip else visits
+        visits = visits[::-1] if config.in_order else visits
         share = -(-len(visits) // (sizes.spread // sizes.heads))
         visits = visits[split * share : (split + 1) * share]
         m_block = m_block if config.divides_heads else m_block * config.cluster + rank
@@ -273,7 +290,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}
         facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q,
                  "seqlen_k": seqlen_k, "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
-        room = seqlen_k - visits[0][0] * TILE_N if visits else TILE_N
+        room = seqlen_k - max(n for n, _, _ in visits) * TILE_N if visits else TILE_N
         return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 
     tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}

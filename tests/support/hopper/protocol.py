@@ -24,7 +24,7 @@ CLEANED = range(8, 11)  # and those at which each one meets after wiping
 
 class RowTile(NamedTuple):
     """facts: those that a row tile is told by, by name. visits: (key tile, whether the partial predicate is asked, whether it must be
-    masked). sources: tags of Q, and of K and of V for each visit, with pages one for each piece. room: keys of the first visited tile, if a
+    masked). sources: tags of Q, and of K and of V for each visit, with pages one for each piece. room: keys of the last key tile, if a
     sequence's end cuts it."""
 
     facts: dict[str, int]
@@ -145,11 +145,13 @@ class BlockPipe(Pipe):
 
 
 class Loaded(NamedTuple):
-    """Values of registers: what they are made of, the maximum they stand in relation to, what they are or what was done to them."""
+    """Values of registers: what they are made of, the maximum they stand in relation to, what they are or what was done to them; of
+    ``numbers.Numbers`` the numbers too."""
 
     made_of: tuple
     epoch: int
     done: frozenset[str]
+    numbers: dict[Any, Any] | None = None
 
     def __mul__(self, factor: Registers) -> Loaded:  # type: ignore[override]
         if factor.made_of != (self.epoch,):
@@ -186,8 +188,16 @@ class Registers:
 
     def store(self, values: Loaded) -> None:
         self.idle("written")
-        self.made_of, self.epoch, self.done = values
+        self.made_of, self.epoch, self.done, _ = values
         self.group.fresh.add(id(self))
+
+    def scored(self, place: tuple[int, int]) -> None:
+        """A product of Q and K has ended here."""
+        self.made_of, self.done, self.epoch = (place,), frozenset(), -1
+
+    def added(self, p: Registers, place: tuple[int, int]) -> None:
+        """A product of P and V has been added."""
+        self.made_of, self.done = (*self.made_of, place), frozenset({"out"})
 
 
 @dataclass
@@ -212,18 +222,21 @@ class Group:
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
-        if atom.operation != ("qk" if isinstance(a.of, StageRef) else "pv"):
+        if atom.operation != ("qk" if self._is_q(a.of) else "pv"):
             raise Broken(f"a product by the layout of {atom.operation}")
         if any(id(x) in self.fresh for x in (acc, a.of)):
             raise Broken("a product of registers that no fence has covered")
         self.issued.append((acc, a, b, atom.adds))
+
+    def _is_q(self, operand: StageRef | Registers) -> bool:
+        return isinstance(operand, StageRef) or operand.done == {"q"}
 
     def commit(self) -> None:
         self.block.schedule.step()
         product = _Product(self.issued)
         self.issued = []
         acc, a, b, _ = product.parts[0]
-        is_scores = isinstance(a.of, StageRef)
+        is_scores = self._is_q(a.of)
         wanted = [(acc, Part(a.of, i), Part(b.of, i), i > 0 or not is_scores) for i in range(PARTS)]
         if product.parts != wanted:
             raise Broken("a product is not the sum of its parts")
@@ -251,14 +264,17 @@ class Group:
             raise Broken("a product of no tile")
         return self.block.order[count]
 
-    def _scores(self, product: _Product, acc: Registers, q: StageRef, k: StageRef) -> None:
+    def _scores(self, product: _Product, acc: Registers, q: StageRef | Registers, k: StageRef) -> None:
         product.tile = t, i = self._next(self.scores)
         self.scores += 1
-        self._reads(product, q, ("q", *self.block.tiles[t].sources[0]), t)
+        if isinstance(q, StageRef):
+            self._reads(product, q, ("q", *self.block.tiles[t].sources[0]), t)
+            if self.number in q.stage.output:
+                raise Broken("Q is read where O stands")
+        elif q.made_of != (t,):
+            raise Broken(f"Q of {q.made_of} in registers with K of {(t, i)}")
         self._reads(product, k, ("k", *self.block.tiles[t].sources[1][i]), (t, i))
         acc.idle("overwritten")
-        if self.number in q.stage.output:
-            raise Broken("Q is read where O stands")
         if self.block.takes_turns and self.block.turn != self.number:
             raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
 
@@ -267,7 +283,8 @@ class Group:
         product.tile = t, i = self._next(self.outputs)
         self.outputs += 1
         tile = self.block.tiles[t]
-        before = tuple((t, j) for j in range(i) if (t, j, self.number) not in self.block.skipped)
+        own = self.block.section(t, i)
+        before = tuple((t, j) for j in range(i) if (t, j, self.number) not in self.block.skipped and self.block.section(t, j) == own)
         self._reads(product, v, (v.memory.name, *tile.sources[2][i]), (t, i))
         if p.made_of != ((t, i),) or "exponential" not in p.done or ("dropped" in p.done) is not self.block.drops:
             raise Broken(f"P of {p.made_of} with V of {(t, i)}")
@@ -278,7 +295,8 @@ class Group:
             acc.epoch = p.epoch
         if acc.epoch != p.epoch:
             raise Broken("O is not rescaled to the maximum of P")
-        if i == 0 and tile.room is not None and v.stage.wiped.get(0 if self.block.is_wide else self.number) != (tile.room, "seen"):
+        wiped = v.stage.wiped.get(0 if self.block.is_wide else self.number)
+        if i == self.block.edge(t) and tile.room is not None and wiped != (tile.room, "seen"):
             raise Broken(f"V of {(t, i)} is not wiped from {tile.room} on: {v.stage.wiped}")
 
     def _reads(self, product: _Product, ref: StageRef, tag: tuple, place: Any) -> None:
@@ -307,9 +325,10 @@ class Group:
             acc.busy -= 1
             if isinstance(a.of, Registers):
                 a.of.busy -= 1
-                acc.made_of, acc.done = (*acc.made_of, product.tile), frozenset({"out"})
+            if self._is_q(a.of):
+                acc.scored(product.tile)
             else:
-                acc.made_of, acc.done, acc.epoch = (product.tile,), frozenset(), -1
+                acc.added(a.of, product.tile)
 
 
 class Block:
@@ -321,6 +340,7 @@ class Block:
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile], rank: int = 0):
         self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
         self.drops, self.is_wide, self.consumers = config.has_dropout, config.is_wide, config.consumers
+        self.section_tiles = config.section_tiles if config.in_order else 0
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
         count, stages, users = config.consumers, config.tiles.stages, 1 if config.is_wide and not config.has_one_kv else config.consumers
         self.rank, self.blocks, self.is_paged = rank, config.cluster, config.is_paged
@@ -347,6 +367,14 @@ class Block:
         self.turn: int | None = None
         self.epochs = 0
         self.written = {(t, g): 0 for g in range(count) for t in self.ends[g]}
+
+    def edge(self, t: int) -> int:
+        """The visit of a row tile's last key tile."""
+        return len(self.tiles[t].visits) - 1 if self.section_tiles else 0
+
+    def section(self, t: int, i: int) -> int:
+        """The section of keys that a visit is of; 0 if keys have no sections."""
+        return self.tiles[t].visits[i][0] // self.section_tiles if self.section_tiles else 0
 
     @property
     def prefix(self) -> str:

@@ -3,25 +3,19 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.kernel.forward import HopperForward
 from anyattn.backends.hopper.kernel.in_order.arithmetic import product
 from anyattn.backends.hopper.kernel.in_order.mma import MultipliesInOrder
+from anyattn.backends.hopper.kernel.in_order.producer import LoadsInOrder
 
 __all__ = ["HopperInOrderForward"]
 
 
-class HopperInOrderForward(MultipliesInOrder, HopperForward):
+class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
     """Attention forward for one ``Config`` that is ``in_order``."""
-
-    def planned(self, plan: Any, visits: Any, masked: Any, bare: Any) -> Any:
-        return plan - (visits - 1)  # the row tile's first key tile
-
-    @cute.jit
-    def _visit(self, i, plan):
-        return plan + i, Int32(1)
 
     def of_nothing(self, logit: Any) -> Any:
         return product(product(logit, Float32(LOG2E)), Float32(LN2))
