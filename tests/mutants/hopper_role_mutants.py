@@ -11,7 +11,7 @@ many more.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tests.mutants.mutant import Mutant, by_name
 from tests.support.hopper.role_source import Changes, text_of
@@ -279,12 +279,12 @@ def planted(*edits: Mutant) -> Changes:
     return tuple((module, ast.unparse(tree)) for module, tree in trees.items())
 
 
-def left_out(*modules: str) -> Iterator[tuple[str, Changes]]:
-    """Each statement of the modules' functions that calls or assigns, and the text without it."""
+def left_out(*modules: str, but: Collection[str] = ()) -> Iterator[tuple[str, Changes]]:
+    """Each statement of the modules' functions that calls or assigns, and the text without it. but: functions that others stand in for."""
     for module in modules:
         text = text_of(module)
         lines = text.splitlines(keepends=True)
-        functions = [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)]
+        functions = [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef) and f.name not in but]
         for node in (node for f in functions for node in ast.walk(f)):
             if isinstance(node, ast.Assign) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)):
                 first = lines[node.lineno - 1]

@@ -98,6 +98,8 @@ def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
 @pytest.mark.slow
 def test_no_statement_may_be_left_out() -> None:
     needless = {
-        line for line, changes in left_out("producer", "mma") if not found_by(changes, 300) and not found_by(changes, is_wide=True)
-    }  # some are of wide heads alone
+        line
+        for line, changes in left_out("producer", "mma")
+        if not found_by(changes, 300) and not found_by(changes, is_wide=True) and not found_by(changes, in_order=True)
+    }  # some are of wide heads alone, or of an order of keys
     assert needless == set()

@@ -9,6 +9,8 @@ from tests.mutants.hopper_role_mutants import MUTANTS, left_out, planted
 from tests.support.covering import few
 from tests.support.hopper.cases import random_case
 
+# functions that ``SkippingStubs`` has in the kernel's place
+STOOD_IN_FOR = ("tops_of", "_start_rows", "raise_tops", "_are_low", "_all_of_group", "thresholds_of")
 # numbers that the epilogue adds up; no role waits for them
 COUNTED_ON_THE_DEVICE = {"tops.skipped[0] = Int32(0)", "tops.skipped[0] = tops.skipped[0] + 1"}
 
@@ -36,5 +38,7 @@ def test_planted_bugs_are_found(name: str) -> None:
 
 @pytest.mark.slow
 def test_no_statement_may_be_left_out() -> None:
-    needless = {line for line, changes in left_out("skipping/mma", "skipping/producer") if not found_by(changes, skips=True)}
+    needless = {
+        line for line, changes in left_out("skipping/mma", "skipping/producer", but=STOOD_IN_FOR) if not found_by(changes, skips=True)
+    }
     assert needless == COUNTED_ON_THE_DEVICE

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.hopper.role_source import compiled
-from tests.support.hopper.roles import View
 from tests.support.hopper.schedule import State
+from tests.support.hopper.stubs import View
 
 __all__ = ["rows_gathered", "wiped_by_a_group"]
 

@@ -1,0 +1,174 @@
+"""What the Hopper forward roles in the order of keys call, with exact numbers (``numbers.py``)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+from anyattn.arithmetic import LN2, LOG2E
+from tests.support.hopper import numbers
+from tests.support.hopper.protocol import Block, Loaded, Registers, StageRef
+from tests.support.hopper.schedule import Broken
+from tests.support.hopper.stubs import ALL_0, Stubs, TiledMma
+
+__all__ = ["InOrderStubs", "Sink", "hold_q"]
+
+
+class _MmaOfRegisters(TiledMma):
+    """The tiled product of Q, in registers, and K."""
+
+    def __init__(self, block: Block, *_: Any):
+        super().__init__(block, "qk")
+
+    def partition_shape_A(self, _: Any) -> None: ...
+
+    def make_fragment_A(self, _: None) -> Registers:  # type: ignore[override]
+        return Registers(self.block)
+
+
+class _CopyOfQ:
+    """The tiled copy of Q from shared memory to registers, and a thread's part of it."""
+
+    def __init__(self, block: Block, thread: int | None = None):
+        self.block, self.thread = block, thread
+
+    def get_slice(self, thread: int) -> _CopyOfQ:
+        return _CopyOfQ(self.block, thread)
+
+    def partition_S(self, tile: StageRef) -> tuple[int | None, StageRef]:
+        return self.thread, tile
+
+    def retile(self, q: Registers) -> Registers:
+        return q
+
+    def copied(self, of: tuple[int | None, StageRef], to: Registers) -> None:
+        block, (thread, ref) = self.block, of
+        block.schedule.step()
+        stage = ref.stage
+        if thread != block.first_thread or block.group.number not in stage.held - stage.output or stage.tag is None:
+            raise Broken(f"thread {thread} reads {stage.tag}, held by {stage.held}, as Q")
+        to.store(Loaded((stage.tag[-1],), -1, frozenset({"q"})))
+
+
+class InOrderStubs(Stubs):
+    """The same of the kernel in the order of keys, whose numbers are exact: what enters the sums of which section is told by them."""
+
+    _RATE = Fraction(2)
+
+    def rate(self, *_: Any) -> Fraction:  # type: ignore[override]
+        return self._RATE
+
+    def heads(self, positions: Any, facts: Any) -> tuple[int, ...]:  # type: ignore[override]
+        return (int(facts.head),) * numbers.ROWS
+
+    def _must_be_masked(self, t: int, i: int) -> bool:
+        return i == self.block.edge(t) or self.block.tiles[t].visits[i][2]
+
+    def masked(self, scores: Any, _: Any, n: int, facts: Any, __: Any, limits: Any, is_partial: int, is_edge: bool) -> None:
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if (self._tile(facts), n, limits, is_partial, is_edge) != (t, self.block.tiles[t].visits[i][0], facts, 1, True) or scores.done:
+            raise Broken(f"scores of {(t, i)} are masked as those of key tile {n} of {facts} by {limits}")
+        for r, c in list(scores.cells):
+            if self._score(t, i, r, c) == -math.inf:
+                scores[r, c] = -math.inf
+        scores.done = frozenset({"masked"})
+
+    def _score(self, t: int, i: int, r: int, c: int) -> Any:
+        return numbers.score(t, i, self._must_be_masked(t, i), self.block.group.number, r, c)
+
+    def _weight(self, t: int, i: int, r: int, c: int, top: Any) -> Any:
+        return numbers.power_of_2(self._score(t, i, r, c) * self._RATE - top)
+
+    def _highest(self, t: int, seen: list[int], r: int) -> Any:
+        """In base 2, as the kernel has it before the first key."""
+        found = [self._score(t, i, r, c) for i in seen for c in range(numbers.COLUMNS)]
+        return max(found) * self._RATE if max(found) > -math.inf else numbers.LOWEST
+
+    def highest_of(self, scores: Any, r: int, lifts: None, held: Any) -> Any:
+        return max(held, *(scores[r, c] for c in range(numbers.COLUMNS)))
+
+    def _weights(self, scores: Any, sums: tuple, rate: Any, is_new: bool) -> bool:
+        """A section's maximum and sums are of its tiles alone, so far."""
+        scores.idle("read")
+        ((t, i),), block = scores.made_of, self.block
+        begins = i > 0 and block.section(t, i) != block.section(t, i - 1)
+        if is_new is not begins or (self._must_be_masked(t, i) and "masked" not in scores.done):
+            raise Broken(f"weights of {(t, i)}, {set(scores.done)}; first of a section: {is_new}")
+        moves: bool = super()._weights(scores, sums, rate, is_new)  # type: ignore[misc]
+        seen = [j for j in range(i + 1) if block.section(t, j) == block.section(t, i)]
+        for r in range(numbers.ROWS):
+            top = self._highest(t, seen, r)
+            wanted = [sum(self._weight(t, j, r, c, top) for j in seen for c in range(part, numbers.COLUMNS, 2)) for part in range(2)]
+            if sums[1][r] * rate != top or [sums[4].sums[r, part] for part in range(2)] != wanted:
+                raise Broken(f"a section has the sums of other tiles than {seen} of {t}")
+        scores.done |= {"exponential"}
+        return moves
+
+    def _merged(self, acc: Any, sections: Any, rate: Any, in_smem: Any, thread: int, is_last: bool) -> None:
+        """Sections are merged one after the other, each once and whole."""
+        own, before, block = acc.load().made_of, sections.total.load().made_of, self.block
+        (t, first), (_, last) = own[0], own[-1]
+        visits = len(block.tiles[t].visits)
+        ends = last + 1 == visits if is_last else last + 1 < visits and block.section(t, last + 1) > block.section(t, last)
+        if (*before, *own) != tuple((t, i) for i in range(last + 1)) or not ends:
+            raise Broken(f"{own} is merged as a section, after {before}, the last: {is_last}")
+        super()._merged(acc, sections, rate, in_smem, thread, is_last)  # type: ignore[misc]
+        sections.total.made_of = (*before, *own)
+        if not is_last:
+            if any(acc.cells.values()):
+                raise Broken(f"O of the section after {first} to {last} of {t} begins with other numbers than 0")
+            acc.made_of, acc.done = (), ALL_0
+
+    def stored(self, acc: Any, tops: Any, lse: Any, mma: Any, thread: int, number: int, _: Any, place: Any, facts: Any) -> None:
+        t = self._tile(facts)
+        seen = list(range(len(self.block.tiles[t].visits)))
+        for r in range(numbers.ROWS):
+            highest = top = self._highest(t, seen, r)
+            weights = {(i, c): self._weight(t, i, r, c, top) for i in seen for c in range(numbers.COLUMNS)}
+            weight, rescale = numbers.QUAD * sum(weights.values()), Fraction(1)
+            has_seen = weight > 0
+            if self.config.has_sink:
+                logit = Sink.base_2(int(facts.head))
+                top = max(highest, logit)
+                rescale = numbers.power_of_2(highest - top)
+                weight = weight * rescale + numbers.power_of_2(logit - top)
+            out = [
+                numbers.QUAD * rescale * sum(w * numbers.value(t, i, key, c) for (i, key), w in weights.items()) / (weight or 1)
+                for c in range(numbers.COLUMNS)
+            ]
+            if [acc[r, c] for c in range(numbers.COLUMNS)] != out:
+                raise Broken(f"O of row tile {t} is {acc.cells}; wanted {out} in row {r}")
+            if lse[r] != (top * Fraction(LN2) + math.log(weight) if weight else -math.inf):
+                raise Broken(f"lse of row tile {t} is {lse.cells}")
+            if tops is not None and tops[r] != (highest * Fraction(LN2) if has_seen else -math.inf):
+                raise Broken(f"the highest scores of row tile {t} are {tops.cells}")
+        acc.made_of, acc.done, lse.done = tuple((t, i) for i in seen), frozenset({"finished"}), frozenset({"lse"})
+        if tops is not None:
+            tops.made_of, tops.done = acc.made_of, frozenset({"highest"})
+        super().stored(acc, tops, lse, mma, thread, number, _, place, facts)
+
+
+class Sink:
+    """A logit per head, whose product with log2(e) is a whole number."""
+
+    def __getitem__(self, head: int) -> Fraction:
+        return self.base_2(head) / Fraction(LOG2E)
+
+    @staticmethod
+    def base_2(head: int) -> Fraction:
+        return Fraction(head % 7 - 3)
+
+
+def hold_q(names: dict[str, Any], block: Block) -> None:
+    """Adds what copies Q to registers to the names that the kernel's modules import."""
+    cute, copy = names["cute"], names["cute"].copy
+    cute.make_copy_atom = lambda operation, _: operation
+    cute.make_tiled_copy_A = lambda *_: _CopyOfQ(block)
+    cute.copy = lambda atom, of, to, **given: atom.copied(of, to) if isinstance(atom, _CopyOfQ) else copy(atom, of, to, **given)
+    names["warp"] = SimpleNamespace(LdMatrix8x8x16bOp=lambda *_: None)
+    names["helpers"] = SimpleNamespace(make_trivial_tiled_mma=functools.partial(_MmaOfRegisters, block))
+    names["OperandMajorMode"], names["warpgroup"].OperandSource = SimpleNamespace(K="K"), SimpleNamespace(RMEM="RMEM")
