@@ -91,6 +91,8 @@ MUTANTS = by_name(
     _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),
     _forward(f"{_LOADS}._fetch", "pieces are written one over the other", "group * LANES + i", "0"),
     # ---- backward of wide heads: two warp groups that pass P and dS to one another
+    _wide_back(f"{_KERNEL}.wide_backward.keys:HopperKeyGradient.deltas", "delta may be loaded after its stage is released", "self.read()"),
+    _wide_back(f"{_KERNEL}.wide_backward.once:MultipliesOnce._given", "lse may be loaded after its stage is released", "self.read()"),
     _wide_back(f"{_TWICE}._gradients_taken", "dS is taken before it is there",
                "cute.arch.barrier(barrier_id=RETURNED, number_of_threads=BOTH)"),
     _wide_back(f"{_TWICE}._gradients_given", "P is taken before it is there",

@@ -19,7 +19,7 @@ from anyattn.backends import repeater_of
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, cache_key, launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
-from anyattn.backends.hopper.config import Ask, Config, Tiles
+from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
@@ -92,12 +92,13 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split", "counts_skips"):
+        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split", "counts_skips", "in_order"):
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
     keys.append(key_of(config(has_order=True, has_count=True), ()))
     keys.append(key_of(config(has_skip=True, counts_skips=True), ()))
     keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
+    keys += [key_of(config(tiles=TILES_IN_ORDER, in_order=ordered), ()) for ordered in (False, True)]
     wide = config(head_dim=512, head_dim_v=512, tiles=Tiles(64, 32, 2, False))
     keys += [key_of(dataclasses.replace(wide, has_one_kv=one, pairs=two), ()) for one in (False, True) for two in (False, True)]
     of_sequences = dataclasses.replace(wide, has_entries=True, has_lse=True, spread="heads")

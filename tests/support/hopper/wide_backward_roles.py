@@ -126,14 +126,19 @@ class _Pipe(Pipe):
         if self.memory is None:
             return
         stage, number = self.memory.stages[index], self.block.group.number
+        if (self.name, index) in self.block.group.loading:
+            raise Broken(f"{self.name} {index} is given back by group {number} while it may still load numbers from there")
         if number in stage.reading or number not in stage.used:
             raise Broken(f"{self.name} {index} ({stage.tag}) is given back by group {number}, which reads it or has not used it")
 
 
 @dataclass
 class Group:
+    """loading: pipelines and stages whose numbers are being loaded, which no use and no fence has waited for."""
+
     number: int
     flying: list[Any] = field(default_factory=list)
+    loading: set[tuple[str, int]] = field(default_factory=set)
 
 
 class _Board:
@@ -334,6 +339,7 @@ class _Stubs:
         memory: Any = ref.memory
         if self.block.group.number not in memory.pipe.held[ref.index]:
             raise Broken(f"{memory.name} {ref.index} is read without having been waited for")
+        self.block.group.loading.add((memory.pipe.name, ref.index))
         found = Registers()
         found.made = (ref.stage.tag,)
         return found
@@ -379,6 +385,7 @@ class _Stubs:
     def factors_of(self, scores: Registers, positions: Any, lse: Registers, slots: Any, block: Any) -> None:
         visit, facts = slots
         self._scored(scores, "kept", "x", facts.n_block, (visit.head, visit.m_block))
+        self.block.group.loading.clear()
         if lse.made != (View("lse", (0, visit.head, visit.m_block)),):
             raise Broken(f"lse of {lse.made} for {visit}")
         scores.made = (("P", facts.n_block, visit.head, visit.m_block),)
@@ -386,6 +393,7 @@ class _Stubs:
     def score_gradients(self, p: Registers, dp: Registers, delta: Registers) -> None:
         ((_, n, head, m),) = p.made
         self._scored(dp, "also_kept", "y", n, (head, m))
+        self.block.group.loading.clear()
         if delta.made != (View("delta", (0, head, m)),):
             raise Broken(f"delta of {delta.made} for {p.made}")
         dp.made = (("dS", n, head, m),)
@@ -450,6 +458,7 @@ def _stand_ins(block: Block) -> dict[str, Any]:
         elect_one=contextlib.nullcontext,
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
+        fence_proxy=lambda *_, **__: block.group.loading.clear(),
     )
     cute = SimpleNamespace(
         arch=arch,
