@@ -22,7 +22,7 @@ _is_traced = torch._C._is_tracing  # type: ignore[attr-defined]
 
 
 def kept_table(make: Callable[..., Tensor], *numbers: int, device: torch.device) -> Tensor:
-    """``make(*numbers, device=device)``, which nobody writes to. make: a function at the top level of a module.
+    """The table ``make(*numbers, device=device)``. Callers must not write to it. make: a function at the top level of a module.
 
     Once kept, a table is never released, because a captured CUDA graph or another stream may still read it; so when 256 or 64 MiB are kept,
     further ones are made at each call. So are those that torch intercepts (compilation, modes, transforms), and those of a graph's capture,

@@ -32,7 +32,7 @@ MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "dropout", "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/halved_mma",
     "backward/alone_mma",
-    "backward/rows",
+    "operand", "backward/rows",
 )  # fmt: skip
 
 

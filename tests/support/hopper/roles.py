@@ -21,7 +21,7 @@ from tests.support.hopper.stubs import Lanes, SkippingStubs, Stubs, TiledMma, Tu
 __all__ = ["MODULES", "Counter", "run_block"]
 
 MODULES = (
-    "tile_scheduler", "producer", "paged_gather", "mma", "wide/mma", "wide/producer", "skipping/mma", "skipping/producer",
+    "tile_scheduler", "producer", "paged_gather", "operand", "mma", "wide/mma", "wide/producer", "skipping/mma", "skipping/producer",
     "in_order/mma", "in_order/producer",
 )  # fmt: skip
 _STATES = ("q_state", "k_state", "v_state", "work_state")

@@ -15,6 +15,7 @@ from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
 from anyattn.backends.hopper.kernel.fragment import columns_of, narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.mma import Multiplies
+from anyattn.backends.hopper.kernel.operand import to_registers
 
 __all__ = ["EXCHANGED", "MultipliesBack", "transposed"]
 
@@ -175,11 +176,8 @@ class MultipliesBack:
         tiles, operands, thread = self.config.tiles, fixed.operands, fixed.thread
         for at, source, columns in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
             if columns:
-                copy = cute.make_tiled_copy_A(
-                    cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self.scores_from_registers()
-                )
-                mine, part = copy.get_slice(thread), cute.local_tile(source[None, None, 0], (tiles.tile_n, columns), (0, 0))
-                cute.copy(copy, mine.partition_S(part), mine.retile(operands[at][0]))
+                part = cute.local_tile(source[None, None, 0], (tiles.tile_n, columns), (0, 0))
+                to_registers(self.scores_from_registers(), operands[at][0], part, thread, self.dtype)
 
     @cute.jit
     def _scores(self, mma, acc, first, second, columns: cutlass.Constexpr, from_zero: cutlass.Constexpr):

@@ -6,13 +6,14 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.in_order.arithmetic import difference, power_of_2, product, quotient, total
 from anyattn.backends.hopper.kernel.mma import Multiplies
+from anyattn.backends.hopper.kernel.operand import to_registers
 from anyattn.sequences.sections import KEYS_IN_ORDER, SECTION
 
 __all__ = ["MultipliesInOrder"]
@@ -68,12 +69,6 @@ class MultipliesInOrder(Multiplies):
         )
         return _Sections(q, tile, sums, before, of_total, highest, earlier)
 
-    def _held(self, sections: Any, tile: Any, thread: Any) -> None:
-        """Reads a thread's part of Q's tile."""
-        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self._from_registers())
-        mine = copy.get_slice(thread)
-        cute.copy(copy, mine.partition_S(tile), mine.retile(sections.q))
-
     def _lowest(self, rate: Any) -> Any:
         """A row maximum before the first key, of raw products."""
         return Float32(_LOWEST) * cute.arch.rcp_approx(cute.arch.fmax(rate, Float32(1.0)))
@@ -89,7 +84,7 @@ class MultipliesInOrder(Multiplies):
         for x, value in ((sections.sums, 0.0), (sections.total, 0.0), (sections.highest, _LOWEST)):
             x.fill(value)
         sections.earlier[0] = Int32(0)
-        self._held(sections, in_smem[0][None, None, q_state.index], self._again(thread))
+        to_registers(self._from_registers(), sections.q, in_smem[0][None, None, q_state.index], self._again(thread), self.dtype)
         pipes[1].consumer_wait(k_state)
         n = sections.tile[0] = board[1][k_state.index] // 2
         self._my_turn(group)

@@ -11,18 +11,19 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.kernel.backward.packed import Packed
 from anyattn.backends.hopper.kernel.backward.scheduler import VISIT_FACTS
 from anyattn.backends.hopper.kernel.base import KernelOfConfig
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.backends.hopper.kernel.operand import to_registers
 from anyattn.backends.hopper.kernel.producer import Loads
 from anyattn.backends.hopper.kernel.tile_scheduler import FACTS
 from anyattn.backends.hopper.wide_backward_config import HALF, HELD, REGISTERS
 
-__all__ = ["BOTH", "PASSED", "RETURNED", "Block", "Pipes", "WideGradient"]
+__all__ = ["BOTH", "PASSED", "RETURNED", "Block", "Pipes", "Roles", "WideGradient"]
 
 PASSED, RETURNED = 11, 12  # named barriers: the first warp group has passed something on; the second has answered, or has taken it
 BOTH = 256  # threads of both warp groups
@@ -55,6 +56,30 @@ class Block(NamedTuple):
     target: Any
     scales: Any
     captured: Any
+
+
+class Roles:
+    """What the MMA roles of the three kernels use of ``WideGradient`` and of what differs between queries and keys."""
+
+    config: Any
+    dtype: Any
+    positions: Any
+    shape_of: Any
+    multiplied: Any
+    scored: Any
+    held: Any
+    hold: Any
+    given: Any
+    taken: Any
+    read: Any
+    stored: Any
+    facts_of: Any  # (board, state of the work pipeline) -> the facts of what is kept, with ``total`` visits
+    rows_of: Any  # (block, facts) -> (rows of the gradient in global memory, (the first that is kept, the end))
+    factors: Any  # replaces scores by P times the derivative
+
+    def transposed(self, x: Any) -> Any:
+        """Tiles in shared memory with columns first."""
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
 
 
 class WideGradient(KernelOfConfig):
@@ -267,11 +292,9 @@ class WideGradient(KernelOfConfig):
 
     def hold(self, held: Any, tile: Any, thread: Any) -> None:
         """Reads the held columns of a kept tile."""
-        if held is None:
-            return
-        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self.scores_from_registers())
-        mine, part = copy.get_slice(thread), cute.local_tile(tile[None, None, 0], (HELD, self.config.tiles.holds), (0, 0))
-        cute.copy(copy, mine.partition_S(part), mine.retile(held))
+        if held is not None:
+            part = cute.local_tile(tile[None, None, 0], (HELD, self.config.tiles.holds), (0, 0))
+            to_registers(self.scores_from_registers(), held, part, thread, self.dtype)
 
     @cute.jit
     def scored(self, mma, acc, kept, b, first: cutlass.Constexpr):

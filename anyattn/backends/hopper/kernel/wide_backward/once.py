@@ -12,35 +12,21 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from anyattn.backends.hopper.kernel.fragment import narrowed
-from anyattn.backends.hopper.kernel.wide_backward.base import BOTH, PASSED, RETURNED
+from anyattn.backends.hopper.kernel.wide_backward.base import BOTH, PASSED, RETURNED, Roles
 from anyattn.backends.hopper.wide_backward_config import HALF
 
 __all__ = ["MultipliesOnce"]
 
 
-class MultipliesOnce:
+class MultipliesOnce(Roles):
     """The MMA roles of ``HopperValueGradient``."""
 
-    config: Any
-    dtype: Any
-    positions: Any
-    shape_of: Any
-    multiplied: Any
-    scored: Any
-    held: Any
-    hold: Any
-    given: Any
-    taken: Any
-    read: Any
-    stored: Any
-    facts_of: Any
-    rows_of: Any
-    factors: Any
     visit_at: Any
+    of_rows: Any
+    factors_of: Any
 
     def _own(self, mma: Any, part: Any) -> Any:
-        whole = cute.make_tensor(part.iterator, cute.select(part.layout, mode=[1, 0, 2]))
-        return mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(whole))
+        return mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(self.transposed(part)))
 
     @cute.jit
     def multiply_first(self, thread, mmas, block):
@@ -113,9 +99,6 @@ class MultipliesOnce:
         cute.arch.barrier(barrier_id=RETURNED, number_of_threads=BOTH)
         self.given(cute.recast_tensor(p, Int32), block.passed[1], thread)
         cute.arch.barrier_arrive(barrier_id=PASSED, number_of_threads=BOTH)
-
-    of_rows: Any
-    factors_of: Any
 
     @cute.jit
     def multiply_second(self, thread, mmas, block):

@@ -13,37 +13,19 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from anyattn.backends.hopper.kernel.fragment import narrowed
-from anyattn.backends.hopper.kernel.wide_backward.base import BOTH, PASSED, RETURNED
+from anyattn.backends.hopper.kernel.wide_backward.base import BOTH, PASSED, RETURNED, Roles
 from anyattn.backends.hopper.wide_backward_config import HALF
 
 __all__ = ["MultipliesTwice"]
 
 
-class MultipliesTwice:
+class MultipliesTwice(Roles):
     """The MMA roles of ``HopperQueryGradient`` and ``HopperKeyGradient``."""
 
-    config: Any
-    dtype: Any
-    positions: Any
-    shape_of: Any
-    multiplied: Any
-    scored: Any
-    held: Any
-    hold: Any
-    given: Any
-    taken: Any
-    stored: Any
-
-    facts_of: Any  # (board, state of the work pipeline) -> the facts of what is kept, with ``total`` visits
-    rows_of: Any  # (block, facts) -> (rows of the gradient in global memory, (the first that is kept, the end))
-    factors: Any  # replaces scores by P times the derivative
     differences: Any  # replaces dP by dS, given P times the derivative
     begun: Any  # reads the lse or the delta of kept rows, if these are queries
     deltas: Any  # reads the delta of streamed rows, if these are queries
     deltas_held: Any  # how many of them a thread has
-
-    def _transposed(self, x: Any) -> Any:
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
 
     @cute.jit
     def multiply_first(self, thread, mmas, block):
@@ -54,7 +36,7 @@ class MultipliesTwice:
         of_scores, of_own = to_scores.get_slice(0), to_own.get_slice(0)
         kept = (self.held(), of_scores.make_fragment_A(of_scores.partition_A(smem.kept))[None, None, None, 0])
         x0, x1 = (of_scores.make_fragment_B(of_scores.partition_B(x)) for x in (smem.x0, smem.x1))
-        own = of_own.make_fragment_B(of_own.partition_B(self._transposed(smem.x0)))
+        own = of_own.make_fragment_B(of_own.partition_B(self.transposed(smem.x0)))
         positions = self.positions(to_scores, thread)
         scores = cute.make_rmem_tensor(self.shape_of(to_scores, thread, tiles.streamed), Float32)
         lse = cute.make_rmem_tensor(self.deltas_held(positions), Float32)
@@ -129,7 +111,7 @@ class MultipliesTwice:
         ds = narrowed(dp, self.dtype)
         widths = (HALF, past) if const_expr(past > 0) else (HALF,)
         sums = tuple(cute.make_rmem_tensor(self.shape_of(mma, thread, n), Float32) for mma, n in zip(mmas[1:], widths, strict=True))
-        own = self._operands(mmas[1:], widths, self._transposed(smem.x1))
+        own = self._operands(mmas[1:], widths, self.transposed(smem.x1))
         x1, y0_state, y1_state = (pipeline.make_pipeline_state(consumer, tiles.stages[i]) for i in (1, 2, 3))
         kept_state, work_state = pipeline.make_pipeline_state(consumer, 1), pipeline.make_pipeline_state(consumer, 2)
         kept_pipe = pipes.kept if const_expr(self.config.keeps_one) else pipes.also_kept
