@@ -166,6 +166,25 @@ def in_every_batch(name: str) -> Callable[[], None]:
     return check
 
 
+def sloping(*factors: tuple[float, float]) -> Callable[[], None]:
+    """Scores that rise or fall, by less and by more than a maximum may lag behind: what is subtracted is not the greatest score, which is
+    asked for. factors: of the first and of the last key."""
+
+    def check() -> None:
+        for first, last in factors:
+            q, k, v = qkv(1, 4, 2, 100, 300, 16, 16)
+            k = k * torch.linspace(first, last, 300)[:, None]
+            judge(q, k, v, deterministic="batch")
+            aux = anyattn.AuxRequest(lse=True, max_scores=True)
+            out, found = anyattn.flex_attention(q, k, v, enable_gqa=True, return_aux=aux, deterministic="batch", backend="triton")
+            exact = (q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)).amax(-1) / 4
+            assert bool(((found.max_scores.double() - exact).abs() <= 2.0**-18 * exact.abs()).all())
+            plain = anyattn.flex_attention(q, k, v, enable_gqa=True, return_lse=True, deterministic="batch", backend="triton")
+            assert torch.equal(out, plain[0]) and torch.equal(found.lse, plain[1])
+
+    return check
+
+
 def lists_in_every_batch() -> None:
     """Full tiles of lists, in which the mask hides keys; a row tile whose rows see lists of its own."""
     hides = lambda b, h, i, j: (i + j) % 3 != 0
@@ -420,6 +439,9 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "batch": in_sections(judged((1, 2, 1, 300, 300, 16, 16), mask=masks.causal(), deterministic="batch")),
     "batch_of_windows": in_sections(in_every_batch("window")),
     "batch_of_two_ranges": in_sections(judged((1, 2, 1, 200, 300, 16, 16), mask=masks.sink_window(3, 40), deterministic="batch")),
+    "batch_of_rising": in_sections(sloping((0.2, 60), (1, 4))),
+    "batch_of_falling": in_sections(sloping((60, 0.2))),
+    "batch_of_rising_parts": in_sections(sloping((0.2, 60), (1, 4)), 1000),
     "batch_of_lists": in_sections(lists_in_every_batch),
     "batch_of_parts": in_sections(lists_in_every_batch, 1000),
     "full": variant("full"),

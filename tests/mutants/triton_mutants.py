@@ -80,6 +80,13 @@ MUTANTS = by_name(
         "sections_from_the_first_visit", f"{_VISITS}:visit_sections",
         "(first // c.SECTION + 1) * c.SECTION", "first + c.SECTION", "batch_of_windows",
     ),
+    Mutant("maxima_that_stay", f"{_WEIGHTS}:weights_of", "above > _LAG", "above > 1e30", "batch_of_rising"),
+    Mutant("greatest_subtracted", f"{_RESULTS}:store_results", "greatest(row_sum, top)", "greatest(row_sum, row_max)", "batch_of_rising"),
+    Mutant("greatest_of_the_last_section", f"{_VISITS}:visit_sections", "tl.maximum(top, highest)", "highest", "batch_of_falling"),
+    Mutant(
+        "greatest_subtracted_in_parts", f"{_SECTIONS}:combine_sections", "2 * rows.to(tl.int64)", "rows.to(tl.int64)",
+        "batch_of_rising_parts",
+    ),
     Mutant("cut_tiles_not_masked", f"{_VISITS}:visit_in_order", "is_whole == 0", "is_whole == 2", "batch"),
     Mutant("second_run_from_the_first", f"{_ASCENDING}:visit_at", "visits.second + i", "visits.first + i", "batch_of_two_ranges"),
     Mutant("listed_tiles_all_masked", f"{_ASCENDING}:visit_at", "listed >= _WHOLE", "listed < 0", "batch_of_lists"),

@@ -398,8 +398,9 @@ def room_of(blocks: int) -> int:
     return _PER_MULTIPROCESSOR // blocks - 1024
 
 
-# The tiles of a kernel in the order of keys. With a fourth stage in place of a second of Q, prefill of 8,192 rows took 2 to 11 % longer.
-TILES_IN_ORDER = Tiles(128, KEYS_IN_ORDER, 3)
+# The tiles of a kernel in the order of keys, by head dimension. At 128 a fourth stage in place of a second of Q took up to 9 % longer; at
+# 64, 128 rows took 20 % longer than 192, and 3 to 5 stages as long as 4 (H200, 8,192 rows).
+TILES_IN_ORDER = {64: Tiles(192, KEYS_IN_ORDER, 4), 128: Tiles(128, KEYS_IN_ORDER, 3)}
 
 
 def _with_pages(tiles: list[int], page: int) -> int:

@@ -161,7 +161,7 @@ def _forward_by_sections(problem: Problem, form: FormPlan, fill: bool) -> Result
     """Forward pass with a program for each section of a row tile's keys: each writes its sums of every row, in float32."""
     q, count, shape = problem.q, form.plan.num_splits, _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
-    statistics = torch.empty((count, 2, *shape[:3]), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((count, 3 if problem.wants_max else 2, *shape[:3]), dtype=torch.float32, device=q.device)
     if fill:
         statistics.fill_(-1.0)  # a sum that no program writes
     _launch(form, _Target(outs[0], statistics[0, 0], statistics[0, 1], (count, statistics.stride(0), outs.stride(0))))
@@ -202,7 +202,7 @@ def _launch(form_plan: FormPlan, target: _Target) -> None:
     key = (
         *launch_key(problem, tables, target.out),
         target.lse is None,
-        target.highest is None,
+        problem.wants_max,
         is_raw := _is_raw(problem),
         _skips(problem),
     )
@@ -298,7 +298,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         **of_problem, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": page, "PAGES_FIT": fits, "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": is_padded,
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
-        "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
+        "HAS_LSE": target.lse is not None, "HAS_MAX": problem.wants_max, "IS_RAW": is_raw,
         "SECTION": plan.section, "IS_PART": plan.section > 0 and splits > 1,
         "HAS_SKIP": problem.skip is not None, "COUNTS_SKIPS": _skips(problem) is True,
         "IS_LATE": is_late, "IS_DESCRIBED": int(tma), "IS_JOINED": is_joined, "JOINS": joined_tiles(problem, list_n, plan.tile_n),

@@ -67,8 +67,8 @@ def merge_sections(
     outs: Tensor, statistics: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None, max_scores: Tensor | None
 ) -> None:
     """Writes out, lse and max_scores, as in ``merge``, from the sums of the keys' sections: outs (sections, B, H, S, Dv), statistics
-    (sections, 2, B, H, S), as ``store_results`` with IS_PART stores them, all contiguous; a first sum below 0 marks a row of no sequence.
-    sink: (H,). The numbers are those of one program that visits all sections."""
+    (sections, 2 or with max_scores 3, B, H, S), as ``store_results`` with IS_PART stores them, all contiguous; a first sum below 0 marks a
+    row of no sequence. sink: (H,). The numbers are those of one program that visits all sections."""
     sections, _, heads, positions, width = outs.shape
     rows = statistics[0, 0].numel()
     if rows == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import replace
@@ -67,9 +68,11 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_taken(name: str, chosen: list[Launch]) -> None:
-    backend, told = why(qkv(), **TAKEN[name])
-    assert backend == "hopper" and f"sums by sections of {SECTION} keys, tiles of 128 x {KEYS_IN_ORDER}" in told, told
+@pytest.mark.parametrize("d", TILES_IN_ORDER)
+def test_taken(name: str, d: int, chosen: list[Launch]) -> None:
+    backend, told = why(qkv(dim=d), **TAKEN[name])
+    tiles = TILES_IN_ORDER[d]
+    assert backend == "hopper" and f"sums by sections of {SECTION} keys, tiles of {tiles.tile_m} x {KEYS_IN_ORDER}" in told, told
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -81,7 +84,7 @@ def test_left_to_triton(name: str, chosen: list[Launch]) -> None:
 
 def test_left_by_shape(chosen: list[Launch]) -> None:
     for given, words in (
-        (qkv(dim=64), "it has head dimension 128: q's is 64"),
+        (qkv(dim=96), "it has head dimensions 64 and 128: q's is 96"),
         ([*qkv()[:2], torch.zeros(1, 8, 2048, 64, dtype=BF16)], "v's 64"),
         (qkv(100), "32 row tiles are fewer than multiprocessors"),
         (qkv(dtype=torch.float32), "multiplies bfloat16 and float16"),
@@ -144,7 +147,7 @@ def test_launches(chosen: list[Launch]) -> None:
     with torch.no_grad():
         anyattn.flex_attention(*qkv(), mask_mod=masks.causal(), enable_gqa=True, scale=0.3, deterministic="batch", return_lse=True)
     ((config, arguments),) = chosen
-    assert isinstance(config, Config) and config.in_order and config.tiles == TILES_IN_ORDER and config.has_right and config.has_lse
+    assert isinstance(config, Config) and config.in_order and config.tiles == TILES_IN_ORDER[128] and config.has_right and config.has_lse
     scale = arguments[15]
     assert scale == c_float(scale).value == c_float(c_float(0.3).value * c_float(LOG2E).value).value != 0.3 * LOG2E
 
@@ -160,14 +163,14 @@ def test_packed_sequences_are_launched(chosen: list[Launch]) -> None:
 
 def test_both_backends_have_one_order() -> None:
     """The tiles, sections and partial sums of Triton's kernel, which Hopper's repeats."""
-    for dtype in (BF16, torch.float16):
-        tiles = tiles_in_order(Shape(128, 128, dtype), (9, 0))
-        assert tiles.tile_n == KEYS_IN_ORDER == TILES_IN_ORDER.tile_n and SECTION % KEYS_IN_ORDER == 0
+    for d, dtype in itertools.product(TILES_IN_ORDER, (BF16, torch.float16)):
+        tiles = tiles_in_order(Shape(d, d, dtype), (9, 0))
+        assert tiles.tile_n == KEYS_IN_ORDER == TILES_IN_ORDER[d].tile_n and SECTION % KEYS_IN_ORDER == 0
         assert row_sums(tiles.tile_m, tiles.tile_n, dtype) == 8  # of columns 8 apart: two of each thread, which adds them in order
 
 
 def test_impossible_configs_are_refused() -> None:
-    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER, "in_order": True, **fields})
+    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER[128], "in_order": True, **fields})
     assert make().sums_in_smem == 128 * 128 and make().q_stages == 2 and replace(make(), in_order=False).sums_in_smem == 0
     document = trace(masks.document(torch.arange(9)), "mask").expr
     for fields, words in (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import BackendError, planner
+from anyattn import BackendError, masks, planner
 from anyattn.backends.triton import launch_shape
 from anyattn.call_cache import attention
 from tests.entry_points.test_batch_invariance import (  # noqa: F401
@@ -60,6 +60,24 @@ def test_a_program_for_each_section(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(way.out, out[way.rows]), way.name
         assert torch.equal(way.lse, lse[:, way.rows]), way.name
     assert max(p.num_splits for p in divided) > 1
+
+
+@pytest.mark.parametrize("processors", [1, 1000])
+def test_maxima_that_lag_behind(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is subtracted may be less than the greatest score, which is told all the same."""
+    _as_if(monkeypatch, processors)
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, heads, 300, 32, generator=g) for heads in (4, 2, 2))
+    k = k * torch.linspace(0.1, 30, 300)[:, None]
+    aux, cap = anyattn.AuxRequest(lse=True, max_scores=True), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)
+    for mask, score in ((masks.causal(), None), (masks.sliding_window(40, 9), cap), (None, cap)):
+        options = {"mask_mod": mask, "score_mod": score, "enable_gqa": True, "return_aux": aux}
+        out, found = anyattn.flex_attention(q, k, v, **options, **MODE)
+        exact, wanted = anyattn.flex_attention(q.double(), k.double(), v.double(), backend="torch", **options)
+        top = wanted.max_scores
+        assert bool(((found.max_scores - top).abs() <= 2.0**-16 * (1 + top.abs())).all())
+        assert bool(((found.lse - wanted.lse).abs() <= 2.0**-16 * (1 + top.abs())).all())
+        assert bool(((out - exact).abs() <= 2.0**-16 * (1 + top.abs().amax()) * v.abs().max()).all())
 
 
 def test_rows_of_no_sequence_with_a_program_for_each_section(monkeypatch: pytest.MonkeyPatch) -> None:

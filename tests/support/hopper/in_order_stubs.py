@@ -6,9 +6,10 @@ import functools
 import math
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from anyattn.arithmetic import LN2, LOG2E
+from anyattn.sequences.sections import LAG
 from tests.support.hopper import numbers
 from tests.support.hopper.protocol import Block, Loaded, Registers, StageRef
 from tests.support.hopper.schedule import Broken
@@ -57,6 +58,7 @@ class InOrderStubs(Stubs):
     """The same of the kernel in the order of keys, whose numbers are exact: what enters the sums of which section is told by them."""
 
     _RATE = Fraction(2)
+    outcomes: ClassVar[set[bool]] = set()  # how guesses have ended
 
     def rate(self, *_: Any) -> Fraction:  # type: ignore[override]
         return self._RATE
@@ -83,25 +85,59 @@ class InOrderStubs(Stubs):
     def _weight(self, t: int, i: int, r: int, c: int, top: Any) -> Any:
         return numbers.power_of_2(self._score(t, i, r, c) * self._RATE - top)
 
-    def _highest(self, t: int, seen: list[int], r: int) -> Any:
-        """In base 2, as the kernel has it before the first key."""
-        found = [self._score(t, i, r, c) for i in seen for c in range(numbers.COLUMNS)]
-        return max(found) * self._RATE if max(found) > -math.inf else numbers.LOWEST
+    def _highest(self, t: int, i: int, r: int) -> Any:
+        """The highest score of a visit, in base 2."""
+        return max(self._score(t, i, r, c) for c in range(numbers.COLUMNS)) * self._RATE
+
+    def _held(self, t: int, seen: list[int], r: int) -> Any:
+        """What is subtracted after these visits of a section, in base 2: a maximum that a later one exceeds by ``LAG`` at most."""
+        held = numbers.LOWEST
+        for i in seen:
+            held = found if (found := self._highest(t, i, r)) - held > LAG else held
+        return held
 
     def highest_of(self, scores: Any, r: int, lifts: None, held: Any) -> Any:
         return max(held, *(scores[r, c] for c in range(numbers.COLUMNS)))
 
-    def _weights(self, scores: Any, sums: tuple, rate: Any, is_new: bool) -> bool:
+    def raise_tops(self, tops: Any, scores: Any, lifts: None) -> None:
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if (self._must_be_masked(t, i) and "masked" not in scores.done) or "exponential" in scores.done:
+            raise Broken(f"highest scores of {(t, i)}, {set(scores.done)}")
+        for r in range(numbers.ROWS):
+            tops[r] = max(tops[r], *(scores[r, c] for c in range(numbers.COLUMNS)))
+
+    def highest(self, tops: Any, rate: Any) -> Any:
+        for r in range(0 if tops is None else numbers.ROWS):
+            tops[r] = tops[r] * rate * Fraction(LN2) if tops[r] > -math.inf else -math.inf
+        return tops
+
+    def _of_section(self, t: int, i: int) -> list[int]:
+        return [j for j in range(i + 1) if self.block.section(t, j) == self.block.section(t, i)]
+
+    def _guessed_at(self, scores: Any, powers: Any, added: Any, sums: tuple, rate: Any) -> bool:
+        """A guess is right only where no maximum moves."""
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if len(self._of_section(t, i)) == 1 or self._must_be_masked(t, i) or scores.done:
+            raise Broken(f"a guess at {(t, i)}, {set(scores.done)}")
+        is_right: bool = super()._guessed_at(scores, powers, added, sums, rate)  # type: ignore[misc]
+        if is_right and any(self._highest(t, i, r) - sums[1][r] * rate > LAG for r in range(numbers.ROWS)):
+            raise Broken(f"a guess at {(t, i)} is taken although a maximum moves")
+        self.outcomes.add(is_right)
+        powers.made_of, powers.done = scores.made_of, frozenset({"exponential"})
+        return is_right
+
+    def _weights(self, scores: Any, sums: tuple, rate: Any, is_first: bool) -> bool:
         """A section's maximum and sums are of its tiles alone, so far."""
         scores.idle("read")
-        ((t, i),), block = scores.made_of, self.block
-        begins = i > 0 and block.section(t, i) != block.section(t, i - 1)
-        if is_new is not begins or (self._must_be_masked(t, i) and "masked" not in scores.done):
-            raise Broken(f"weights of {(t, i)}, {set(scores.done)}; first of a section: {is_new}")
-        moves: bool = super()._weights(scores, sums, rate, is_new)  # type: ignore[misc]
-        seen = [j for j in range(i + 1) if block.section(t, j) == block.section(t, i)]
+        ((t, i),) = scores.made_of
+        seen = self._of_section(t, i)
+        if is_first is not (len(seen) == 1) or (self._must_be_masked(t, i) and "masked" not in scores.done):
+            raise Broken(f"weights of {(t, i)}, {set(scores.done)}; first of a section: {is_first}")
+        moves: bool = super()._weights(scores, sums, rate, is_first)  # type: ignore[misc]
         for r in range(numbers.ROWS):
-            top = self._highest(t, seen, r)
+            top = self._held(t, seen, r)
             wanted = [sum(self._weight(t, j, r, c, top) for j in seen for c in range(part, numbers.COLUMNS, 2)) for part in range(2)]
             if sums[1][r] * rate != top or [sums[4].sums[r, part] for part in range(2)] != wanted:
                 raise Broken(f"a section has the sums of other tiles than {seen} of {t}")
@@ -126,15 +162,17 @@ class InOrderStubs(Stubs):
     def stored(self, acc: Any, tops: Any, lse: Any, mma: Any, thread: int, number: int, _: Any, place: Any, facts: Any) -> None:
         t = self._tile(facts)
         seen = list(range(len(self.block.tiles[t].visits)))
+        sections = [self._of_section(t, i) for i in seen if i + 1 == len(seen) or self.block.section(t, i + 1) > self.block.section(t, i)]
         for r in range(numbers.ROWS):
-            highest = top = self._highest(t, seen, r)
+            highest = max(self._highest(t, i, r) for i in seen)
+            held = top = max(self._held(t, section, r) for section in sections)
             weights = {(i, c): self._weight(t, i, r, c, top) for i in seen for c in range(numbers.COLUMNS)}
             weight, rescale = numbers.QUAD * sum(weights.values()), Fraction(1)
             has_seen = weight > 0
             if self.config.has_sink:
                 logit = Sink.base_2(int(facts.head))
-                top = max(highest, logit)
-                rescale = numbers.power_of_2(highest - top)
+                top = max(held, logit)
+                rescale = numbers.power_of_2(held - top)
                 weight = weight * rescale + numbers.power_of_2(logit - top)
             out = [
                 numbers.QUAD * rescale * sum(w * numbers.value(t, i, key, c) for (i, key), w in weights.items()) / (weight or 1)

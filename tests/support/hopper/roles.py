@@ -96,6 +96,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         fence_proxy=lambda *_, **__: block.fence_written(),
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         vote_any_sync=bool,
+        vote_all_sync=bool,
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
     return arch

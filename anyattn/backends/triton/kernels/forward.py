@@ -56,7 +56,8 @@ def rows_of(b, h, q_idx, q_places, mods):
 
 @triton.jit
 def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c):
-    """(output times sums in ``output_columns``, row_sum, row_max in base 2) of a portion of the keys of ``tile``, which has some."""
+    """(output times sums in ``output_columns``, row_sum, row_max, greatest scores) of a portion of the keys of ``tile``, which has some;
+    the latter two in base 2."""
     sequence, b, position, heads, first_row = tile.sequence, tile.b, tile.position, tile.heads, tile.first
     _total, row_sum, row_max = no_results(c)
     acc = no_output(c)
@@ -145,7 +146,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
     nearby = 0
     if c.SECTION > 0:
         visits = ascending(runs, full, partial, c)
-        acc, row_sum, row_max = visit_sections(
+        acc, row_sum, row_max, top = visit_sections(
             row_max, q, portion.first, visits, seqlen_k, key, pages, kept, b, q_head, cache, scales, mods, c
         )
         row_sum = row_sum[:, None]
@@ -236,6 +237,8 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
             )
     if c.IS_RAW and c.SECTION == 0:
         row_max = row_max * factor
+    if c.SECTION == 0:
+        top = row_max
     total = acc if c.SECTION > 0 else whole_output(acc, c)
     if c.V_SCALE == _OF_HEAD and c.SECTION == 0:  # of a row that sees no key it may be anything
         of_head = tl.load(tensors.v_factors + b.to(tl.int64) * spans.v_factors.rows + kv_head * spans.v_factors.head)
@@ -244,7 +247,7 @@ def visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, 
         total = total * factor_of(mods)
     if c.PAGE_SIZE > 0:  # always true; uses the numbers, so that their loads are not removed
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
-    return total, row_sum, row_max
+    return total, row_sum, row_max, top
 
 
 @triton.jit
@@ -266,11 +269,11 @@ def forward_tile(tensors, strides, spans, cache, dealt, sizes, shares, lists, sc
             return
         if tile.sequence.seqlen_k <= 0:  # mods must not be evaluated for a sequence without keys: captured tensors need not cover it
             acc, row_sum, row_max = no_results(c)
-            store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
+            store_results(acc, tl.sum(row_sum, 1), row_max, row_max, tile, tensors, strides, spans, sizes, split, c)
             return
         portion = Portion(first=split, count=1, of=sizes.splits)
-        acc, row_sum, row_max = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
-        store_results(acc, tl.sum(row_sum, 1), row_max, tile, tensors, strides, spans, sizes, split, c)
+        acc, row_sum, row_max, top = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
+        store_results(acc, tl.sum(row_sum, 1), row_max, top, tile, tensors, strides, spans, sizes, split, c)
 
 
 @triton.jit
@@ -290,10 +293,10 @@ def share_of_tiles(tensors, strides, spans, cache, dealt, sizes, shares, lists, 
             acc, row_sum, row_max = no_results(c)
             if (sequence.seqlen_k > 0) & (tile.first < tile.end):
                 portion = Portion(first=begin, count=count, of=tiles)
-                acc, row_sum, row_max = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
+                acc, row_sum, row_max, _top = visited(tile, scale, portion, tensors, strides, spans, cache, sizes, lists, mods, c)
             row_sum = tl.sum(row_sum, 1)
             if count == tiles:
-                store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, 0, c)
+                store_results(acc, row_sum, row_max, row_max, tile, tensors, strides, spans, sizes, 0, c)
             else:
                 is_end = begin + count == tiles
                 store_part(acc, row_sum, row_max, tile, (at - begin) // share, begin, is_end, tensors, strides, sizes, c)

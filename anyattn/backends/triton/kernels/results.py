@@ -24,20 +24,23 @@ def places_of_rows(tile, sizes):
 
 
 @triton.jit
-def store_results(acc, row_sum, row_max, tile, tensors, strides, spans, sizes, split, c):
+def store_results(acc, row_sum, row_max, top, tile, tensors, strides, spans, sizes, split, c):
     """Writes the output and statistics of a ``RowTile``. A split writes to [split][q row][head][position]; the sink is added when splits
-    are combined. acc: its columns are in the order of ``output_columns``. With IS_PART they are stored as they are, for
-    ``softmax.sections.combine_sections``; rows that see no key of the section have no output."""
+    are combined. acc: its columns are in the order of ``output_columns``. top: the greatest scores, in base 2 as row_max, which they may
+    exceed. With IS_PART they are stored as they are, for ``softmax.sections.combine_sections``; rows that see no key of the section have
+    no output."""
     h, is_row, q_row = tile.heads, tile.is_row, tile.sequence.q_row
     statistic = places_of_rows(tile, sizes)
     part = tl.cast(split, tl.int64) * spans.part_statistics
     if c.IS_PART:
         tl.store(tensors.lse + part + statistic, row_sum, mask=is_row)
         tl.store(tensors.max_scores + part + statistic, row_max, mask=is_row)
+        if c.HAS_MAX:  # of three statistics, which are equally far apart, the third
+            tl.store(tensors.max_scores + part + spans.part_statistics // 3 + statistic, top, mask=is_row)
         is_row = is_row & (row_sum != 0)
     else:
         if c.HAS_MAX:
-            tl.store(tensors.max_scores + part + statistic, greatest(row_sum, row_max), mask=is_row)
+            tl.store(tensors.max_scores + part + statistic, greatest(row_sum, top), mask=is_row)
         logit = row_max
         if c.HAS_SINK:
             logit = tl.load(tensors.sink + h).to(tl.float32) * _LOG2E

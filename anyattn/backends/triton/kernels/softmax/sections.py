@@ -29,15 +29,19 @@ def nothing_yet(c):
 
 
 @triton.jit
-def settled(acc, row_sum, row_max, scales, c):
-    """(output, sums, maxima in base 2) of a section. row_sum: [TILE_M, SUMS]."""
+def settled(acc, row_sum, row_max, top, scales, c):
+    """(output, sums, maxima, greatest scores if HAS_MAX) of a section, the latter two in base 2. row_sum: [TILE_M, SUMS]."""
     total, row_sum = whole_output(acc, c), tl.sum(row_sum, 1)
     if c.IS_RAW:
         row_max = row_max * scales.base_2
     row_max = tl.where(row_sum == 0, _LOWEST, row_max)  # the same for any number of tiles that hide all keys
+    if c.HAS_MAX:
+        if c.IS_RAW:
+            top = top * scales.base_2
+        top = tl.where(row_sum == 0, _LOWEST, top)
     if c.V_SCALE == _OF_HEAD:  # of a row that sees no key it may be anything
         total = tl.where(row_sum[:, None] == 0, 0.0, total * scales.output)
-    return total, row_sum, row_max
+    return total, row_sum, row_max, top
 
 
 @triton.jit
@@ -59,15 +63,16 @@ def combine_sections(
 ):  # fmt: skip
     """Results of ROWS rows from those of their sections, GROUP of which are loaded at once. Grid: (rows / ROWS,).
 
-    outs: float32 [section][row][WIDTH]. statistics: float32 [section][2][row], sums and maxima; a sum below 0 marks a row of no sequence,
-    which gives 0 and -inf. part_out, part_statistics: between sections. sink, out: at the row's batch entry, head and position. lse,
-    max_scores: float32 [row], in nats.
+    outs: float32 [section][row][WIDTH]. statistics: float32 [section][2, 3 if HAS_MAX][row], sums, maxima that were subtracted, and the
+    greatest scores; a sum below 0 marks a row of no sequence, which gives 0 and -inf. part_out, part_statistics: between sections. sink,
+    out: at the row's batch entry, head and position. lse, max_scores: float32 [row], in nats.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row, at = row < rows, row.to(tl.int64)
     d = tl.arange(0, BLOCK)[None, :]
     total, sums = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
+    of_all = top
     is_unused = tl.load(statistics + at, mask=is_row, other=0.0) < 0
     for first in range(0, sections, GROUP):  # the loads of a group wait for one another twice, not those of each section
         of_group, accs = (), ()
@@ -76,6 +81,9 @@ def combine_sections(
             is_known = is_row & ~is_unused & (first + i < sections)
             row_sum = tl.load(of_section, mask=is_known, other=0.0)
             of_group += ((row_sum, tl.load(of_section + rows, mask=is_known, other=_LOWEST)),)
+            if HAS_MAX:
+                highest = tl.load(of_section + 2 * rows.to(tl.int64), mask=is_known & (row_sum != 0), other=_LOWEST)
+                of_all = tl.maximum(of_all, highest)
         for i in tl.static_range(GROUP):
             seen = (of_group[i][0] != 0)[:, None] & (d < WIDTH)
             places = outs + tl.cast(first + i, tl.int64) * part_out + at[:, None] * WIDTH + d
@@ -89,7 +97,7 @@ def combine_sections(
         place = b.to(tl.int64) * sink_b + h.to(tl.int64) * sink_h + s.to(tl.int64) * sink_s
         logit = tl.load(sink + place, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
     if HAS_MAX:
-        tl.store(max_scores + at, greatest(sums, top), mask=is_row)
+        tl.store(max_scores + at, greatest(sums, of_all), mask=is_row)
     total, natural = finished(total, sums, top, logit, HAS_SINK, PRECISION)
     if HAS_LSE:
         tl.store(lse + at, tl.where(is_unused, float("-inf"), natural), mask=is_row)

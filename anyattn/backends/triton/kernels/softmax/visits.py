@@ -273,9 +273,10 @@ def visit_portion(acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, k
 
 @triton.jit
 def visit_in_order(row_max, q, begin, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c):
-    """(acc, row_sum, row_max) of the visits ``begin`` to ``stop`` alone, in the order of the keys. row_max: before the first key. Whole and
-    cut tiles are computed alike, and one that hides all keys from a row changes none of its bits: so these are the same in every tile."""
-    acc, row_sum = no_output(c), tl.zeros((c.TILE_M, c.SUMS), tl.float32)
+    """(acc, row_sum, row_max, greatest scores if HAS_MAX) of the visits ``begin`` to ``stop`` alone, in the order of the keys. row_max:
+    before the first key. Whole and cut tiles are computed alike, and one that hides all keys from a row changes none of its bits: so these
+    are the same in every tile."""
+    acc, row_sum, top = no_output(c), tl.zeros((c.TILE_M, c.SUMS), tl.float32), row_max
     for i in range(begin, stop):
         first, is_shown, is_whole = visit_at(visits, i, seqlen_k, c)
         numbers = 0
@@ -285,26 +286,32 @@ def visit_in_order(row_max, q, begin, stop, visits, seqlen_k, key, pages, rows, 
         if is_whole == 0:
             lanes = first + tl.arange(0, c.TILE_N)[None, :]
             s = tl.where(seen_in(lanes, seqlen_k, is_shown, rows, b, h, mods, c, False), s, float("-inf"))
+        if c.HAS_MAX:
+            tl.static_assert(c.V_SCALE != _OF_KEY, "scores without the factor of base 2")
+            top = tl.maximum(top, tl.max(s, 1))
         acc, row_sum, row_max = weighed(acc, row_sum, row_max, q, s, k, first, seqlen_k, key, rows, b, h, numbers, scales, mods, c, True)
-    return acc, row_sum, row_max
+    return acc, row_sum, row_max, top
 
 
 @triton.jit
 def visit_sections(lowest, q, part, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c):
-    """(acc, row_sum, row_max in base 2) of all sections of the keys, merged in their order; with IS_PART of section ``part`` alone.
-    lowest: row_max before the first key."""
+    """(acc, row_sum, row_max, greatest scores if HAS_MAX) of all sections of the keys, merged in their order; with IS_PART of section
+    ``part`` alone. Both of the latter are in base 2. lowest: row_max before the first key."""
     if c.IS_PART:
         begin, stop = visits_before(visits, part * c.SECTION, c), visits_before(visits, (part + 1) * c.SECTION, c)
-        acc, row_sum, row_max = visit_in_order(lowest, q, begin, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
-        total, sums, top = settled(acc, row_sum, row_max, scales, c)
+        found = visit_in_order(lowest, q, begin, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
+        total, sums, row_max, top = settled(*found, scales, c)
     else:
-        total, sums, top = nothing_yet(c)
+        total, sums, row_max = nothing_yet(c)
+        top = row_max
         i = visits.count * 0
         while i < visits.count:
             first, _is_shown, _is_whole = visit_at(visits, i, seqlen_k, c)
             stop = tl.maximum(visits_before(visits, (first // c.SECTION + 1) * c.SECTION, c), i + 1)
-            acc, row_sum, row_max = visit_in_order(lowest, q, i, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
-            acc, row_sum, row_max = settled(acc, row_sum, row_max, scales, c)
-            total, sums, top = merged(total, sums, top, acc, row_sum, row_max)
+            found = visit_in_order(lowest, q, i, stop, visits, seqlen_k, key, pages, rows, b, h, cache, scales, mods, c)
+            acc, row_sum, of_section, highest = settled(*found, scales, c)
+            total, sums, row_max = merged(total, sums, row_max, acc, row_sum, of_section)
+            if c.HAS_MAX:
+                top = tl.maximum(top, highest)
             i = stop
-    return total, sums, top
+    return total, sums, row_max, top

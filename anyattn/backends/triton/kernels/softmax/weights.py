@@ -3,8 +3,11 @@
 import triton
 import triton.language as tl
 
+from anyattn.sequences.sections import LAG
+
 __all__ = ["scaled_weights_of", "sums_of", "weights_of"]
 
+_LAG: tl.constexpr = tl.constexpr(LAG)
 _MOST_SHIFT: tl.constexpr = tl.constexpr(60)  # beyond it all of a value's products are 0 or infinite in float16
 
 
@@ -21,16 +24,24 @@ def sums_of(p, row_sum):
 
 
 @triton.jit
-def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr, NAMES_FMA: tl.constexpr = False):
+def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """(exponentials of scores, factor for earlier ones, row_sum, row_max).
 
     With IS_RAW neither scores nor row_max are in base 2: the factor is part of the exponential's argument, and both are one instruction,
-    which NAMES_FMA names where the compiler must not choose it.
+    which is named IN_ORDER, where the compiler must not choose it. There row_max stays while no score exceeds it by more than 2 ** LAG:
+    a kernel that does not know a tile's maximum, but that its weights are small, so has the same numbers.
     """
-    highest = tl.maximum(row_max, tl.max(s, 1))
+    highest = tl.max(s, 1)
+    if IN_ORDER:
+        above = highest - row_max
+        if IS_RAW:
+            above = above * scale
+        highest = tl.where(above > _LAG, highest, row_max)
+    else:
+        highest = tl.maximum(row_max, highest)
     if IS_RAW:
         top = highest * scale
-        if NAMES_FMA:
+        if IN_ORDER:
             p = tl.exp2(tl.fma(s, scale, -top[:, None]))
         else:
             p = tl.exp2(s * scale - top[:, None])
