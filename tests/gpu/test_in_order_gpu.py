@@ -22,12 +22,14 @@ BANDS: dict[str, Any] = {
 LENGTHS = ((1, 1), (1, 1100), (64, 64), (63, 65), (300, 300), (1023, 1025), (129, 2049), (2100, 1000), (3000, 5000))
 
 
-DIMS = (64, 128)
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
-def qkv(sizes: tuple[int, int], dtype: torch.dtype, heads: tuple[int, int] = (4, 2), peak: float = 1.0, d: int = 128) -> list[Tensor]:
+def qkv(
+    sizes: tuple[int, int], dtype: torch.dtype, heads: tuple[int, int] = (4, 2), peak: float = 1.0, dims: tuple[int, int] = (128, 128)
+) -> list[Tensor]:
     generator = torch.Generator(judging.DEVICE).manual_seed(sum(sizes))
-    shapes = ((2, heads[0], sizes[0], d), *(((2, heads[1], sizes[1], d),) * 2))
+    shapes = (2, heads[0], sizes[0], dims[0]), *((2, heads[1], sizes[1], dim) for dim in dims)
     found = [torch.randn(s, device=judging.DEVICE, generator=generator) for s in shapes]
     return [(peak * found[0]).to(dtype), *(x.to(dtype) for x in found[1:])]
 
@@ -50,31 +52,31 @@ def attended(given: list[Tensor], mask: Any = None, **options: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", BANDS)
-def test_bands(name: str, d: int) -> None:
+def test_bands(name: str, dims: tuple[int, int]) -> None:
     for i, sizes in enumerate(LENGTHS):
-        both(attended(qkv(sizes, (torch.bfloat16, torch.float16)[i % 2], d=d), BANDS[name]))
+        both(attended(qkv(sizes, (torch.bfloat16, torch.float16)[i % 2], dims=dims), BANDS[name]))
 
 
-@pytest.mark.parametrize("d", DIMS)
-def test_peaks_scales_and_sinks(d: int) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_peaks_scales_and_sinks(dims: tuple[int, int]) -> None:
     for peak in (0.0, 1e-3, 8.0, 60.0):
-        both(attended(qkv((700, 2500), torch.bfloat16, peak=peak, d=d), BANDS["causal"]))
+        both(attended(qkv((700, 2500), torch.bfloat16, peak=peak, dims=dims), BANDS["causal"]))
     sink = torch.linspace(-3, 9, 4, device=judging.DEVICE)
     for scale in (0.37, 1.0, 3.1e-3):
         for name in ("causal", "far"):
-            both(attended(qkv((1500, 1500), torch.bfloat16, d=d), BANDS[name], scale=scale, sink=sink))
+            both(attended(qkv((1500, 1500), torch.bfloat16, dims=dims), BANDS[name], scale=scale, sink=sink))
 
 
-@pytest.mark.parametrize("d", DIMS)
-def test_rising_scores(d: int) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_rising_scores(dims: tuple[int, int]) -> None:
     """Maxima that rise by less and by more than they may lag behind, in some rows of a warp and in none; and sums of weights near the
     bound below which no maximum can have moved. The highest scores are exact, though what is subtracted is not."""
     for sizes in ((300, 3000), (1500, 1500)):
         for most in (2.0, 6.0, 20.0, 60.0):
-            q, k, v = qkv(sizes, torch.bfloat16, d=d)
-            rise = torch.linspace(0, most / d, sizes[1], device=judging.DEVICE)[:, None] * q[:, ::2, :1].float().sign()
+            q, k, v = qkv(sizes, torch.bfloat16, dims=dims)
+            rise = torch.linspace(0, most / dims[0], sizes[1], device=judging.DEVICE)[:, None] * q[:, ::2, :1].float().sign()
             k = (k.float() * 0.3 + rise * torch.linspace(0, 2, sizes[1], device=judging.DEVICE)[:, None].round()).to(k.dtype)
             q = (q.float().abs() + 1).to(q.dtype)
             for name in ("full", "causal", "window"):
@@ -90,14 +92,14 @@ def test_rising_scores(d: int) -> None:
                 assert bool((near | exact.isinf()).all())
 
 
-@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (6, 2)], ids=str)
-def test_heads(heads: tuple[int, int], d: int) -> None:
+def test_heads(heads: tuple[int, int], dims: tuple[int, int]) -> None:
     """Also of several heads in a row tile, each with its own sink."""
     sink = torch.linspace(-3, 9, heads[0], device=judging.DEVICE)
     for sizes in ((2, 3000), (40, 1500), (1300, 1300)):
         for name in ("causal", "window", "far"):
-            both(attended(qkv(sizes, torch.bfloat16, heads, d=d), BANDS[name], sink=sink))
+            both(attended(qkv(sizes, torch.bfloat16, heads, dims=dims), BANDS[name], sink=sink))
 
 
 def test_views() -> None:
@@ -109,15 +111,15 @@ def test_views() -> None:
         both(attended(given, BANDS["causal"]))
 
 
-@pytest.mark.parametrize("d", DIMS)
-def test_packed_sequences_of_any_content_behind_them(d: int) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_packed_sequences_of_any_content_behind_them(dims: tuple[int, int]) -> None:
     """Keys behind a sequence's last are NaN."""
     lengths = [1, 1500, 64, 0, 2049, 333]
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=judging.DEVICE)
     used = torch.tensor([1, 1400, 64, 0, 2000, 300], dtype=torch.int32, device=judging.DEVICE)
     fewer = torch.tensor([1, 1500, 0, 0, 1999, 130], dtype=torch.int32, device=judging.DEVICE)
     sink = torch.linspace(-3, 9, 4, device=judging.DEVICE)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv((sum(lengths),) * 2, torch.bfloat16, d=d))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv((sum(lengths),) * 2, torch.bfloat16, dims=dims))
     for i, n in enumerate(used.tolist()):
         k[ends[i] + n : ends[i + 1]], v[ends[i] + n : ends[i + 1]] = float("nan"), float("nan")
     kinds: tuple[dict[str, Any], ...] = (
@@ -133,10 +135,10 @@ def test_packed_sequences_of_any_content_behind_them(d: int) -> None:
         both(run)
 
 
-@pytest.mark.parametrize("d", DIMS)
-def test_a_row_alone_is_the_same(d: int) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_a_row_alone_is_the_same(dims: tuple[int, int]) -> None:
     """A decoded row, which is Triton's, and the row in a prefill, which is Hopper's."""
-    q, k, v = qkv((5000, 5000), torch.bfloat16, (32, 8), d=d)
+    q, k, v = qkv((5000, 5000), torch.bfloat16, (32, 8), dims=dims)
     whole = anyattn.flex_attention(q, k, v, mask_mod=masks.causal(), enable_gqa=True, deterministic="batch")
     assert anyattn.explain(q, k, v, mask_mod=masks.causal(), enable_gqa=True, deterministic="batch").plan.backend == "hopper"
     keys, values = (x.transpose(1, 2).contiguous() for x in (k, v))

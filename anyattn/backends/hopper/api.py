@@ -114,7 +114,7 @@ class ForwardLaunches:
             return None
         prepared = self.prepared.get(self.spec.config_for(problem))
         numbers, captured = self.spec.captured(problem)
-        if prepared is None or captured:
+        if prepared is None or captured or self.spec.config.has_global_sums:
             return None
         kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
         of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
@@ -175,7 +175,7 @@ def _launch_prepared(problem: Problem, spec: ForwardSpec, prepared: _PreparedLau
     out = empty(*prepared.of_out, q.dtype)
     lse = empty(*prepared.of_rows, torch.float32) if problem.wants_lse else None
     highest = empty(*prepared.of_rows, torch.float32) if problem.wants_max else None
-    numbers, captured = spec.captured(problem) if prepared.captures else ((), ())
+    numbers, captured = _captured(problem, spec, prepared.numbers[-1]) if prepared.captures else ((), ())
     prepared.kernel(
         q, problem.k, problem.v, out, lse, highest, _sink(problem), *prepared.visits, counter_of(q.device),
         _scale_of(problem), *prepared.numbers, numbers, captured if prepared.is_plain else indexable(captured),
@@ -201,10 +201,18 @@ def _launched(
     numbers = (rows, spread, min(spread, section_of(problem, groups)), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
-        _scale_of(problem), *numbers, *spec.captured(problem),
+        _scale_of(problem), *numbers, *_captured(problem, spec, numbers[-1]),
     )  # fmt: skip
     launch(config, arguments)
     return arguments
+
+
+def _captured(problem: Problem, spec: ForwardSpec, workers: int) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+    """``spec.captured`` and, if the config has them there, room for the sums of ``workers`` thread blocks."""
+    numbers, tensors = spec.captured(problem)
+    if spec.config.has_global_sums:
+        tensors += (torch.empty(workers, spec.config.sums, dtype=torch.float32, device=problem.q.device),)
+    return numbers, tensors
 
 
 def _store(prepared: dict[Config, _PreparedLaunch], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:

@@ -298,9 +298,18 @@ class Config(ModsOfConfig):
         return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages, self.has_one_kv) + 4 * self.sums_in_smem
 
     @property
-    def sums_in_smem(self) -> int:
-        """Numbers in shared memory: with ``in_order`` a row tile's output of earlier sections."""
+    def sums(self) -> int:
+        """Numbers of a row tile's output of earlier sections, with ``in_order``."""
         return self.tiles.tile_m * self.head_dim_v if self.in_order else 0
+
+    @property
+    def has_global_sums(self) -> bool:
+        """Whether these are in global memory, beside the captured tensors: shared memory has no room for them."""
+        return self.sums > _MOST_SUMS
+
+    @property
+    def sums_in_smem(self) -> int:
+        return 0 if self.has_global_sums else self.sums
 
     @property
     def q_stages(self) -> int:
@@ -398,9 +407,13 @@ def room_of(blocks: int) -> int:
     return _PER_MULTIPROCESSOR // blocks - 1024
 
 
-# The tiles of a kernel in the order of keys, by head dimension. At 128 a fourth stage in place of a second of Q took up to 9 % longer; at
+# The tiles of a kernel in the order of keys, by head dimensions. At 128 a fourth stage in place of a second of Q took up to 9 % longer; at
 # 64, 128 rows took 20 % longer than 192, and 3 to 5 stages as long as 4 (H200, 8,192 rows).
-TILES_IN_ORDER = {64: Tiles(192, KEYS_IN_ORDER, 4), 128: Tiles(128, KEYS_IN_ORDER, 3)}
+TILES_IN_ORDER = {
+    (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(128, KEYS_IN_ORDER, 4), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
+    (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
+}  # fmt: skip
+_MOST_SUMS = 128 * 128  # of a row tile's output of earlier sections in shared memory
 
 
 def _with_pages(tiles: list[int], page: int) -> int:

@@ -26,8 +26,9 @@ def reason_against(problem: Problem) -> str | None:
     if not _is_known_triton():
         return f"its bits are compared with those of Triton {_TRITON}x, which is not installed"
     q, v, sequences = problem.q, problem.v, problem.sequences
-    if q.shape[3] not in TILES_IN_ORDER or q.shape[3] != v.shape[3]:
-        return f"it has head dimensions {' and '.join(map(str, TILES_IN_ORDER))}: q's is {q.shape[3]} and v's {v.shape[3]}"
+    if (q.shape[3], v.shape[3]) not in TILES_IN_ORDER:
+        known = ", ".join(str(d) if d == dv else f"{d} with {dv}" for d, dv in TILES_IN_ORDER)
+        return f"it has head dimensions {known}: q's is {q.shape[3]} and v's {v.shape[3]}"
     if problem.score is not None:
         return "it has no score mods, whose functions two compilers may round in two ways"
     if not is_ordinary_scale(problem.scale):

@@ -181,7 +181,7 @@ def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], T
     unpadded, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
     dims = padded(*unpadded)
     if problem.is_batch_invariant:
-        return dims, TILES_IN_ORDER[dims[0]], {"piece": 0}
+        return dims, TILES_IN_ORDER[dims], {"piece": 0}
     tiles = tiles_for(*dims, **wanted)
     piece = math.gcd(page, tiles.tile_n) if page else 0
     if 0 < piece < LEAST_PIECE and dims == unpadded:

@@ -169,8 +169,10 @@ def tiles_in_order(shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     plain = replace(shape, asks=False, has_pairs=False, most_keys=0, wrap=0, is_narrow=False, listed=(0, 0), has_one_kv=False)
     tiles = tile_config.forward_tiles(plain, capability, _MANY_ROWS, False)
     if shape.dtype.itemsize == 2:
-        most, warps, stages = (KEYS_IN_ORDER, 4, 3) if max(shape.d, shape.dv) <= _WIDE else (32, 8 if is_wide(shape.d, shape.dv) else 4, 2)
+        most, warps, stages = (32, 8, 2) if is_wide(shape.d, shape.dv) else (KEYS_IN_ORDER, 4, 3)
         tiles = Tiles(min(tiles.tile_m, 64), min(tiles.tile_n, most), warps, stages)
+        if tile_config.fitting("forward", tiles, plain, capability).num_stages == 1:
+            tiles = replace(tiles, tile_n=min(tiles.tile_n, 32), num_stages=2)
     return tile_config.fitting("forward", tiles, plain, capability)
 
 

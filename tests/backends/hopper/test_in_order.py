@@ -68,10 +68,11 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.parametrize("d", TILES_IN_ORDER)
-def test_taken(name: str, d: int, chosen: list[Launch]) -> None:
-    backend, told = why(qkv(dim=d), **TAKEN[name])
-    tiles = TILES_IN_ORDER[d]
+@pytest.mark.parametrize("dims", TILES_IN_ORDER, ids=str)
+def test_taken(name: str, dims: tuple[int, int], chosen: list[Launch]) -> None:
+    q, k, v = qkv(dim=dims[0])
+    backend, told = why([q, k, v[..., : dims[1]].contiguous()], **TAKEN[name])
+    tiles = TILES_IN_ORDER[dims]
     assert backend == "hopper" and f"sums by sections of {SECTION} keys, tiles of {tiles.tile_m} x {KEYS_IN_ORDER}" in told, told
 
 
@@ -84,7 +85,7 @@ def test_left_to_triton(name: str, chosen: list[Launch]) -> None:
 
 def test_left_by_shape(chosen: list[Launch]) -> None:
     for given, words in (
-        (qkv(dim=96), "it has head dimensions 64 and 128: q's is 96"),
+        (qkv(dim=80), "it has head dimensions 64, 96, 128, 192 with 128, 192, 256: q's is 80"),
         ([*qkv()[:2], torch.zeros(1, 8, 2048, 64, dtype=BF16)], "v's 64"),
         (qkv(100), "32 row tiles are fewer than multiprocessors"),
         (qkv(dtype=torch.float32), "multiplies bfloat16 and float16"),
@@ -147,7 +148,8 @@ def test_launches(chosen: list[Launch]) -> None:
     with torch.no_grad():
         anyattn.flex_attention(*qkv(), mask_mod=masks.causal(), enable_gqa=True, scale=0.3, deterministic="batch", return_lse=True)
     ((config, arguments),) = chosen
-    assert isinstance(config, Config) and config.in_order and config.tiles == TILES_IN_ORDER[128] and config.has_right and config.has_lse
+    assert isinstance(config, Config) and config.in_order and config.tiles == TILES_IN_ORDER[128, 128]
+    assert config.has_right and config.has_lse
     scale = arguments[15]
     assert scale == c_float(scale).value == c_float(c_float(0.3).value * c_float(LOG2E).value).value != 0.3 * LOG2E
 
@@ -163,14 +165,14 @@ def test_packed_sequences_are_launched(chosen: list[Launch]) -> None:
 
 def test_both_backends_have_one_order() -> None:
     """The tiles, sections and partial sums of Triton's kernel, which Hopper's repeats."""
-    for d, dtype in itertools.product(TILES_IN_ORDER, (BF16, torch.float16)):
-        tiles = tiles_in_order(Shape(d, d, dtype), (9, 0))
-        assert tiles.tile_n == KEYS_IN_ORDER == TILES_IN_ORDER[d].tile_n and SECTION % KEYS_IN_ORDER == 0
+    for dims, dtype in itertools.product(TILES_IN_ORDER, (BF16, torch.float16)):
+        tiles = tiles_in_order(Shape(*dims, dtype), (9, 0))
+        assert tiles.tile_n == KEYS_IN_ORDER == TILES_IN_ORDER[dims].tile_n and SECTION % KEYS_IN_ORDER == 0
         assert row_sums(tiles.tile_m, tiles.tile_n, dtype) == 8  # of columns 8 apart: two of each thread, which adds them in order
 
 
 def test_impossible_configs_are_refused() -> None:
-    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER[128], "in_order": True, **fields})
+    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER[128, 128], "in_order": True, **fields})
     assert make().sums_in_smem == 128 * 128 and make().q_stages == 2 and replace(make(), in_order=False).sums_in_smem == 0
     document = trace(masks.document(torch.arange(9)), "mask").expr
     for fields, words in (

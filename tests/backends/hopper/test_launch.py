@@ -98,7 +98,7 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     keys.append(key_of(config(has_order=True, has_count=True), ()))
     keys.append(key_of(config(has_skip=True, counts_skips=True), ()))
     keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
-    keys += [key_of(config(tiles=TILES_IN_ORDER[128], in_order=ordered), ()) for ordered in (False, True)]
+    keys += [key_of(config(tiles=TILES_IN_ORDER[128, 128], in_order=ordered), ()) for ordered in (False, True)]
     wide = config(head_dim=512, head_dim_v=512, tiles=Tiles(64, 32, 2, False))
     keys += [key_of(dataclasses.replace(wide, has_one_kv=one, pairs=two), ()) for one in (False, True) for two in (False, True)]
     of_sequences = dataclasses.replace(wide, has_entries=True, has_lse=True, spread="heads")

@@ -100,6 +100,8 @@ def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: 
     if config.has_dropout:
         scalars += [Int32(0), Float32(1.0)]
         tensors += [fake(Int32, 1)]
+    if getattr(config, "has_global_sums", False):
+        tensors += [fake(Float32, 2)]
     return tuple(scalars), tuple(tensors)
 
 
@@ -240,15 +242,15 @@ def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
-def in_order() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
-    """Cases of head dimensions 64 and 128 whose rows have the same bits in every batch."""
+def in_order(head_dim_v: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """Cases of ``TILES_IN_ORDER`` whose rows have the same bits in every batch."""
     causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
     assert causal is not None and window is not None
-    entries = {"has_entries": True, "has_order": True, "spread": "heads"}
+    entries, name = {"has_entries": True, "has_order": True, "spread": "heads"}, "in order" if head_dim_v <= 128 else "in order wide"
     return {
-        "in order": ([], {"has_sink": True}),
-        "in order causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
-        "in order window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
+        name: ([], {"has_sink": True}),
+        f"{name} causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
+        f"{name} window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
     }
 
 
@@ -281,7 +283,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     first columns of K in every other case, and thread blocks share keys where they can in two of four."""
     result, known, is_wide = {}, cases() | (rare() if only else {}), (head_dim, head_dim_v) in WIDE
     known |= decoding() if is_wide else {}
-    known |= in_order() if head_dim == head_dim_v and head_dim in TILES_IN_ORDER else {}
+    known |= in_order(head_dim_v) if (head_dim, head_dim_v) in TILES_IN_ORDER else {}
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:
@@ -299,7 +301,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
             head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
         )
         if name.startswith("in order"):
-            fields, tiles = {**fields, "in_order": True}, TILES_IN_ORDER[head_dim]
+            fields, tiles = {**fields, "in_order": True}, TILES_IN_ORDER[head_dim, head_dim_v]
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         may_share = is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0
         if may_share and (i // 2 % 2 == 0 or name.startswith("decoding")):

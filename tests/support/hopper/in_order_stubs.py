@@ -66,6 +66,9 @@ class InOrderStubs(Stubs):
     def heads(self, positions: Any, facts: Any) -> tuple[int, ...]:  # type: ignore[override]
         return (int(facts.head),) * numbers.ROWS
 
+    def of_sections(self, in_smem: tuple, captured: Any) -> Any:
+        return in_smem[4]
+
     def _must_be_masked(self, t: int, i: int) -> bool:
         return i == self.block.edge(t) or self.block.tiles[t].visits[i][2]
 

@@ -154,6 +154,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "Int32": _integer,
         "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),
+        "math": math,
         "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
         "cpasync": SimpleNamespace(tma_partition=partition),
         "Int16": int,

@@ -20,7 +20,17 @@ class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
     def of_nothing(self, logit: Any) -> Any:
         return product(product(logit, Float32(LOG2E)), Float32(LN2))
 
-    def more_in_smem(self, storage: Any) -> tuple[Any, ...]:
+    def _parts(self) -> Any:
         """Each consumer thread's part of a row tile's output so far, 4 numbers at a time."""
-        threads = 128 * self.config.consumers
-        return (storage.sums.get_tensor(cute.make_layout((4, threads, self.config.head_dim_v // 8))),)
+        return cute.make_layout((4, 128 * self.config.consumers, self.config.head_dim_v // 8))
+
+    def more_in_smem(self, storage: Any) -> tuple[Any, ...]:
+        return () if self.config.has_global_sums else (storage.sums.get_tensor(self._parts()),)
+
+    def of_sections(self, in_smem: Any, captured: Any) -> Any:
+        """``_parts`` in shared memory, or those of this thread block in the last captured tensor."""
+        if not self.config.has_global_sums:
+            return in_smem[4]
+        block, _, _ = cute.arch.block_idx()
+        place = (captured[1][-1].iterator + block * self.config.sums).toint()
+        return cute.make_tensor(cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=16), self._parts())

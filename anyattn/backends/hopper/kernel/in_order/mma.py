@@ -1,5 +1,6 @@
 """MMA role of the kernel in the order of keys: the numbers of ``backends.triton.kernels.softmax``, operation by operation."""
 
+import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -20,6 +21,8 @@ __all__ = ["MultipliesInOrder"]
 
 _LOWEST = -1.7014118e38  # a row maximum before the first key, in base 2: minus it, -inf stays -inf
 _TILES = SECTION // KEYS_IN_ORDER  # of a section
+_MOST_HELD = 128  # columns of Q in registers
+_AT_ONCE = 8  # loads of earlier output under way, four numbers each
 _PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
 _MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights: none of them is then near 2 ** LAG
 
@@ -60,6 +63,10 @@ class MultipliesInOrder(Multiplies):
     heads: Any
     stored: Any
 
+    def _holds_q(self) -> bool:
+        """Whether registers do: those of three warp groups are fewer."""
+        return self.config.head_dim <= (_MOST_HELD if self.config.tiles.warp_groups < 3 else _MOST_HELD // 2)
+
     def _from_registers(self) -> Any:
         """The tiled MMA of scores with Q in registers."""
         along, tiles = OperandMajorMode.K, self.config.tiles
@@ -67,8 +74,10 @@ class MultipliesInOrder(Multiplies):
         return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, groups, (64, tiles.tile_n), source)
 
     def tops_of(self, acc: Any) -> Any:
-        rows, mma = cute.size(rows_and_columns(acc), mode=[0]), self._from_registers()
-        q = mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_m, self.config.head_dim)))
+        rows, q = cute.size(rows_and_columns(acc), mode=[0]), None
+        if self._holds_q():
+            mma = self._from_registers()
+            q = mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_m, self.config.head_dim)))
         tile, earlier = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
         sums, before, of_total, highest = (
             cute.make_rmem_tensor(shape, Float32) for shape in ((rows, _PARTS), (rows, _PARTS + 1), rows, rows)
@@ -81,7 +90,7 @@ class MultipliesInOrder(Multiplies):
 
     @cute.jit
     def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
-        _, (_, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
+        _, _, shape_s, positions, pipes, board, group, thread, in_smem = fixed
         acc, row_max, _, _, sections = sums
         facts, _, rate, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
@@ -92,11 +101,12 @@ class MultipliesInOrder(Multiplies):
         sections.earlier[0] = Int32(0)
         if const_expr(sections.tops is not None):
             sections.tops.fill(-Float32.inf)
-        to_registers(self._from_registers(), sections.q, in_smem[0][None, None, q_state.index], self._again(thread), self.dtype)
+        if const_expr(self._holds_q()):
+            to_registers(self._from_registers(), sections.q, in_smem[0][None, None, q_state.index], self._again(thread), self.dtype)
         pipes[1].consumer_wait(k_state)
         n = sections.tile[0] = board[1][k_state.index] // 2
         self._my_turn(group)
-        self._product(self._from_registers(), scores, sections.q, k[None, None, None, k_state.index], True)
+        self._scores(fixed, scores, sections.q, q_state, k_state)
         self._next_turn(group)
         warpgroup.wait_group(0)
         self._keys_read(pipes[1], k_state)
@@ -105,6 +115,15 @@ class MultipliesInOrder(Multiplies):
             self.raise_tops(sections.tops, scores, None)
         self._weights(scores, sums, rate, True)
         p.store(narrowed(scores, self.dtype).load())
+
+    def _scores(self, fixed: tuple, scores: Any, held: Any, q_state: Any, k_state: Any) -> None:
+        """Starts the product of Q, which registers hold or shared memory has, and the key tile at hand."""
+        (mma_qk, _), (q, k, _), _, _, _, _, _, _, _ = fixed
+        keys = k[None, None, None, k_state.index]
+        if self._holds_q():
+            self._product(self._from_registers(), scores, held, keys, True)
+        else:
+            self._product(mma_qk, scores, q[None, None, None, q_state.index], keys, True)
 
     @cute.jit
     def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
@@ -140,7 +159,7 @@ class MultipliesInOrder(Multiplies):
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
-        _, (_, k, _), shape_s, positions, pipes, _, group, thread, in_smem = fixed
+        _, _, shape_s, positions, pipes, _, group, thread, in_smem = fixed
         acc, _, _, row_scale, sections = sums
         facts, _, rate, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
@@ -148,7 +167,7 @@ class MultipliesInOrder(Multiplies):
         is_new = n % _TILES == 0
         pipes[1].consumer_wait(k_state)
         self._my_turn(group)
-        self._product(self._from_registers(), scores, sections.q, k[None, None, None, k_state.index], True)
+        self._scores(fixed, scores, sections.q, q_state, k_state)
         self._second(fixed, acc, p, v_state)
         self._next_turn(group)
         self._scored(pipes, k_state, v_state)
@@ -172,7 +191,7 @@ class MultipliesInOrder(Multiplies):
             if is_new:
                 self._kept(sums, rate)
                 self._weights(scores, sums, rate, True)
-                self._merged(acc, sections, rate, in_smem[4], self._again(thread), False)
+                self._merged(acc, sections, rate, self.of_sections(in_smem, captured), self._again(thread), False)
             elif self._weights(scores, sums, rate, False):
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
@@ -235,9 +254,9 @@ class MultipliesInOrder(Multiplies):
         return cute.arch.vote_any_sync(moves)
 
     @cute.jit
-    def _merged(self, acc, sections, rate, in_smem, thread, is_last: cutlass.Constexpr):
-        """Merges a section's output and sums, ``sections.before``, with those of the sections before. is_last: the result stays in ``acc``;
-        else it goes to shared memory, and ``acc`` is 0."""
+    def _merged(self, acc, sections, rate, stored, thread, is_last: cutlass.Constexpr):
+        """Merges a section's output and sums, ``sections.before``, with those of the sections before. stored: ``of_sections``. is_last: the
+        result stays in ``acc``; else it is stored, and ``acc`` is 0."""
         out, earlier = rows_and_columns(acc), sections.earlier[0] != 0
         of_before, own = (cute.make_rmem_tensor(cute.size(sections.total), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(cute.size(sections.total)):
@@ -249,16 +268,21 @@ class MultipliesInOrder(Multiplies):
             of_before[r], own[r] = power_of_2(difference(sections.highest[r], highest)), power_of_2(difference(top, highest))
             sections.total[r] = cute.math.fma(sections.total[r], of_before[r], product(found, own[r]))
             sections.highest[r] = highest
-        four = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(cute.size(out, mode=[1]) // 2):
-            cute.autovec_copy(in_smem[None, thread, i], four)
-            for j in cutlass.range_constexpr(4):
-                r, c = j // 2, 2 * i + j % 2
-                kept = select(earlier, four[j], Float32(0.0), "float")
-                four[j] = cute.math.fma(kept, of_before[r], product(out[r, c], own[r]))
-                out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
-            if const_expr(not is_last):
-                cute.autovec_copy(four, in_smem[None, thread, i])
+        count = cute.size(out, mode=[1]) // 2
+        at_once = math.gcd(_AT_ONCE, count)
+        fours = [cute.make_rmem_tensor(4, Float32) for _ in range(at_once)]
+        for begin in cutlass.range_constexpr(0, count, at_once):
+            for i in cutlass.range_constexpr(at_once):
+                cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+            for i in cutlass.range_constexpr(at_once):
+                four = fours[i]
+                for j in cutlass.range_constexpr(4):
+                    r, c = j // 2, 2 * (begin + i) + j % 2
+                    kept = select(earlier, four[j], Float32(0.0), "float")
+                    four[j] = cute.math.fma(kept, of_before[r], product(out[r, c], own[r]))
+                    out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
+                if const_expr(not is_last):
+                    cute.autovec_copy(four, stored[None, thread, begin + i])
         sections.earlier[0] = Int32(1)
 
     @cute.jit
@@ -267,7 +291,7 @@ class MultipliesInOrder(Multiplies):
         acc, row_max, row_sum, _, sections = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         self._kept(sums, given[1])
-        self._merged(acc, sections, given[1], in_smem[4], thread, True)
+        self._merged(acc, sections, given[1], self.of_sections(in_smem, given[2]), thread, True)
         out, heads, tops = rows_and_columns(acc), self.heads(positions, facts), self.highest(sections.tops, given[1])
         for r in cutlass.range_constexpr(cute.size(row_max)):
             weight, top, rescale = sections.total[r], sections.highest[r], Float32(1.0)
