@@ -3,5 +3,5 @@
 __all__ = ["KEYS_IN_ORDER", "LAG", "SECTION"]
 
 SECTION = 1024  # keys: enough that merging takes no time, few enough that decoding has a program for each
-KEYS_IN_ORDER = 64  # of a tile, in 16 bits, to head dimension 128
-LAG = 8.0  # powers of 2 by which a row's greatest score may exceed the one that is subtracted: weights are at most 2 ** LAG
+KEYS_IN_ORDER = 64  # of a tile, in 16 bits, to head dimension 256
+LAG = 8.0  # what is subtracted from a row's scores stays while no exponent is above it: weights are at most 2 ** LAG

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import anyattn
 from anyattn import masks
+from anyattn.backends.hopper.config import TILES_IN_ORDER
 from tests.support.gpu import judging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]  # a kernel that hangs is a failure
@@ -22,7 +23,7 @@ BANDS: dict[str, Any] = {
 LENGTHS = ((1, 1), (1, 1100), (64, 64), (63, 65), (300, 300), (1023, 1025), (129, 2049), (2100, 1000), (3000, 5000))
 
 
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+DIMS = tuple(TILES_IN_ORDER)
 
 
 def qkv(
@@ -90,6 +91,22 @@ def test_rising_scores(dims: tuple[int, int]) -> None:
                 assert torch.equal(found.isinf(), exact.isinf())
                 near = (found - exact).abs() <= 2.0**-20 * exact.abs() + 2.0**-20
                 assert bool((near | exact.isinf()).all())
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("large", [1 << 8, 1 << 12, 1 << 13])
+def test_scores_whose_roundings_are_large(large: int, dims: tuple[int, int]) -> None:
+    """The exponents of 2 of scores of 2^16 to 2^26 are rounded by up to several units: a guess and the rule round them alike, in rows
+    beside others that move at every tile."""
+    for sizes in ((300, 2000), (1300, 1300)):
+        q, k, v = qkv(sizes, torch.bfloat16, dims=dims)
+        steps = torch.arange(sizes[1], device=judging.DEVICE) // 64 % 7
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+        q[..., 0], k[..., 0], k[..., 1] = large + large // 8, large, steps
+        q[..., 1] = torch.arange(sizes[0], device=judging.DEVICE) % 5 * 2
+        k[..., 2], q[..., 2] = torch.arange(sizes[1], device=judging.DEVICE) % 3, 1
+        for name in ("full", "causal"):
+            both(attended([q, k, v], BANDS[name], scale=1.0))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

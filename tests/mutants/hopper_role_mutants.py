@@ -179,7 +179,7 @@ MUTANTS = by_name(
     _in_order(f"{_IN_ORDER}._kept", "a section is merged by the maximum of the next", "sections.before[r, _PARTS] = row_max[r]"),
     _in_order(f"{_IN_ORDER}._weights", "a section's sums begin at those before", "sections.sums[r, part] = found",
               "sections.sums[r, part] = total(found, sections.sums[r, part])"),
-    _in_order(f"{_IN_ORDER}._weights", "a maximum moves with every higher score", "product(difference(top, held), rate) > LAG",
+    _in_order(f"{_IN_ORDER}._weights", "a maximum moves with every higher score", "cute.math.fma(top, rate, -product(held, rate)) > LAG",
               "top > held"),
     _in_order(f"{_IN_ORDER}._first", "a row tile takes up the output of the one before", "sections.earlier[0] = Int32(0)"),
     _in_order(f"{_IN_ORDER}._merged", "what was never written is read", "select(earlier, four[j], Float32(0.0), __)", "four[j]"),

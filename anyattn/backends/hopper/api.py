@@ -109,7 +109,7 @@ class ForwardLaunches:
 
     def again(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple | None] | None:
         """``plan.Repeater.again``; None for a call whose launch is not prepared, reads block lists or a varlen batch's tables, or passes
-        captured tensors."""
+        captured tensors or sums of sections."""
         if problem.sequences is not None or self.reads_lists:
             return None
         prepared = self.prepared.get(self.spec.config_for(problem))

@@ -309,6 +309,7 @@ class Config(ModsOfConfig):
 
     @property
     def sums_in_smem(self) -> int:
+        """``sums`` if they are in shared memory, else 0."""
         return 0 if self.has_global_sums else self.sums
 
     @property
@@ -413,7 +414,7 @@ TILES_IN_ORDER = {
     (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(128, KEYS_IN_ORDER, 4), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
     (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
 }  # fmt: skip
-_MOST_SUMS = 128 * 128  # of a row tile's output of earlier sections in shared memory
+_MOST_SUMS = 128 * 128  # numbers of a row tile's output of earlier sections beside two stages of K and V in shared memory
 
 
 def _with_pages(tiles: list[int], page: int) -> int:

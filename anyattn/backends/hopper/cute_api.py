@@ -156,6 +156,8 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
     unknown = sorted(tables.keys() - set(_TABLES))
     if unknown:
         raise TypeError(f"arguments has no {', '.join(unknown)}; wanted some of {', '.join(_TABLES)}")
+    if config.in_order:
+        raise ValueError('in_order=True in the config; wanted False, or flex_attention(..., deterministic="batch"), whose scale it needs')
     has = {"lse": config.has_lse, "highest": config.has_max, "sink": config.has_sink, "order": config.has_order}
     has |= {"entries": config.has_entries, "pages": config.is_paged}
     has |= dict.fromkeys(("partial_count", "partial_index"), config.lists is not None)

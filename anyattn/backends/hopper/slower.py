@@ -28,7 +28,7 @@ import torch
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
-from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M
+from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M, TILES_IN_ORDER
 from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.split_keys import reason_against_splits
 from anyattn.hardware import Hardware
@@ -57,7 +57,8 @@ _FEW = 2  # the multiprocessors are so many times the tiles
 def slower_forward(problem: Problem, hardware: Hardware) -> str | None:
     """The reason why Triton takes less time for the forward pass, as text; None if none is known."""
     if problem.is_batch_invariant:
-        tiles = ceil_div(problem.q.shape[0] * problem.q.shape[2], TILE_M) * problem.heads_q
+        known = TILES_IN_ORDER.get((problem.q.shape[3], problem.v.shape[3]))
+        tiles = ceil_div(problem.q.shape[0] * problem.q.shape[2], known.tile_m if known else TILE_M) * problem.heads_q
         return f"its {tiles} row tiles are fewer than multiprocessors" if tiles < hardware.sm_count else None
     if problem.num_splits == 0 and problem.bound_q <= FEW_QUERIES and reason_against_splits(problem):
         return f"it has no split keys, which at most {FEW_QUERIES} queries want"

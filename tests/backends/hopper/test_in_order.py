@@ -154,6 +154,26 @@ def test_launches(chosen: list[Launch]) -> None:
     assert scale == c_float(scale).value == c_float(c_float(0.3).value * c_float(LOG2E).value).value != 0.3 * LOG2E
 
 
+@pytest.mark.parametrize("dims", TILES_IN_ORDER, ids=str)
+def test_sums_of_sections_in_global_memory(dims: tuple[int, int], chosen: list[Launch]) -> None:
+    """Where shared memory has no room for them: new memory for every launch, whose number of thread blocks has its own."""
+    (q, k, v), owned = qkv(dim=dims[0]), []
+    v = v[..., : dims[1]].contiguous()
+    with torch.no_grad():
+        for _ in range(3):
+            anyattn.flex_attention(q, k, v, enable_gqa=True, deterministic="batch")
+            config, arguments = chosen[-1]
+            assert isinstance(config, Config) and config.has_global_sums is (dims in ((192, 192), (256, 256)))
+            owned.append(arguments[-1])
+    assert len(chosen) == 3
+    if config.has_global_sums:
+        assert all(sums.shape == (arguments[-3], config.sums) and sums.dtype is torch.float32 for (sums,) in owned)
+        assert config.sums == 128 * dims[1] and config.sums_in_smem == 0
+        assert len({sums.data_ptr() for (sums,) in owned}) == 3
+    else:
+        assert owned == [(), (), ()] and config.sums_in_smem == config.sums
+
+
 def test_packed_sequences_are_launched(chosen: list[Launch]) -> None:
     ends = torch.tensor([0, 1000, 4096], dtype=torch.int32)
     q, k, v = (torch.zeros(4096, n, 128, dtype=BF16) for n in (32, 8, 8))

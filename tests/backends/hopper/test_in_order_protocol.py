@@ -17,6 +17,7 @@ from tests.support.hopper.in_order_stubs import InOrderStubs
 
 @pytest.mark.parametrize("part", few(range(4), 0))
 def test_every_schedule_ends_with_every_output(part: int) -> None:
+    InOrderStubs.outcomes.clear()
     every_output(part, in_order=True)
     assert InOrderStubs.outcomes == {False, True}
 
@@ -29,6 +30,9 @@ def test_the_cases_are_of_every_kind() -> None:
     }
     assert {(c.config.has_left, c.config.has_right) for c in cases if c.tiles} == {(a, b) for a in (False, True) for b in (False, True)}
     assert {(c.config.has_max, c.config.has_sink) for c in cases if c.tiles} == {(a, b) for a in (False, True) for b in (False, True)}
+    assert {(c.config.head_dim, c.config.q_stages, c.config.tiles.warp_groups) for c in cases if c.tiles} >= {
+        (dim, of_q, groups) for dim in (64, 256) for of_q in (1, 2) for groups in (1, 2, 3)
+    }
     sections = {len({n // c.config.section_tiles for n, _, _ in t.visits}) for c in cases for t in c.tiles}
     assert sections >= {0, 1, 2, 3, 4, 5, 9}
     firsts = {t.visits[0][0] % c.config.section_tiles for c in cases for t in c.tiles if t.visits}

@@ -246,7 +246,7 @@ def in_order(head_dim_v: int) -> dict[str, tuple[list, dict]]:  # type: ignore[t
     """Cases of ``TILES_IN_ORDER`` whose rows have the same bits in every batch."""
     causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
     assert causal is not None and window is not None
-    entries, name = {"has_entries": True, "has_order": True, "spread": "heads"}, "in order" if head_dim_v <= 128 else "in order wide"
+    entries, name = {"has_entries": True, "has_order": True, "spread": "heads"}, "in order" if head_dim_v <= 128 else "in order global"
     return {
         name: ([], {"has_sink": True}),
         f"{name} causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),

@@ -24,14 +24,14 @@ _TILES = SECTION // KEYS_IN_ORDER  # of a section
 _MOST_HELD = 128  # columns of Q in registers
 _AT_ONCE = 8  # loads of earlier output under way, four numbers each
 _PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
-_MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights: none of them is then near 2 ** LAG
+_MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights, by which no exponent is near LAG
 
 
 class _Sections(NamedTuple):
-    """Registers of a thread. q: its part of Q's tile, in the order of a product's first operand. tile: the number of the key tile at hand.
-    sums: of the rows' weights in the section at hand, (row, part); before: those, and the rows' maxima, of the section before. total,
-    highest: the sum and the maximum, in base 2, of the rows' earlier sections; earlier: 1 if there are any, whose output is in shared
-    memory. tops: the rows' highest scores over this thread's columns; None if the call does not want them."""
+    """Registers of a thread. q: its part of Q's tile, in the order of a product's first operand, if registers hold it. tile: the number of
+    the key tile at hand. sums: of the rows' weights in the section at hand, (row, part); before: those, and the rows' maxima, of the
+    section before. total, highest: the sum and the maximum, in base 2, of the rows' earlier sections; earlier: 1 if there are any, whose
+    output is stored. tops: the rows' highest scores over this thread's columns; None if the call does not want them."""
 
     q: Any
     tile: Any
@@ -47,14 +47,14 @@ class MultipliesInOrder(Multiplies):
     """The MMA role of ``HopperInOrderForward``.
 
     Keys are visited from the first to the last, and every ``SECTION`` keys have an output, a sum and a maximum of their own, which
-    are merged in ascending order; the output of earlier sections lies in shared memory. A row's maximum moves by one rule, no weight is
-    computed by other instructions than in Triton's kernel, and no product is fused into a sum by the compiler: for a row, all numbers are
-    those of that kernel, whatever tile the row is in. Q is read into registers once: tiles of 64 keys would take more of shared memory's
-    bandwidth for Q than for K.
+    are merged in ascending order; the output of earlier sections is stored (``of_sections``). A row's maximum moves by one rule, no weight
+    is computed by other instructions than in Triton's kernel, and no product is fused into a sum by the compiler: for a row, all numbers
+    are those of that kernel, whatever tile the row is in. Where registers have room, Q is read into them once: tiles of 64 keys take as
+    much of shared memory's bandwidth for Q as for K.
 
     The rule lets a maximum lag behind by ``LAG``, so that tiles without a mask can be guessed at, as in ``speculative_softmax``: weights by
-    the held maximum whose sums are small prove that no maximum moves, and are then the very numbers of the rule. Prefill of 8,192 rows so
-    took 1.11 instead of 1.31 times the default's time (H200, causal, D 128); 1.06 of it without sections.
+    the held maximum whose sums are small prove that no exponent is above ``LAG``, so that no maximum moves, and are then the very numbers
+    of the rule. Prefill of 8,192 rows so took 1.11 instead of 1.31 times the default's time (H200, causal, D 128).
     """
 
     dtype: Any
@@ -237,7 +237,7 @@ class MultipliesInOrder(Multiplies):
         for r in cutlass.range_constexpr(cute.size(row_max)):
             held = row_max[r]
             top = self.highest_of(s, r, None, -Float32.inf)
-            has_moved = product(difference(top, held), rate) > LAG
+            has_moved = cute.math.fma(top, rate, -product(held, rate)) > LAG  # of the exponent that a guess would have
             top = select(has_moved, top, held, "float")
             base = product(top, rate)
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):

@@ -287,7 +287,7 @@ def visit_in_order(row_max, q, begin, stop, visits, seqlen_k, key, pages, rows, 
             lanes = first + tl.arange(0, c.TILE_N)[None, :]
             s = tl.where(seen_in(lanes, seqlen_k, is_shown, rows, b, h, mods, c, False), s, float("-inf"))
         if c.HAS_MAX:
-            tl.static_assert(c.V_SCALE != _OF_KEY, "scores without the factor of base 2")
+            tl.static_assert(c.V_SCALE != _OF_KEY, "in float16 these scores lack a factor that row_max has; no call asks for both")
             top = tl.maximum(top, tl.max(s, 1))
         acc, row_sum, row_max = weighed(acc, row_sum, row_max, q, s, k, first, seqlen_k, key, rows, b, h, numbers, scales, mods, c, True)
     return acc, row_sum, row_max, top

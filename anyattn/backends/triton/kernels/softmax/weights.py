@@ -27,15 +27,16 @@ def sums_of(p, row_sum):
 def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """(exponentials of scores, factor for earlier ones, row_sum, row_max).
 
-    With IS_RAW neither scores nor row_max are in base 2: the factor is part of the exponential's argument, and both are one instruction,
-    which is named IN_ORDER, where the compiler must not choose it. There row_max stays while no score exceeds it by more than 2 ** LAG:
-    a kernel that does not know a tile's maximum, but that its weights are small, so has the same numbers.
+    With IS_RAW neither scores nor row_max are in base 2: the factor is part of the exponential's argument, and both are one instruction.
+    IN_ORDER names it, since the compiler must not choose it, and row_max stays while no exponent is above LAG: so a kernel that knows only
+    that a tile's weights are small has the same numbers.
     """
     highest = tl.max(s, 1)
     if IN_ORDER:
-        above = highest - row_max
-        if IS_RAW:
-            above = above * scale
+        if IS_RAW:  # that of the greatest weight by row_max, with its rounding
+            above = tl.fma(highest, scale, -(row_max * scale))
+        else:
+            above = highest - row_max
         highest = tl.where(above > _LAG, highest, row_max)
     else:
         highest = tl.maximum(row_max, highest)
