@@ -304,8 +304,8 @@ class Config(ModsOfConfig):
 
     @property
     def has_global_sums(self) -> bool:
-        """Whether these are in global memory, beside the captured tensors: shared memory has no room for them."""
-        return self.sums > _MOST_SUMS
+        """Whether these are in global memory, beside the captured tensors: more have no room in shared memory beside two stages of keys."""
+        return self.sums > 128 * 128
 
     @property
     def sums_in_smem(self) -> int:
@@ -408,13 +408,11 @@ def room_of(blocks: int) -> int:
     return _PER_MULTIPROCESSOR // blocks - 1024
 
 
-# The tiles of a kernel in the order of keys, by head dimensions. At 128 a fourth stage in place of a second of Q took up to 9 % longer; at
-# 64, 128 rows took 20 % longer than 192, and 3 to 5 stages as long as 4 (H200, 8,192 rows).
+# In the order of keys, by head dimensions. At 64 128 rows took 20 % longer; at 128 a fourth stage, for one of Q, up to 9 % (H200, S 8,192).
 TILES_IN_ORDER = {
     (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(128, KEYS_IN_ORDER, 4), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
     (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
 }  # fmt: skip
-_MOST_SUMS = 128 * 128  # numbers of a row tile's output of earlier sections beside two stages of K and V in shared memory
 
 
 def _with_pages(tiles: list[int], page: int) -> int:
