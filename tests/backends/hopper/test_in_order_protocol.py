@@ -52,7 +52,7 @@ def test_no_statement_may_be_left_out() -> None:
     needless = {line for line, changes in left_out("in_order/mma", "in_order/producer") if not found_by(changes, in_order=True)}
     assert needless == {
         "is_right = self._guessed_at(scores, powers, added, sums, rate)",
-        "to[r, c] = power_of_2(cute.math.fma(s[r, c], rate, -base))",
+        "self._weights_by(s, to, r, product(row_max[r], rate), rate)",
         "added[r, part] = self._added(to, r, part)",
         'tops[r] = select(weight == 0.0, -Float32.inf, tops[r], "float")',
     }

@@ -213,13 +213,16 @@ class MultipliesInOrder(Multiplies):
         row_max = sums[1]
         s, to, right = rows_and_columns(scores), rows_and_columns(powers), Boolean(True)
         for r in range(cute.size(row_max)):
-            base = product(row_max[r], rate)
-            for c in range(cute.size(s, mode=[1])):
-                to[r, c] = power_of_2(cute.math.fma(s[r, c], rate, -base))
+            self._weights_by(s, to, r, product(row_max[r], rate), rate)
             for part in range(_PARTS):
                 added[r, part] = self._added(to, r, part)
                 right = right & (added[r, part] <= _MOST)
         return cute.arch.vote_all_sync(right)
+
+    def _weights_by(self, scores: Any, to: Any, r: int, base: Any, rate: Any) -> None:
+        """Writes a row's weights, powers of 2, from its scores and what is subtracted from them."""
+        for c in range(cute.size(scores, mode=[1])):
+            to[r, c] = power_of_2(cute.math.fma(scores[r, c], rate, -base))
 
     def _added(self, weights: Any, r: int, part: int) -> Any:
         """The sum of a thread's even or odd columns of a row."""
@@ -240,8 +243,7 @@ class MultipliesInOrder(Multiplies):
             has_moved = cute.math.fma(top, rate, -product(held, rate)) > LAG  # of the exponent that a guess would have
             top = select(has_moved, top, held, "float")
             base = product(top, rate)
-            for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                s[r, c] = power_of_2(cute.math.fma(s[r, c], rate, -base))
+            self._weights_by(s, s, r, base, rate)
             if const_expr(not is_first):
                 row_scale[r] = power_of_2(select(has_moved, difference(product(held, rate), base), Float32(0.0), "float"))
                 moves = moves | has_moved
