@@ -67,6 +67,12 @@ CASES = {
     "interleaved": Case(([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), workers=3),
     "causal, one query head each": Case(([100, 70, 1], [100, 70, 1]), gaps=([3, 5, 0], [9, 0, 4]), heads=(2, 2), mask=masks.causal()),
     "deterministic gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=masks.sliding_window(90, 100), is_deterministic=True),
+    "interleaved, deterministic": Case(
+        ([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), is_deterministic=True, workers=3
+    ),
+    "causal, deterministic, one query head each": Case(
+        ([100, 70, 1], [100, 70, 1]), gaps=([3, 5, 0], [9, 0, 4]), heads=(2, 2), mask=masks.causal(), is_deterministic=True, workers=2
+    ),
     "bands by head": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: j <= i + 100 - 170 * h),
     "lists and gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: (j < 20) | (j > i - 9), kind="flat"),
     "a predicate": Case(mask=lambda b, h, i, j: (i + j + b) % 3 > 0, kind="always"),

@@ -103,6 +103,10 @@ CASES = {
     "interleaved, rounds that begin inside a section": Case((330, 300), (6, 3), mask=masks.causal(), workers=4),
     "deterministic": Case((200, 400), (2, 1), mask=masks.sliding_window(200, 9), is_deterministic=True, workers=2),
     "deterministic by three blocks": Case((200, 500), (4, 2), mask=lambda b, h, i, j: i >= j - 250, is_deterministic=True, workers=3),
+    "interleaved, deterministic": Case((330, 500), (9, 3), mask=masks.causal(), is_deterministic=True, workers=6),
+    "interleaved pairs, deterministic": Case((500, 330), (4, 2), batch=2, mask=masks.causal(), is_deterministic=True, workers=3),
+    "interleaved parts, deterministic": Case((330, 300), (6, 1), mask=masks.causal(), is_deterministic=True, parts=3, workers=4),
+    "one head each, deterministic": Case((330, 300), (2, 2), mask=masks.causal(), is_deterministic=True, workers=3),
     "not rounded": Case((200, 300), (4, 2), mask=masks.causal(), is_wide=True, workers=2),
     "parts": Case((150, 300), (4, 1), batch=2, parts=2, workers=3),
     "parts of one head each, causal": Case((200, 300), (6, 2), mask=masks.causal(), parts=3, workers=2),
@@ -421,22 +425,40 @@ def test_turns_read_ahead_are_those_of_one_row_tile(ahead: tuple[int, int, int])
     assert asked == ([] if ahead == (3, 1, 0) else [1, 1])
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 9])
+def test_the_turn_read_ahead_is_that_of_the_next_visit_but_one(ratio: int) -> None:
+    names: dict[str, Any] = {"Any": Any, "cutlass": SimpleNamespace(max=max)}
+    exec(*compiled(("backward/adder",))[0], names)
+    adds = names["Adds"]()
+    for interleaves in (True, False):
+        adds.config = SimpleNamespace(interleaves_heads=interleaves)
+        heads = range(2 * ratio, 3 * ratio)
+        places = [(m, h, 5) for m in (4, 3, 2) for h in heads] if interleaves else [(m, h, 5) for h in heads for m in (4, 3, 2)]
+        for place, after in zip(places, places[2:], strict=False):
+            if place[1] == after[1] or interleaves:  # else the next head's, of which nothing is read ahead
+                assert adds._after_next(*place, ratio) == after
+
+
 @pytest.mark.parametrize(
-    ("has_entries", "ratio", "section", "places"),
+    ("has_entries", "ratio", "section", "places", "is_fixed"),
     [
-        (False, 2, 2, {0: 1, 127: 1, 128: 0, 255: 0, 256: 1}),  # 2 x 64 key tiles fill one round of 132 thread blocks
-        (False, 2, 1, {0: 1, 63: 1, 64: 1, 131: 1, 132: 0, 264: 1}),  # 64 do not: rounds begin inside a section
-        (True, 2, 2, {0: 1, 127: 1, 128: 1, 255: 1}),
-        (False, 1, 2, {0: 0, 127: 0, 128: 0}),
-        (True, 1, 2, {0: 0, 128: 0}),
+        (False, 2, 2, {0: 1, 127: 1, 128: 0, 255: 0, 256: 1}, False),  # 2 x 64 key tiles fill one round of 132 thread blocks
+        (False, 2, 1, {0: 1, 63: 1, 64: 1, 131: 1, 132: 0, 264: 1}, False),  # 64 do not: rounds begin inside a section
+        (True, 2, 2, {0: 1, 127: 1, 128: 1, 255: 1}, False),
+        (False, 1, 2, {0: 0, 127: 0, 128: 0}, False),
+        (True, 1, 2, {0: 0, 128: 0}, False),
+        (False, 2, 2, {0: 1, 128: 1, 256: 1}, True),
+        (True, 1, 2, {0: 1, 128: 1}, True),
     ],
 )
-def test_rounds_of_interleaved_heads_begin_at_alternate_ends(has_entries: bool, ratio: int, section: int, places: dict[int, int]) -> None:
+def test_rounds_of_interleaved_heads_begin_at_alternate_ends(
+    has_entries: bool, ratio: int, section: int, places: dict[int, int], is_fixed: bool
+) -> None:
     names: dict[str, Any] = {"Int32": int, "NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round}
     names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "Any": Any}
     exec(*compiled(("backward/scheduler",))[0], names)
     rows = names["VisitsRows"]()
-    rows.config = SimpleNamespace(has_entries=has_entries)
+    rows.config = SimpleNamespace(has_entries=has_entries, is_deterministic=is_fixed)
     assert {work: rows.begins_last(work, (64, 16, section, 8, ratio, None), 132) for work in places} == places
     names["select"] = lambda condition, yes, no, kind: yes if condition else no
     assert [rows.interleaved(i, 3, 2, 0) for i in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
@@ -452,7 +474,7 @@ def test_which_heads_are_interleaved() -> None:
 
     assert interleaves(causal) and interleaves(causal, has_entries=True)
     assert not any(interleaves(*bands) for bands in ((), (window,), (by_head,)))
-    assert not interleaves(causal, is_deterministic=True)
+    assert interleaves(causal, is_deterministic=True) and not interleaves(window, is_deterministic=True)
 
 
 DETERMINISTIC = [name for name, case in CASES.items() if case.is_deterministic]

@@ -583,7 +583,7 @@ def _add_roles(
         kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
 
     def add(warp: int) -> None:
-        kernel.add(warp, memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving)
+        kernel.add(warp, memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving, sizes[4])
 
     bodies = [(-1, "loader", load)]
     bodies += [(-2 - i, f"adder {i}", functools.partial(add, i)) for i in range(config.adding_warps)]

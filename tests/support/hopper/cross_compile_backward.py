@@ -114,6 +114,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     return {
         "full": ([], {}),
         "causal": ([causal], ends),
+        "deterministic": ([causal], {**ends, "is_deterministic": True}),
         "capped": ([capped, causal], {"score": with_derivatives(capped.expr)[0], **ends}),
         "dropout": ([], {"has_dropout": True}),
         "dropout causal": ([causal], {**ends, "has_dropout": True}),
@@ -130,6 +131,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "video": ([video], {**lists, "partial": Ask(video.expr, False)}),
         "packed": ([], packed),
         "packed causal": ([causal], {**packed, **ends}),
+        "packed deterministic": ([causal], {**packed, **ends, "is_deterministic": True}),
         "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),
         "packed capped": ([capped, causal], {**packed, "score": with_derivatives(capped.expr)[0], **ends}),
         "packed alibi": ([alibi, causal], {**packed, "score": with_derivatives(alibi.expr)[0], **ends}),

@@ -33,11 +33,11 @@ class Adds:
     store_whole_parts: Any
 
     @cute.jit
-    def add(self, warp, dq, board, sums, turns, keys, leaving):
+    def add(self, warp, dq, board, sums, turns, keys, leaving, ratio):
         """Adds and stores until ``END`` is posted. warp: this one's number among the adding warps. board: for each warp group (row tile,
         head, entry, turn), or (``KEYS``, kv head, entry or row of storage, whether this warp stores them, key tile, first row in storage),
         or (``END``, how many more times it is posted: once for each adding warp). keys: (copy atom, tensor) of dK and dV. leaving: dK and
-        dV in shared memory."""
+        dV in shared memory. ratio: query heads of a key tile."""
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
         direct = DQ_CHUNK * self.config.dq_direct  # the first numbers of a step, which the warp groups add from registers
@@ -83,7 +83,7 @@ class Adds:
                     self._freed()
                     if step == steps - 1:
                         self._hand_to(1 - warp)
-                        ahead = (cutlass.max(m - 2, 0), head, entry)  # row tile m - 1 is the other warp's
+                        ahead = self._after_next(m, head, entry, ratio)
                         if cute.arch.lane_idx() == 0:
                             passed = self._passed(turns, ahead)
                             self._pass_on(turns, (m, head, entry))
@@ -94,6 +94,14 @@ class Adds:
                     self._hand_to(1 - warp)
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def _after_next(self, m: Any, head: Any, entry: Any, ratio: Any) -> tuple[Any, Any, Any]:
+        """The row tile to which this warp adds next: that of the next visit but one, unless the key tile ends before."""
+        if not self.config.interleaves_heads:
+            return cutlass.max(m - 2, 0), head, entry
+        of_group = head % ratio
+        after = of_group + 2
+        return cutlass.max(m - after // ratio, 0), head - of_group + after % ratio, entry
 
     def _freed(self) -> None:
         """Signals both warp groups that their part has been read out of shared memory."""

@@ -236,7 +236,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                     KeySizes(*sizes), captured,
                 )  # fmt: skip
             if (warp > 0) & (warp <= self.config.adding_warps):
-                self.add(warp - 1, dq, board[2], sums[2], sums[3], key_copies, leaving)
+                self.add(warp - 1, dq, board[2], sums[2], sums[3], key_copies, leaving, KeySizes(*sizes).ratio)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[tiles.blocks][0])
             keys = (*key_copies, *plain)

@@ -166,8 +166,10 @@ class VisitsRows:
 
     @cute.jit
     def begins_last(self, work, sizes, workers):
-        """1 if the visits of interleaved heads begin at the last row tile, else 0. work: the key tile's place in the order of all. workers:
-        thread blocks, which draw a round of key tiles at once."""
+        """1 if the visits of interleaved heads begin at the last row tile, as deterministic ones always do, else 0. work: the key tile's
+        place in the order of all. workers: thread blocks, which draw a round of key tiles at once."""
+        if const_expr(self.config.is_deterministic):
+            return Int32(1)
         rows, _, section, _, ratio, _ = sizes
         found = Int32(0)
         if ratio > 1:
@@ -205,7 +207,9 @@ class VisitsRows:
     def span_visit(self, i, span):
         """(row tile, whether it is masked) of visit ``i``."""
         first, end, bare_first, bare_last = span
-        m = end - 1 - i if const_expr(self.config.is_deterministic) else first + i
+        m = first + i
+        if const_expr(self.config.is_deterministic and not self.config.interleaves_heads):  # whose order is reversed already
+            m = end - 1 - i
         is_masked = Int32(1)
         if (m >= bare_first) & (m < bare_last):
             is_masked = Int32(0)
