@@ -140,7 +140,8 @@ def _put_in_order(config: Any, seed: int) -> None:
     config.lists, config.partial, config.piece, config.is_paged, config.gathers = None, None, 0, False, False
     config.has_order = config.has_entries = True
     config.has_left, config.has_right, config.spread = draw.random() < 0.5, draw.random() < 0.5, draw.choice(("none", "heads"))
-    config.head_dim = draw.choice((64, 128, 256))  # with more than 128, or than 64 and three warp groups, Q stays in shared memory
+    config.head_dim = draw.choice((64, 128, 256))  # with more than 128 weights take the place of scores, and registers hold a part of Q
+    config.has_global_sums = config.head_dim > 128
 
 
 def _widen(config: Any, seed: int) -> None:

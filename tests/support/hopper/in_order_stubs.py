@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.sequences.sections import LAG
 from tests.support.hopper import numbers
-from tests.support.hopper.protocol import Block, Loaded, Registers, StageRef
+from tests.support.hopper.protocol import Block, Loaded, Part, Registers, StageRef
 from tests.support.hopper.schedule import Broken
 from tests.support.hopper.stubs import ALL_0, Stubs, TiledMma
 
@@ -22,12 +22,41 @@ class _MmaOfRegisters(TiledMma):
     """The tiled product of Q, in registers, and K."""
 
     def __init__(self, block: Block, *_: Any):
-        super().__init__(block, "qk")
+        super().__init__(block, "qk of registers")
 
-    def partition_shape_A(self, _: Any) -> None: ...
+    def partition_shape_A(self, shape: tuple[int, int]) -> int:
+        return shape[1] // 16
 
-    def make_fragment_A(self, _: None) -> Registers:  # type: ignore[override]
-        return Registers(self.block)
+    def make_fragment_A(self, parts: int) -> _HeldQ:  # type: ignore[override]
+        return _HeldQ(self.block, parts)
+
+
+class _HeldQ(Registers):
+    """Registers of the first ``parts`` instructions' part of Q."""
+
+    def __init__(self, block: Block, parts: int):
+        super().__init__(block)
+        self.block, self.tiles = block, dict[int, int | None].fromkeys(range(parts))
+
+    def __getitem__(self, key: Any) -> Part:
+        if key[2] not in self.tiles:
+            raise Broken(f"registers hold {len(self.tiles)} parts of Q, not part {key[2]}")
+        return Part(self, key[2])
+
+    def read(self, i: int, t: int) -> None:
+        """Part ``i`` becomes that of row tile ``t``."""
+        self.tiles[i] = t
+        self.store(Loaded(tuple(dict.fromkeys(self.tiles.values())), -1, frozenset({"q"})))
+
+
+class _PartsOfQ:
+    """A thread's part of Q's tile, by instructions of a product."""
+
+    def __init__(self, thread: int | None, tile: StageRef):
+        self.thread, self.tile = thread, tile
+
+    def __getitem__(self, key: Any) -> Part:
+        return Part(self, key[2])
 
 
 class _CopyOfQ:
@@ -39,19 +68,20 @@ class _CopyOfQ:
     def get_slice(self, thread: int) -> _CopyOfQ:
         return _CopyOfQ(self.block, thread)
 
-    def partition_S(self, tile: StageRef) -> tuple[int | None, StageRef]:
-        return self.thread, tile
+    def partition_S(self, tile: StageRef) -> _PartsOfQ:
+        return _PartsOfQ(self.thread, tile)
 
     def retile(self, q: Registers) -> Registers:
         return q
 
-    def copied(self, of: tuple[int | None, StageRef], to: Registers) -> None:
-        block, (thread, ref) = self.block, of
+    def copied(self, of: Part, to: Part) -> None:
+        block, thread, stage = self.block, of.of.thread, of.of.tile.stage
         block.schedule.step()
-        stage = ref.stage
+        if of.i != to.i:
+            raise Broken(f"part {of.i} of Q is read as part {to.i}")
         if thread != block.first_thread or block.group.number not in stage.held - stage.output or stage.tag is None:
             raise Broken(f"thread {thread} reads {stage.tag}, held by {stage.held}, as Q")
-        to.store(Loaded((stage.tag[-1],), -1, frozenset({"q"})))
+        to.of.read(to.i, stage.tag[-1])
 
 
 class InOrderStubs(Stubs):
@@ -131,6 +161,15 @@ class InOrderStubs(Stubs):
         powers.made_of, powers.done = scores.made_of, frozenset({"exponential"})
         return is_right
 
+    def _weights_by_held(self, scores: Any, sums: tuple, rate: Any) -> None:
+        """Only where no maximum moves."""
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if any(self._highest(t, i, r) - sums[1][r] * rate > LAG for r in range(numbers.ROWS)):
+            raise Broken(f"weights of {(t, i)} are by the maxima held although one moves")
+        super()._weights_by_held(scores, sums, rate)  # type: ignore[misc]
+        self._have_weights(scores, sums, rate)
+
     def _weights(self, scores: Any, sums: tuple, rate: Any, is_first: bool) -> bool:
         """A section's maximum and sums are of its tiles alone, so far."""
         scores.idle("read")
@@ -139,15 +178,20 @@ class InOrderStubs(Stubs):
         if is_first is not (len(seen) == 1) or (self._must_be_masked(t, i) and "masked" not in scores.done):
             raise Broken(f"weights of {(t, i)}, {set(scores.done)}; first of a section: {is_first}")
         moves: bool = super()._weights(scores, sums, rate, is_first)  # type: ignore[misc]
+        self._have_weights(scores, sums, rate)
+        return moves
+
+    def _have_weights(self, scores: Any, sums: tuple, rate: Any) -> None:
+        ((t, i),) = scores.made_of
+        seen = self._of_section(t, i)
         for r in range(numbers.ROWS):
             top = self._held(t, seen, r)
             wanted = [sum(self._weight(t, j, r, c, top) for j in seen for c in range(part, numbers.COLUMNS, 2)) for part in range(2)]
             if sums[1][r] * rate != top or [sums[4].sums[r, part] for part in range(2)] != wanted:
                 raise Broken(f"a section has the sums of other tiles than {seen} of {t}")
         scores.done |= {"exponential"}
-        return moves
 
-    def _merged(self, acc: Any, sections: Any, rate: Any, in_smem: Any, thread: int, is_last: bool) -> None:
+    def _merged(self, acc: Any, sections: Any, in_smem: Any, thread: int, is_last: bool) -> None:
         """Sections are merged one after the other, each once and whole."""
         own, before, block = acc.load().made_of, sections.total.load().made_of, self.block
         (t, first), (_, last) = own[0], own[-1]
@@ -155,7 +199,7 @@ class InOrderStubs(Stubs):
         ends = last + 1 == visits if is_last else last + 1 < visits and block.section(t, last + 1) > block.section(t, last)
         if (*before, *own) != tuple((t, i) for i in range(last + 1)) or not ends:
             raise Broken(f"{own} is merged as a section, after {before}, the last: {is_last}")
-        super()._merged(acc, sections, rate, in_smem, thread, is_last)  # type: ignore[misc]
+        super()._merged(acc, sections, in_smem, thread, is_last)  # type: ignore[misc]
         sections.total.made_of = (*before, *own)
         if not is_last:
             if any(acc.cells.values()):

@@ -205,6 +205,7 @@ class _Product:
     """Instructions of one committed group: (accumulator, a, b, whether it adds)."""
 
     parts: list[tuple[Registers, Part, Part, bool]]
+    registers: list[Registers] = field(default_factory=list)
     tags: list[tuple[Stage, Any]] = field(default_factory=list)
     tile: tuple[int, int] = (0, 0)
 
@@ -222,7 +223,8 @@ class Group:
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
-        if atom.operation != ("qk" if self._is_q(a.of) else "pv"):
+        of_q = "qk" if isinstance(a.of, StageRef) else "qk of registers"
+        if atom.operation != (of_q if self._is_q(a.of) else "pv"):
             raise Broken(f"a product by the layout of {atom.operation}")
         if any(id(x) in self.fresh for x in (acc, a.of)):
             raise Broken("a product of registers that no fence has covered")
@@ -237,13 +239,18 @@ class Group:
         self.issued = []
         acc, a, b, _ = product.parts[0]
         is_scores = self._is_q(a.of)
-        wanted = [(acc, Part(a.of, i), Part(b.of, i), i > 0 or not is_scores) for i in range(PARTS)]
-        if product.parts != wanted:
+        first = [part.of if is_scores and self._is_q(part.of) else a.of for _, part, _, _ in product.parts]  # registers hold a part of Q
+        wanted = [(acc, Part(of, i), Part(b.of, i), i > 0 or not is_scores) for i, of in enumerate(first)]
+        if product.parts != wanted or len(first) != PARTS:
             raise Broken("a product is not the sum of its parts")
-        (self._scores if is_scores else self._output)(product, acc, a.of, b.of)
-        for x in (acc, a.of):
-            if isinstance(x, Registers):
-                x.busy += 1
+        operands = list({id(x): x for x in first}.values())
+        product.registers = [x for x in (acc, *operands) if isinstance(x, Registers)]
+        if is_scores:
+            self._scores(product, acc, operands, b.of)
+        else:
+            self._output(product, acc, a.of, b.of)
+        for x in product.registers:
+            x.busy += 1
         self.flying.append(product)
 
     def vote(self, is_low: bool) -> None:
@@ -264,15 +271,16 @@ class Group:
             raise Broken("a product of no tile")
         return self.block.order[count]
 
-    def _scores(self, product: _Product, acc: Registers, q: StageRef | Registers, k: StageRef) -> None:
+    def _scores(self, product: _Product, acc: Registers, operands: list[StageRef | Registers], k: StageRef) -> None:
         product.tile = t, i = self._next(self.scores)
         self.scores += 1
-        if isinstance(q, StageRef):
-            self._reads(product, q, ("q", *self.block.tiles[t].sources[0]), t)
-            if self.number in q.stage.output:
-                raise Broken("Q is read where O stands")
-        elif q.made_of != (t,):
-            raise Broken(f"Q of {q.made_of} in registers with K of {(t, i)}")
+        for q in operands:
+            if isinstance(q, StageRef):
+                self._reads(product, q, ("q", *self.block.tiles[t].sources[0]), t)
+                if self.number in q.stage.output:
+                    raise Broken("Q is read where O stands")
+            elif q.made_of != (t,):
+                raise Broken(f"Q of {q.made_of} in registers with K of {(t, i)}")
         self._reads(product, k, ("k", *self.block.tiles[t].sources[1][i]), (t, i))
         acc.idle("overwritten")
         if self.block.takes_turns and self.block.turn != self.number:
@@ -322,9 +330,8 @@ class Group:
                 stage.reading.remove(self.number)
                 if tag[0] != "q":
                     stage.used.add(self.number)
-            acc.busy -= 1
-            if isinstance(a.of, Registers):
-                a.of.busy -= 1
+            for x in product.registers:
+                x.busy -= 1
             if self._is_q(a.of):
                 acc.scored(product.tile)
             else:

@@ -22,7 +22,7 @@ __all__ = ["MODULES", "Counter", "run_block"]
 
 MODULES = (
     "tile_scheduler", "producer", "paged_gather", "operand", "mma", "wide/mma", "wide/producer", "skipping/mma", "skipping/producer",
-    "in_order/mma", "in_order/producer",
+    "in_order/mma", "in_order/in_place", "in_order/producer",
 )  # fmt: skip
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 
@@ -263,10 +263,11 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     if case.config.has_skip:
         stubs, roles = SkippingStubs, ("Visits", "LoadsSkipping", "MultipliesSkipping")
     if case.config.in_order:
-        stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", "MultipliesInOrder")
+        stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", "MultipliesInPlace" if case.config.head_dim > 128 else "MultipliesInOrder")
         numbers.stand_ins(names, block)
         hold_q(names, block)
         names["_TILES"], rest, sink = case.config.section_tiles, numbers.Sums(), Sink()
+        names["_HELD"] = {64: 16 * PARTS, 128: 16 * PARTS, 256: 16 * (PARTS - 1)}
     kernel = type("Kernel", (stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands

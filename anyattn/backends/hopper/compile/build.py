@@ -148,7 +148,7 @@ def kernel_of(config: AnyConfig) -> Any:
     from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
     from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
-    from anyattn.backends.hopper.kernel.in_order.forward import HopperInOrderForward
+    from anyattn.backends.hopper.kernel.in_order.forward import HopperInOrderForward, HopperInPlaceForward
     from anyattn.backends.hopper.kernel.skipping.forward import HopperSkippingForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
     from anyattn.backends.hopper.kernel.wide.forward import HopperWideForward
@@ -170,7 +170,7 @@ def kernel_of(config: AnyConfig) -> Any:
     if config.has_skip:
         return HopperSkippingForward(config)
     if config.in_order:
-        return HopperInOrderForward(config)
+        return HopperInPlaceForward(config) if config.head_dim > 128 else HopperInOrderForward(config)
     return HopperWideForward(config) if config.is_wide else HopperForward(config)
 
 

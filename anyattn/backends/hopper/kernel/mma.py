@@ -375,15 +375,17 @@ class Multiplies:
             self.keep(p, self.narrowed_apart(powers, dropping))
 
     @cute.jit
-    def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+    def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr, held=None):
+        """Issues the product of ``a`` and ``b``. held: (tiled MMA, registers, number of columns) if registers hold the first columns of
+        ``a``, all of which is in shared memory."""
         if const_expr(self.config.gathers):  # no barrier orders the threads' own copies before a product's reads
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not from_zero)
-        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
+        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            is_held = held is not None and 16 * i < held[2]
+            atom = cute.make_mma_atom((held[0] if is_held else mma).op)
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or not from_zero)
+            cute.gemm(atom, acc, (held[1] if is_held else a)[None, None, i], b[None, None, i], acc)
         warpgroup.commit_group()
 
     @cute.jit

@@ -8,6 +8,7 @@ from cutlass import Float32
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.kernel.forward import HopperForward
 from anyattn.backends.hopper.kernel.in_order.arithmetic import product
+from anyattn.backends.hopper.kernel.in_order.in_place import MultipliesInPlace
 from anyattn.backends.hopper.kernel.in_order.mma import MultipliesInOrder
 from anyattn.backends.hopper.kernel.in_order.producer import LoadsInOrder
 
@@ -34,3 +35,7 @@ class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
         block, _, _ = cute.arch.block_idx()
         place = (captured[1][-1].iterator + block * self.config.sums).toint()
         return cute.make_tensor(cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=16), self._parts())
+
+
+class HopperInPlaceForward(MultipliesInPlace, HopperInOrderForward):
+    """The same with weights in the place of scores."""

@@ -21,25 +21,25 @@ __all__ = ["MultipliesInOrder"]
 
 _LOWEST = -1.7014118e38  # a row maximum before the first key, in base 2: minus it, -inf stays -inf
 _TILES = SECTION // KEYS_IN_ORDER  # of a section
-_MOST_HELD = 128  # columns of Q in registers
+_HELD = {256: 96}  # columns of Q in registers, by head dimensions of which they have no room for all
 _AT_ONCE = 8  # loads of earlier output under way, four numbers each
 _PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
 _MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights, by which no exponent is near LAG
 
 
 class _Sections(NamedTuple):
-    """Registers of a thread. q: its part of Q's tile, in the order of a product's first operand, if registers hold it. tile: the number of
-    the key tile at hand. sums: of the rows' weights in the section at hand, (row, part); before: those, and the rows' maxima, of the
-    section before. total, highest: the sum and the maximum, in base 2, of the rows' earlier sections; earlier: 1 if there are any, whose
-    output is stored. tops: the rows' highest scores over this thread's columns; None if the call does not want them."""
+    """Registers of a thread. q: its part of Q's first columns, in the order of a product's first operand. tile: the number of the key tile
+    at hand. sums: of the rows' weights in the section at hand, (row, part). total, highest: the sum and the maximum, in base 2, of the
+    rows' earlier sections; earlier: 1 if there are any, whose output is stored. factors: by which a row's earlier output and that of the
+    section that has ended are multiplied. tops: the rows' highest scores over this thread's columns; None if the call wants none."""
 
     q: Any
     tile: Any
     sums: Any
-    before: Any
     total: Any
     highest: Any
     earlier: Any
+    factors: Any
     tops: Any
 
 
@@ -49,8 +49,8 @@ class MultipliesInOrder(Multiplies):
     Keys are visited from the first to the last, and every ``SECTION`` keys have an output, a sum and a maximum of their own, which
     are merged in ascending order; the output of earlier sections is stored (``of_sections``). A row's maximum moves by one rule, no weight
     is computed by other instructions than in Triton's kernel, and no product is fused into a sum by the compiler: for a row, all numbers
-    are those of that kernel, whatever tile the row is in. Where registers have room, Q is read into them once: tiles of 64 keys take as
-    much of shared memory's bandwidth for Q as for K.
+    are those of that kernel, whatever tile the row is in. Columns of Q for which registers have room are read into them once: tiles of 64
+    keys take as much of shared memory's bandwidth for Q as for K.
 
     The rule lets a maximum lag behind by ``LAG``, so that tiles without a mask can be guessed at, as in ``speculative_softmax``: weights by
     the held maximum whose sums are small prove that no exponent is above ``LAG``, so that no maximum moves, and are then the very numbers
@@ -63,9 +63,9 @@ class MultipliesInOrder(Multiplies):
     heads: Any
     stored: Any
 
-    def _holds_q(self) -> bool:
-        """Whether registers do: those of three warp groups are fewer."""
-        return self.config.head_dim <= (_MOST_HELD if self.config.tiles.warp_groups < 3 else _MOST_HELD // 2)
+    def _columns_held(self) -> int:
+        """The columns of Q that registers hold: the first ones, or all."""
+        return _HELD.get(self.config.head_dim, self.config.head_dim)
 
     def _from_registers(self) -> Any:
         """The tiled MMA of scores with Q in registers."""
@@ -74,15 +74,11 @@ class MultipliesInOrder(Multiplies):
         return helpers.make_trivial_tiled_mma(self.dtype, self.dtype, along, along, Float32, groups, (64, tiles.tile_n), source)
 
     def tops_of(self, acc: Any) -> Any:
-        rows, q = cute.size(rows_and_columns(acc), mode=[0]), None
-        if self._holds_q():
-            mma = self._from_registers()
-            q = mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_m, self.config.head_dim)))
+        rows, mma = cute.size(rows_and_columns(acc), mode=[0]), self._from_registers()
+        q = mma.make_fragment_A(mma.partition_shape_A((self.config.tiles.tile_m, self._columns_held())))
         tile, earlier = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
-        sums, before, of_total, highest = (
-            cute.make_rmem_tensor(shape, Float32) for shape in ((rows, _PARTS), (rows, _PARTS + 1), rows, rows)
-        )
-        return _Sections(q, tile, sums, before, of_total, highest, earlier, super().tops_of(acc))
+        sums, of_total, highest, factors = (cute.make_rmem_tensor(shape, Float32) for shape in ((rows, _PARTS), rows, rows, (rows, 2)))
+        return _Sections(q, tile, sums, of_total, highest, earlier, factors, super().tops_of(acc))
 
     def _lowest(self, rate: Any) -> Any:
         """A row maximum before the first key, of raw products."""
@@ -101,8 +97,8 @@ class MultipliesInOrder(Multiplies):
         sections.earlier[0] = Int32(0)
         if const_expr(sections.tops is not None):
             sections.tops.fill(-Float32.inf)
-        if const_expr(self._holds_q()):
-            to_registers(self._from_registers(), sections.q, in_smem[0][None, None, q_state.index], self._again(thread), self.dtype)
+        mma, tile = self._from_registers(), in_smem[0][None, None, q_state.index]
+        to_registers(mma, sections.q, tile, self._again(thread), self.dtype, self._columns_held())
         pipes[1].consumer_wait(k_state)
         n = sections.tile[0] = board[1][k_state.index] // 2
         self._my_turn(group)
@@ -117,13 +113,10 @@ class MultipliesInOrder(Multiplies):
         p.store(narrowed(scores, self.dtype).load())
 
     def _scores(self, fixed: tuple, scores: Any, held: Any, q_state: Any, k_state: Any) -> None:
-        """Starts the product of Q, which registers hold or shared memory has, and the key tile at hand."""
+        """Starts the product of Q, whose first columns registers hold, and the key tile at hand."""
         (mma_qk, _), (q, k, _), _, _, _, _, _, _, _ = fixed
-        keys = k[None, None, None, k_state.index]
-        if self._holds_q():
-            self._product(self._from_registers(), scores, held, keys, True)
-        else:
-            self._product(mma_qk, scores, q[None, None, None, q_state.index], keys, True)
+        first = self._from_registers(), held, self._columns_held()
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True, first)
 
     @cute.jit
     def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
@@ -191,7 +184,7 @@ class MultipliesInOrder(Multiplies):
             if is_new:
                 self._kept(sums, rate)
                 self._weights(scores, sums, rate, True)
-                self._merged(acc, sections, rate, self.of_sections(in_smem, captured), self._again(thread), False)
+                self._merged(acc, sections, self.of_sections(in_smem, captured), self._again(thread), False)
             elif self._weights(scores, sums, rate, False):
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
@@ -200,12 +193,18 @@ class MultipliesInOrder(Multiplies):
             p.store(narrowed(scores, self.dtype).load())
 
     def _kept(self, sums: Any, rate: Any) -> None:
-        """Keeps the sums and maxima of the section that has ended for ``_merged``; those of the next begin anew."""
+        """Merges the sums and maxima of the section that has ended with those of earlier ones; the maxima of the next begin anew."""
         _, row_max, _, _, sections = sums
         for r in range(cute.size(row_max)):
-            for part in range(_PARTS):
-                sections.before[r, part] = sections.sums[r, part]
-            sections.before[r, _PARTS] = row_max[r]
+            found = total(sections.sums[r, 0], sections.sums[r, 1])
+            for offset in (2, 1):
+                found = total(found, cute.arch.shuffle_sync_bfly(found, offset=offset))
+            top = select(found == 0.0, Float32(_LOWEST), product(row_max[r], rate), "float")
+            highest = cute.arch.fmax(sections.highest[r], top)
+            for i, x in enumerate((sections.highest[r], top)):
+                sections.factors[r, i] = power_of_2(difference(x, highest))
+            sections.total[r] = cute.math.fma(sections.total[r], sections.factors[r, 0], product(found, sections.factors[r, 1]))
+            sections.highest[r] = highest
             row_max[r] = self._lowest(rate)
 
     def _guessed_at(self, scores, powers, added, sums, rate):
@@ -256,32 +255,30 @@ class MultipliesInOrder(Multiplies):
         return cute.arch.vote_any_sync(moves)
 
     @cute.jit
-    def _merged(self, acc, sections, rate, stored, thread, is_last: cutlass.Constexpr):
-        """Merges a section's output and sums, ``sections.before``, with those of the sections before. stored: ``of_sections``. is_last: the
-        result stays in ``acc``; else it is stored, and ``acc`` is 0."""
-        out, earlier = rows_and_columns(acc), sections.earlier[0] != 0
-        of_before, own = (cute.make_rmem_tensor(cute.size(sections.total), Float32) for _ in range(2))
-        for r in cutlass.range_constexpr(cute.size(sections.total)):
-            found = total(sections.before[r, 0], sections.before[r, 1])
-            for offset in (2, 1):
-                found = total(found, cute.arch.shuffle_sync_bfly(found, offset=offset))
-            top = select(found == 0.0, Float32(_LOWEST), product(sections.before[r, _PARTS], rate), "float")
-            highest = cute.arch.fmax(sections.highest[r], top)
-            of_before[r], own[r] = power_of_2(difference(sections.highest[r], highest)), power_of_2(difference(top, highest))
-            sections.total[r] = cute.math.fma(sections.total[r], of_before[r], product(found, own[r]))
-            sections.highest[r] = highest
+    def _merged(self, acc, sections, stored, thread, is_last: cutlass.Constexpr):
+        """Merges the output of a section, after ``_kept``, with that of the sections before. stored: ``of_sections``. is_last: the result
+        stays in ``acc``; else it is stored, and ``acc`` is 0."""
+        out, earlier, factors = rows_and_columns(acc), sections.earlier[0] != 0, sections.factors
         count = cute.size(out, mode=[1]) // 2
         at_once = math.gcd(_AT_ONCE, count)
         fours = [cute.make_rmem_tensor(4, Float32) for _ in range(at_once)]
         for begin in cutlass.range_constexpr(0, count, at_once):
-            for i in cutlass.range_constexpr(at_once):
-                cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+            if const_expr(self.config.has_global_sums):  # a row tile's first section has nothing to wait for
+                for i in cutlass.range_constexpr(at_once):
+                    fours[i].fill(0.0)
+                if earlier:
+                    for i in cutlass.range_constexpr(at_once):
+                        cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+            else:
+                for i in cutlass.range_constexpr(at_once):
+                    cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+                    for j in cutlass.range_constexpr(4):
+                        fours[i][j] = select(earlier, fours[i][j], Float32(0.0), "float")
             for i in cutlass.range_constexpr(at_once):
                 four = fours[i]
                 for j in cutlass.range_constexpr(4):
                     r, c = j // 2, 2 * (begin + i) + j % 2
-                    kept = select(earlier, four[j], Float32(0.0), "float")
-                    four[j] = cute.math.fma(kept, of_before[r], product(out[r, c], own[r]))
+                    four[j] = cute.math.fma(four[j], factors[r, 0], product(out[r, c], factors[r, 1]))
                     out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
                 if const_expr(not is_last):
                     cute.autovec_copy(four, stored[None, thread, begin + i])
@@ -293,7 +290,7 @@ class MultipliesInOrder(Multiplies):
         acc, row_max, row_sum, _, sections = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         self._kept(sums, given[1])
-        self._merged(acc, sections, given[1], self.of_sections(in_smem, given[2]), thread, True)
+        self._merged(acc, sections, self.of_sections(in_smem, given[2]), thread, True)
         out, heads, tops = rows_and_columns(acc), self.heads(positions, facts), self.highest(sections.tops, given[1])
         for r in cutlass.range_constexpr(cute.size(row_max)):
             weight, top, rescale = sections.total[r], sections.highest[r], Float32(1.0)
