@@ -303,14 +303,14 @@ class Config(ModsOfConfig):
         return self.tiles.tile_m * self.head_dim_v if self.in_order else 0
 
     @property
-    def has_global_sums(self) -> bool:
-        """Whether these are in global memory, beside the captured tensors: more have no room in shared memory beside two stages of keys."""
-        return self.sums > 128 * 128
+    def sums_in_smem(self) -> int:
+        """How many of these are in shared memory: all, or those of 64 columns, where no more have room beside two stages of keys."""
+        return self.sums if self.sums <= 128 * 128 else self.tiles.tile_m * 64
 
     @property
-    def sums_in_smem(self) -> int:
-        """``sums`` if they are in shared memory, else 0."""
-        return 0 if self.has_global_sums else self.sums
+    def global_sums(self) -> int:
+        """How many are in global memory, beside the captured tensors."""
+        return self.sums - self.sums_in_smem
 
     @property
     def q_stages(self) -> int:

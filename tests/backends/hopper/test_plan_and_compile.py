@@ -454,10 +454,6 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
     "skipping relative": 8,
-    # at the end of a row tile
-    "in order global": 96,
-    "in order global causal": 24,
-    "in order global window": 96,
 }
 KERNELS = 65
 IN_ORDER = 3  # of head dimensions that have such a kernel

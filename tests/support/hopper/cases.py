@@ -141,7 +141,6 @@ def _put_in_order(config: Any, seed: int) -> None:
     config.has_order = config.has_entries = True
     config.has_left, config.has_right, config.spread = draw.random() < 0.5, draw.random() < 0.5, draw.choice(("none", "heads"))
     config.head_dim = draw.choice((64, 128, 256))  # with more than 128 weights take the place of scores, and registers hold a part of Q
-    config.has_global_sums = config.head_dim > 128
 
 
 def _widen(config: Any, seed: int) -> None:

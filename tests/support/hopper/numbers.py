@@ -107,12 +107,14 @@ class Numbers(Registers):
 
 
 class Sums:
-    """Shared memory of output of earlier sections: of each thread, four numbers at a time. What was never written is no number."""
+    """Output of earlier sections: of each thread, ``fours`` times four numbers. What was never written is no number."""
 
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, int], list] = {}
+    def __init__(self, fours: int) -> None:
+        self.cells, self.fours = dict[tuple[int, int], list](), fours
 
     def __getitem__(self, key: tuple) -> _Four:
+        if not 0 <= key[2] < self.fours:
+            raise Broken(f"four numbers at {key[2]} of {self.fours} times four")
         return _Four(self, (key[1], key[2]))
 
 

@@ -266,7 +266,8 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
         stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", "MultipliesInPlace" if case.config.head_dim > 128 else "MultipliesInOrder")
         numbers.stand_ins(names, block)
         hold_q(names, block)
-        names["_TILES"], rest, sink = case.config.section_tiles, numbers.Sums(), Sink()
+        near, of_all = InOrderStubs.fours_of(case.config), numbers.COLUMNS // 2
+        names["_TILES"], rest, sink = case.config.section_tiles, (numbers.Sums(near), numbers.Sums(of_all - near)), Sink()
         names["_HELD"] = {64: 16 * PARTS, 128: 16 * PARTS, 256: 16 * (PARTS - 1)}
     kernel = type("Kernel", (stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)

@@ -21,20 +21,26 @@ class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
     def of_nothing(self, logit: Any) -> Any:
         return product(product(logit, Float32(LOG2E)), Float32(LN2))
 
-    def _parts(self) -> Any:
-        """Each consumer thread's part of a row tile's output so far, 4 numbers at a time."""
-        return cute.make_layout((4, 128 * self.config.consumers, self.config.head_dim_v // 8))
+    def _fours(self, numbers: int) -> Any:
+        """So many numbers of a row tile's output so far: 4 of each consumer thread at a time."""
+        threads = 128 * self.config.consumers
+        return cute.make_layout((4, threads, numbers // (4 * threads)))
+
+    def fours_in_smem(self) -> int:
+        """How many times 4 numbers of a thread's output so far shared memory has, those of the first columns."""
+        return self.config.sums_in_smem // (4 * 128 * self.config.consumers)
 
     def more_in_smem(self, storage: Any) -> tuple[Any, ...]:
-        return () if self.config.has_global_sums else (storage.sums.get_tensor(self._parts()),)
+        return (storage.sums.get_tensor(self._fours(self.config.sums_in_smem)),)
 
-    def of_sections(self, in_smem: Any, captured: Any) -> Any:
-        """``_parts`` in shared memory, or those of this thread block in the last captured tensor."""
-        if not self.config.has_global_sums:
-            return in_smem[4]
+    def of_sections(self, in_smem: Any, captured: Any) -> tuple[Any, Any]:
+        """``_fours`` in shared memory, and those of this thread block in the last captured tensor; None if all are in shared memory."""
+        if not self.config.global_sums:
+            return in_smem[4], None
         block, _, _ = cute.arch.block_idx()
-        place = (captured[1][-1].iterator + block * self.config.sums).toint()
-        return cute.make_tensor(cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=16), self._parts())
+        place = (captured[1][-1].iterator + block * self.config.global_sums).toint()
+        far = cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=16)
+        return in_smem[4], cute.make_tensor(far, self._fours(self.config.global_sums))
 
 
 class HopperInPlaceForward(MultipliesInPlace, HopperInOrderForward):

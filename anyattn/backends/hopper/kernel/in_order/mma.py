@@ -62,6 +62,7 @@ class MultipliesInOrder(Multiplies):
     highest_of: Any
     heads: Any
     stored: Any
+    fours_in_smem: Any
 
     def _columns_held(self) -> int:
         """The columns of Q that registers hold: the first ones, or all."""
@@ -259,19 +260,20 @@ class MultipliesInOrder(Multiplies):
         """Merges the output of a section, after ``_kept``, with that of the sections before. stored: ``of_sections``. is_last: the result
         stays in ``acc``; else it is stored, and ``acc`` is 0."""
         out, earlier, factors = rows_and_columns(acc), sections.earlier[0] != 0, sections.factors
-        count = cute.size(out, mode=[1]) // 2
-        at_once = math.gcd(_AT_ONCE, count)
+        count, near = cute.size(out, mode=[1]) // 2, self.fours_in_smem()
+        at_once = math.gcd(_AT_ONCE, count, near)
         fours = [cute.make_rmem_tensor(4, Float32) for _ in range(at_once)]
         for begin in cutlass.range_constexpr(0, count, at_once):
-            if const_expr(self.config.has_global_sums):  # a row tile's first section has nothing to wait for
+            place, at = (stored[0], begin) if const_expr(begin < near) else (stored[1], begin - near)
+            if const_expr(begin >= near):  # a row tile's first section has nothing to wait for
                 for i in cutlass.range_constexpr(at_once):
                     fours[i].fill(0.0)
                 if earlier:
                     for i in cutlass.range_constexpr(at_once):
-                        cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+                        cute.autovec_copy(place[None, thread, at + i], fours[i])
             else:
                 for i in cutlass.range_constexpr(at_once):
-                    cute.autovec_copy(stored[None, thread, begin + i], fours[i])
+                    cute.autovec_copy(place[None, thread, at + i], fours[i])
                     for j in cutlass.range_constexpr(4):
                         fours[i][j] = select(earlier, fours[i][j], Float32(0.0), "float")
             for i in cutlass.range_constexpr(at_once):
@@ -281,7 +283,7 @@ class MultipliesInOrder(Multiplies):
                     four[j] = cute.math.fma(four[j], factors[r, 0], product(out[r, c], factors[r, 1]))
                     out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
                 if const_expr(not is_last):
-                    cute.autovec_copy(four, stored[None, thread, begin + i])
+                    cute.autovec_copy(four, place[None, thread, at + i])
         sections.earlier[0] = Int32(1)
 
     @cute.jit
