@@ -305,7 +305,7 @@ class Config(ModsOfConfig):
     @property
     def sums_in_smem(self) -> int:
         """How many of these are in shared memory: all, or those of 64 columns, where no more have room beside two stages of keys."""
-        return self.sums if self.sums <= 128 * 128 else self.tiles.tile_m * 64
+        return 64 * self.tiles.tile_m if bytes_of(self.tiles, self.head_dim, self.head_dim_v, 1) + 4 * self.sums > room_of(1) else self.sums
 
     @property
     def global_sums(self) -> int:
@@ -408,9 +408,9 @@ def room_of(blocks: int) -> int:
     return _PER_MULTIPROCESSOR // blocks - 1024
 
 
-# In the order of keys, by head dimensions. At 64 128 rows took 20 % longer; at 128 a fourth stage, for one of Q, up to 9 % (H200, S 8,192).
+# In the order of keys, by head dimensions. At 64 128 rows took 20 % longer, at 96 8 %; at 128 a fourth stage, for one of Q, up to 9 %.
 TILES_IN_ORDER = {
-    (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(128, KEYS_IN_ORDER, 4), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
+    (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
     (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
 }  # fmt: skip
 

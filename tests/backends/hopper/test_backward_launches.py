@@ -195,8 +195,9 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
     ("sizes", "is_causal", "is_deterministic", "section"),
     [
         ((2, 16, 8192), False, True, 4),  # full attention: each tile waits once, for as long as the one before it is ahead
-        ((2, 16, 8192), True, True, 16),
+        ((2, 16, 8192), True, True, 32),
         ((2, 16, 8192), True, False, 8),
+        ((4, 24, 8192), True, True, 24),
         ((1, 4, 8192), True, True, 4),
         ((8, 16, 2048), True, True, 32),
     ],

@@ -21,7 +21,7 @@ __all__ = ["MultipliesInOrder"]
 
 _LOWEST = -1.7014118e38  # a row maximum before the first key, in base 2: minus it, -inf stays -inf
 _TILES = SECTION // KEYS_IN_ORDER  # of a section
-_HELD = {256: 96}  # columns of Q in registers, by head dimensions of which they have no room for all
+_HELD = {96: 16, 256: 96}  # columns of Q in registers, by head dimensions of which they have no room for all
 _AT_ONCE = 8  # loads of earlier output under way, four numbers each
 _PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
 _MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights, by which no exponent is near LAG
