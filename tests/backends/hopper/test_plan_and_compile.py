@@ -454,7 +454,7 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
     "skipping relative": 8,
-    "in order window": 40,  # of three warp groups with sinks and highest scores, at D 96
+    **dict.fromkeys(("in order", "in order window"), 24),  # of three warp groups with sinks, at D 96
 }
 KERNELS = 65
 IN_ORDER = 3  # of head dimensions that have such a kernel
