@@ -170,7 +170,7 @@ def kernel_of(config: AnyConfig) -> Any:
     if config.has_skip:
         return HopperSkippingForward(config)
     if config.in_order:
-        return HopperInPlaceForward(config) if config.head_dim > 128 else HopperInOrderForward(config)
+        return HopperInPlaceForward(config) if config.head_dim_v > 128 else HopperInOrderForward(config)
     return HopperWideForward(config) if config.is_wide else HopperForward(config)
 
 
