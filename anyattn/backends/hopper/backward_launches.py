@@ -32,7 +32,7 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all", "numbers_
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
 # deterministic sums: key tiles of one head at a time, by their keys; each begins when the one before it has added to the first row tile.
 # Of tiles of 64 keys, which wide heads have, more: the L2 cache holds the rows of fewer heads (docs/history/hopper-backward.md)
-_IN_TURN = {TILE_N: 6, SHARED_TILE_N: 17}
+_IN_TURN = {TILE_N: 9, SHARED_TILE_N: 17}
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]

@@ -194,16 +194,16 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
 @pytest.mark.parametrize(
     ("sizes", "is_causal", "is_deterministic", "section"),
     [
-        ((2, 16, 8192), False, True, 4),  # full attention: each tile waits once, for as long as the one before it is ahead
-        ((2, 16, 8192), True, True, 32),
-        ((2, 16, 8192), True, False, 8),
-        ((4, 24, 8192), True, True, 24),
-        ((1, 4, 8192), True, True, 4),
-        ((8, 16, 2048), True, True, 32),
+        ((2, 16, 8192, 128), False, True, 4),  # full attention: each tile waits once, for as long as the one before it is ahead
+        ((2, 16, 8192, 128), True, True, 16),
+        ((2, 16, 8192, 128), True, False, 8),
+        ((1, 4, 8192, 128), True, True, 4),
+        ((8, 16, 2048, 128), True, True, 32),
+        ((1, 16, 8192, 256), True, True, 8),  # tiles of 64 keys: more of a head
     ],
 )
 def test_few_tiles_of_a_head_take_turns(
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     is_causal: bool,
     is_deterministic: bool,
     section: int,
@@ -211,12 +211,12 @@ def test_few_tiles_of_a_head_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 132)
-    batch, heads, length = sizes
-    q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16).expand(batch, heads, length, 128).requires_grad_()
+    batch, heads, length, dim = sizes
+    q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16).expand(batch, heads, length, dim).requires_grad_()
     given = {"mask_mod": masks.causal()} if is_causal else {}
     out = anyattn.flex_attention(q, q, q, **given, backend="hopper", deterministic=is_deterministic)
     ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
-    assert products[20:24] == (length // 128, batch * heads, section, 132)
+    assert products[20:24] == (length // (128 if dim <= 128 else 64), batch * heads, section, 132)
 
 
 def test_lists_from_a_table_go_one_round_at_a_time(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

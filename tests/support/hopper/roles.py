@@ -263,7 +263,8 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     if case.config.has_skip:
         stubs, roles = SkippingStubs, ("Visits", "LoadsSkipping", "MultipliesSkipping")
     if case.config.in_order:
-        stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", "MultipliesInPlace" if case.config.head_dim_v > 128 else "MultipliesInOrder")
+        role = "MultipliesInPlace" if case.config.head_dim_v > 128 else "MultipliesInOrder"
+        stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", role)
         numbers.stand_ins(names, block)
         hold_q(names, block)
         near, of_all = InOrderStubs.fours_of(case.config), numbers.COLUMNS // 2
