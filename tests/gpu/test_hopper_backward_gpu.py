@@ -177,9 +177,10 @@ def test_block_masks_of_wide_heads(tile: int) -> None:
     backed(qkv(2, 4, 2, sq=600, sk=700, d=192, dv=128), mask=mask, block_mask=block_mask)
 
 
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["any order", "deterministic"])
 @pytest.mark.parametrize("ratio", [1, 3, 8])
-def test_grouped_heads(ratio: int) -> None:
-    backed(qkv(2, 2 * ratio, 2, sq=500, sk=500), mask=masks.causal())
+def test_grouped_heads(ratio: int, is_fixed: bool) -> None:
+    backed(qkv(2, 2 * ratio, 2, sq=500, sk=500), mask=masks.causal(), deterministic=is_fixed)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -236,12 +237,13 @@ def test_deterministic_reruns_agree_bitwise(name: str, d: int, dv: int) -> None:
 
 
 @judging.on_the_gpu_alone
+@pytest.mark.parametrize("kv_heads", [16, 4])
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
-def test_deterministic_reruns_of_many_tiles_agree_bitwise(name: str) -> None:
+def test_deterministic_reruns_of_many_tiles_agree_bitwise(name: str, kv_heads: int) -> None:
     """With every multiprocessor at work, and tiles that wait for one another all the time."""
-    leaves = [t.detach().requires_grad_() for t in qkv(2, 16, 16, sq=8192, sk=8192, d=128)]
+    leaves = [t.detach().requires_grad_() for t in qkv(2, 16, kv_heads, sq=8192, sk=8192, d=128)]
     dout = random(2, 16, 8192, 128, seed=1).to(leaves[0])
-    options = {"backend": "hopper", "deterministic": True, "mask_mod": MASKS[name]}
+    options = {"backend": "hopper", "deterministic": True, "mask_mod": MASKS[name], "enable_gqa": True}
     out = anyattn.flex_attention(*leaves, **options)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     for _ in range(RERUNS):

@@ -96,6 +96,7 @@ def test_forms(form: str) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (5, 1), (14, 2)])
 def test_grouped_heads(heads: int, kv_heads: int) -> None:
     judged("causal", "packed", heads=heads, kv_heads=kv_heads)
+    judged("causal", "packed", more={"deterministic": True}, heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (72, 40), (64, 128), (128, 64), (192, 128), (136, 40), (104, 192)])

@@ -23,6 +23,7 @@ IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 300, 128, 171]))
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"mask": masks.causal()},
+    "causal, deterministic": {"mask": masks.causal(), "deterministic": True},
     "window, deterministic": {"mask": masks.sliding_window(100, 7), "deterministic": True},
     "lists": {"mask": lambda b, h, i, j: (i >= j) & (i % 5 != 0)},
     "lists by head, deterministic": {"mask": lambda b, h, i, j: (i // 40 + j // 50 + h) % 3 > 0, "deterministic": True},
