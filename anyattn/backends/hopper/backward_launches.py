@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import counter_of, multiprocessors
-from anyattn.backends.hopper.backward_config import SHARED_TILE_N, TILE_N, BackwardConfig, RowsConfig
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, row_tiles
 from anyattn.backends.hopper.compile.cache_key import AnyConfig
 from anyattn.backends.hopper.compile.launch import indexable, kinds_of, launch, loaded
@@ -30,9 +30,9 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all", "numbers_
 
 # key tiles per multiprocessor in a group of heads, whose longest tiles go first, and of packed ones, whose longest sequences do
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
-# deterministic sums: key tiles of one head at a time, by their keys; each begins when the one before it has added to the first row tile.
-# Of tiles of 64 keys, which wide heads have, more: the L2 cache holds the rows of fewer heads (docs/history/hopper-backward.md)
-_IN_TURN = {TILE_N: 9, SHARED_TILE_N: 17}
+# deterministic sums: key tiles of one head at a time; each begins when the one before it has added to the first row tile. Of wide heads,
+# whose tiles the warp groups share, more: the L2 cache holds the rows of fewer such heads
+_IN_TURN, _IN_TURN_SHARED = 9, 17
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -182,7 +182,7 @@ def numbers_of_keys(config: Any, key_tiles: int, spread: int, ratio: int, size: 
         in_one_round = _heads_in_one_round(spread, key_tiles, processors) if one_round else 0
         rounds = _ROUNDS_OF_SEQUENCES if config.has_entries else _ROUNDS
         if config.is_deterministic:
-            together = max(together, min(spread, ceil_div(processors, _IN_TURN[config.tiles.tile_n])))
+            together = max(together, min(spread, ceil_div(processors, _IN_TURN_SHARED if config.tiles.shares_keys else _IN_TURN)))
         together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors, rounds)
     return key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
 

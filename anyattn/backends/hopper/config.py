@@ -304,8 +304,8 @@ class Config(ModsOfConfig):
 
     @property
     def sums_in_smem(self) -> int:
-        """How many of these are in shared memory: all, or those of 64 columns, where no more have room beside two stages of keys."""
-        return 64 * self.tiles.tile_m if bytes_of(self.tiles, self.head_dim, self.head_dim_v, 1) + 4 * self.sums > room_of(1) else self.sums
+        """How many of these are in shared memory: all, or those of 64 columns if there are over 128 (192: more would take Q's stage)."""
+        return min(self.sums, 64 * self.tiles.tile_m) if self.head_dim_v > 128 else self.sums
 
     @property
     def global_sums(self) -> int:
@@ -408,7 +408,7 @@ def room_of(blocks: int) -> int:
     return _PER_MULTIPROCESSOR // blocks - 1024
 
 
-# In the order of keys, by head dimensions. At 64 128 rows took 20 % longer, at 96 8 %; at 128 a fourth stage, for one of Q, up to 9 %.
+# In the order of keys, by head dimensions. 128 rows took 20 % longer at 64, and 8 % at 96; at 128 a fourth stage, for one of Q, up to 9 %.
 TILES_IN_ORDER = {
     (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
     (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),

@@ -71,7 +71,7 @@ CASES = {
         ([200, 64, 130], [200, 64, 130]), gaps=([3, 5, 0], [9, 0, 4]), heads=(6, 2), mask=masks.causal(), is_deterministic=True, workers=3
     ),
     "causal, deterministic, one query head each": Case(
-        ([100, 70, 1], [100, 70, 1]), gaps=([3, 5, 0], [9, 0, 4]), heads=(2, 2), mask=masks.causal(), is_deterministic=True, workers=2
+        ([64, 330], [64, 330]), gaps=([3, 5], [9, 0]), heads=(2, 2), mask=masks.causal(), is_deterministic=True, workers=3
     ),
     "bands by head": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: j <= i + 100 - 170 * h),
     "lists and gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: (j < 20) | (j > i - 9), kind="flat"),
@@ -140,8 +140,9 @@ def stored(case: Case, parts: list[torch.Tensor], side: int) -> tuple[np.ndarray
     return whole, at
 
 
-def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
-    """The errors of dq, dk and dv, in units of the greatest gradient; infinite where a row of no sequence is written."""
+def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 1) -> dict[str, float]:
+    """The errors of dq, dk and dv, in units of the greatest gradient; infinite where a row of no sequence is written. "rerun": infinite if
+    one of so many orders of events changes a bit of dq."""
     g = torch.Generator().manual_seed(seed)
     batch = [meant(case, b, g) for b in range(len(case.lengths[0]))]
     rooms = tuple([n + gap for n, gap in zip(*pair, strict=False)] for pair in zip(case.lengths, case.gaps, strict=True))
@@ -164,9 +165,14 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
     fields |= {"is_deterministic": case.is_deterministic, "has_entries": True, "stores_float32": case.parts > 1 or case.is_wide}
     config = BackwardConfig(case.d, case.d, True, case.tiles, **fields)  # type: ignore[arg-type]
     captured = captured_of(mods, config)
-    call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists, case.parts)
-    dq = run_grid(call, seed, case.workers, changes, *captured)
-    found = {}
+
+    def computed(order: int) -> tuple[PackedCall, np.ndarray]:
+        call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists, case.parts)
+        return call, run_grid(call, seed + order, case.workers, changes, *captured)
+
+    call, dq = computed(0)
+    others = [computed(n)[1] for n in range(1, orders)]
+    found = {"rerun": 0.0 if all(np.array_equal(dq, other, equal_nan=True) for other in others) else np.inf}
     dk, dv = (t.reshape(len(t), -1, case.parts, *t.shape[2:]).sum(2) for t in (call.dk, call.dv))
     for i, (name, got, at) in enumerate((("dq", dq, q_at), ("dk", dk, k_at), ("dv", dv, k_at))):
         most = max(float(one.wanted[i].abs().max()) for one in batch if one.wanted[i].numel())
@@ -197,7 +203,7 @@ SEEDS = [pytest.param(name, seed, marks=[pytest.mark.slow] * seed) for name in C
 
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_gradients(name: str, seed: int) -> None:
-    errors = run(CASES[name], seed)
+    errors = run(CASES[name], seed, orders=4 if CASES[name].is_deterministic else 1)
     assert max(errors.values()) <= MOST, errors
 
 

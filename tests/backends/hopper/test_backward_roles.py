@@ -106,6 +106,12 @@ CASES = {
     "interleaved, deterministic": Case((330, 500), (9, 3), mask=masks.causal(), is_deterministic=True, workers=6),
     "interleaved pairs, deterministic": Case((500, 330), (4, 2), batch=2, mask=masks.causal(), is_deterministic=True, workers=3),
     "interleaved parts, deterministic": Case((330, 300), (6, 1), mask=masks.causal(), is_deterministic=True, parts=3, workers=4),
+    "interleaved, deterministic, dP by halves": Case(
+        (200, 300), (4, 2), mask=masks.causal(), dims=(192, 128), tiles=HALVED, is_deterministic=True, workers=3
+    ),
+    "interleaved, deterministic, shared keys": Case(
+        (130, 200), (4, 2), mask=masks.causal(), dims=(256, 256), is_deterministic=True, workers=3
+    ),
     "one head each, deterministic": Case((330, 300), (2, 2), mask=masks.causal(), is_deterministic=True, workers=3),
     "not rounded": Case((200, 300), (4, 2), mask=masks.causal(), is_wide=True, workers=2),
     "parts": Case((150, 300), (4, 1), batch=2, parts=2, workers=3),

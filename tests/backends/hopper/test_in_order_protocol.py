@@ -48,7 +48,7 @@ def test_planted_bugs_are_found(name: str) -> None:
 @pytest.mark.slow
 def test_no_statement_may_be_left_out() -> None:
     """But a guess, without which all weights are computed by the rule, what finite scores below ``_LOWEST`` would need, which no case has,
-    and the output before the first section, of which registers hold numbers that are multiplied by 0."""
+    and the output before the first section, of which registers hold finite numbers that are multiplied by 0."""
     statements = left_out("in_order/mma", "in_order/in_place", "in_order/producer")
     needless = {line for line, changes in statements if not found_by(changes, in_order=True)}
     assert needless == {

@@ -454,7 +454,7 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
     "skipping relative": 8,
-    **dict.fromkeys(("in order", "in order window"), 24),  # of three warp groups with sinks, at D 96
+    **dict.fromkeys(("in order of 96", "in order of 96 window"), 24),  # in each key tile: three warp groups, with sinks
 }
 KERNELS = 65
 IN_ORDER = 3  # of head dimensions that have such a kernel
@@ -465,7 +465,7 @@ NOT_OF_WIDE = 10  # no rows are gathered and no tiles skipped, but keys are spli
 FAMILIES = {
     (64, 64): ("pages of 1", "floats"),
     (128, 128): ("pages and lists", "short alibi", "in order window"),
-    (256, 256): ("highest of capped", "skipping causal"),
+    (256, 256): ("highest of capped", "skipping causal", "in order window"),
     (576, 512): ("ragged lists of key heads", "decoding split capped"),
 }
 

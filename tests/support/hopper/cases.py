@@ -140,7 +140,7 @@ def _put_in_order(config: Any, seed: int) -> None:
     config.lists, config.partial, config.piece, config.is_paged, config.gathers = None, None, 0, False, False
     config.has_order = config.has_entries = True
     config.has_left, config.has_right, config.spread = draw.random() < 0.5, draw.random() < 0.5, draw.choice(("none", "heads"))
-    # with more than 128 weights take the place of scores, and registers hold a part of Q
+    # with values of more than 128 columns weights take the place of scores, and registers hold a part of Q
     config.head_dim = config.head_dim_v = draw.choice((64, 128, 256))
 
 

@@ -242,15 +242,15 @@ def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
-def in_order() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+def in_order(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     """Cases of ``TILES_IN_ORDER`` whose rows have the same bits in every batch."""
     causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
     assert causal is not None and window is not None
-    entries = {"has_entries": True, "has_order": True, "spread": "heads"}
+    entries, name = {"has_entries": True, "has_order": True, "spread": "heads"}, "in order of 96" if head_dim == 96 else "in order"
     return {
-        "in order": ([], {"has_sink": True}),
-        "in order causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
-        "in order window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
+        name: ([], {"has_sink": True}),
+        f"{name} causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
+        f"{name} window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
     }
 
 
@@ -283,7 +283,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
     first columns of K in every other case, and thread blocks share keys where they can in two of four."""
     result, known, is_wide = {}, cases() | (rare() if only else {}), (head_dim, head_dim_v) in WIDE
     known |= decoding() if is_wide else {}
-    known |= in_order() if (head_dim, head_dim_v) in TILES_IN_ORDER else {}
+    known |= in_order(head_dim) if (head_dim, head_dim_v) in TILES_IN_ORDER else {}
     chosen = [name for name in known if not only or any(name == wanted or name.startswith(f"{wanted} ") for wanted in only)]
     for i, (name, (mods, fields)) in enumerate(known.items()):
         if name not in chosen:

@@ -1,7 +1,7 @@
 """Backward adding role: a warp that adds the warp groups' parts of dQ to global memory and stores finished dK and dV, by TMA.
 
 Deterministic sums take two such warps, in turns. A row tile's sums are complete in global memory about one visit after the addition begins,
-and only then may the next key tile add. Meanwhile the other warp waits for the turn of the next row tile, and adds to it.
+and only then may the next key tile add. Meanwhile the other warp waits for the turn of the next visit's row tile, and adds to it.
 """
 
 from typing import Any

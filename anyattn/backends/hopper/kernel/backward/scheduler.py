@@ -8,11 +8,13 @@ them before the next row tile. Thread blocks then read the same row tiles at abo
 rounds visits begin at the last row tile: thread blocks start together there, and those with later keys, whose diagonals are nearer, end
 earlier. In odd rounds visits begin at the diagonal: a thread block that starts n visits later than another also starts n visits ahead of
 its first row tile, so that both visit the same row tiles. With one head after another, their distance would grow with every head, because
-the first key tiles have the most rows. With sequences, whose key tiles follow one another, visits always begin at the last row tile.
+the first key tiles have the most rows. With sequences, whose key tiles follow one another, and with deterministic sums visits always begin
+at the last row tile.
 
 Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
 tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
-distance of one visit, and with causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order.
+distance of one visit, and with causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order. With
+one head after another, a later tile, which sees fewer rows, would wait anew at the last rows of every head.
 """
 
 from typing import Any, NamedTuple

@@ -1,14 +1,14 @@
-"""MMA role of the kernel in the order of keys for wide heads: weights take the place of scores, whose registers hold columns of Q."""
+"""MMA role of the kernel in the order of keys for values of more than 128 columns: weights in the place of scores."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean
 
 from anyattn.backends.hopper.kernel.fragment import narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.in_order.arithmetic import product, total
-from anyattn.backends.hopper.kernel.in_order.mma import _PARTS, _TILES, MultipliesInOrder
+from anyattn.backends.hopper.kernel.in_order.mma import _PARTS, MultipliesInOrder
 from anyattn.sequences.sections import LAG
 
 __all__ = ["MultipliesInPlace"]
@@ -17,29 +17,19 @@ __all__ = ["MultipliesInPlace"]
 class MultipliesInPlace(MultipliesInOrder):
     """The MMA role of ``HopperInPlaceForward``.
 
-    A guess needs a tile's scores and its weights at once. Here threads compare the scores that they have with the maxima held instead, and
-    need no other thread's: if no exponent of a warp's rows is above ``LAG`` no maximum moves, and the weights by the maxima held are those
-    of the rule. They are computed in the scores' registers while the product with V of the tile before is in flight.
+    A guess needs a tile's scores and its weights at once; here columns of Q are in the registers of one of them. Threads compare the scores
+    that they have with the maxima held instead, and need no other thread's: if no exponent of a warp's rows is above ``LAG`` no maximum
+    moves, and the weights by the maxima held are those of the rule. They are computed in the scores' registers while the product with V of
+    the tile before is in flight.
     """
 
     @cute.jit
-    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
-        _, _, shape_s, positions, pipes, _, group, thread, in_smem = fixed
+    def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        _, _, _, _, pipes, _, _, thread, in_smem = fixed
         acc, row_max, _, row_scale, sections = sums
-        facts, _, rate, captured, limits = given
-        scores = cute.make_rmem_tensor(shape_s, Float32)
-        n = sections.tile[0] = sections.tile[0] + 1
-        is_new, moves = n % _TILES == 0, Boolean(False)
-        pipes[1].consumer_wait(k_state)
-        self._my_turn(group)
-        self._scores(fixed, scores, sections.q, q_state, k_state)
-        self._second(fixed, acc, p, v_state)
-        self._next_turn(group)
-        self._scored(pipes, k_state, v_state)
-        if const_expr(is_masked):
-            self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
-        if const_expr(sections.tops is not None):
-            self.raise_tops(sections.tops, scores, None)
+        _, _, rate, captured, _ = given
+        scores, is_new, v_state = of_tile
+        moves = Boolean(False)
         if is_new:
             self._kept(sums, rate)
             self._weights(scores, sums, rate, True)
@@ -51,11 +41,8 @@ class MultipliesInPlace(MultipliesInOrder):
         narrowed_to(p, scores, self.dtype)
         if is_new:
             self._merged(acc, sections, self.of_sections(in_smem, captured), self._again(thread), False)
-        elif moves:
-            out = rows_and_columns(acc)
-            for r in cutlass.range_constexpr(cute.size(row_scale)):
-                for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
-                    out[r, c] = product(out[r, c], row_scale[r])
+        else:
+            self._rescaled(acc, row_scale, moves)
 
     def _moves(self, scores: Any, row_max: Any, rate: Any) -> Any:
         """Whether the maximum of any of a warp's rows moves."""

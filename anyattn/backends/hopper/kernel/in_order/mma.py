@@ -153,12 +153,11 @@ class MultipliesInOrder(Multiplies):
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
-        _, _, shape_s, positions, pipes, _, group, thread, in_smem = fixed
-        acc, _, _, row_scale, sections = sums
-        facts, _, rate, captured, limits = given
+        _, _, shape_s, positions, pipes, _, group, _, _ = fixed
+        acc, _, _, _, sections = sums
+        facts, _, _, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         n = sections.tile[0] = sections.tile[0] + 1
-        is_new = n % _TILES == 0
         pipes[1].consumer_wait(k_state)
         self._my_turn(group)
         self._scores(fixed, scores, sections.q, q_state, k_state)
@@ -169,6 +168,16 @@ class MultipliesInOrder(Multiplies):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
         if const_expr(sections.tops is not None):
             self.raise_tops(sections.tops, scores, None)
+        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state), is_masked, True)
+
+    @cute.jit
+    def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        """The weights of a tile, which it stores in ``p``, and the merging of a section that has ended. of_tile: the scores, whether the
+        tile is the first of its section, and the state of V's pipeline at the tile before."""
+        _, _, shape_s, _, pipes, _, _, thread, in_smem = fixed
+        acc, _, _, row_scale, sections = sums
+        _, _, rate, captured, _ = given
+        scores, is_new, v_state = of_tile
         powers = cute.make_rmem_tensor(shape_s, Float32)
         added = cute.make_rmem_tensor((cute.size(row_scale), _PARTS), Float32)
         is_right = Boolean(False)
@@ -186,12 +195,17 @@ class MultipliesInOrder(Multiplies):
                 self._kept(sums, rate)
                 self._weights(scores, sums, rate, True)
                 self._merged(acc, sections, self.of_sections(in_smem, captured), self._again(thread), False)
-            elif self._weights(scores, sums, rate, False):
-                out = rows_and_columns(acc)
-                for r in cutlass.range_constexpr(cute.size(row_scale)):
-                    for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
-                        out[r, c] = product(out[r, c], row_scale[r])
+            else:
+                self._rescaled(acc, row_scale, self._weights(scores, sums, rate, False))
             p.store(narrowed(scores, self.dtype).load())
+
+    @cute.jit
+    def _rescaled(self, acc, row_scale, rescales):
+        if rescales:
+            out = rows_and_columns(acc)
+            for r in cutlass.range_constexpr(cute.size(row_scale)):
+                for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
+                    out[r, c] = product(out[r, c], row_scale[r])
 
     def _kept(self, sums: Any, rate: Any) -> None:
         """Merges the sums and maxima of the section that has ended with those of earlier ones; the maxima of the next begin anew."""
