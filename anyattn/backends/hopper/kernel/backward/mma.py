@@ -179,18 +179,10 @@ class MultipliesBack:
                 part = cute.local_tile(source[None, None, 0], (tiles.tile_n, columns), (0, 0))
                 to_registers(self.scores_from_registers(), operands[at][0], part, thread, self.dtype)
 
-    @cute.jit
-    def _scores(self, mma, acc, first, second, columns: cutlass.Constexpr, from_zero: cutlass.Constexpr):
+    def _scores(self, mma: Any, acc: Any, first: tuple[Any, Any], second: Any, columns: int, from_zero: bool) -> None:
         """Issues the product S^T or dP^T. first: its first operand as (held, in shared memory); ``columns`` columns are held."""
         held, whole = first
-        whole = whole[None, None, None, 0]
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(second, mode=[2])):
-            is_held = 16 * i < columns
-            atom = cute.make_mma_atom((self.scores_from_registers() if is_held else mma).op)
-            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or not from_zero)
-            cute.gemm(atom, acc, (held if is_held else whole)[None, None, i], second[None, None, i], acc)
-        warpgroup.commit_group()
+        self._product(mma, acc, whole[None, None, None, 0], second, from_zero, (self.scores_from_registers(), held, columns))
 
     @cute.jit
     def _both_begun(self, fixed, scores, dp, states):
