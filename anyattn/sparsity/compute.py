@@ -16,7 +16,7 @@ from anyattn.sparsity import captured
 from anyattn.sparsity.arguments import check_many, device_of, has_triton, length, positions, reads_nothing, runs_kernels, without_transforms
 from anyattn.sparsity.block_sparse import LISTS, BlockSparseTensors
 from anyattn.sparsity.grid import BLOCK_SPARSE, ListForm, TileGrid, lists_of_memory, stacked
-from anyattn.sparsity.lists import both_ways, lists_of_grid, with_partial_tails
+from anyattn.sparsity.lists import both_ways, with_partial_tails
 from anyattn.sparsity.pytree_nodes import unchecked
 from anyattn.tensors.dynamo import opaque
 from anyattn.tensors.kinds import not_scriptable, refuse_torchscript
@@ -28,6 +28,7 @@ __all__ = [
     "lists_of_mask",
     "runs_kernels",
     "tile_lists",
+    "tile_lists_both_ways",
 ]
 
 
@@ -116,12 +117,25 @@ def tile_lists(mask: TracedMod, grid: TileGrid, device: torch.device | str | Non
     count: a tail tile whose pairs are all visible is full. B and H of the lists are 1 if the mask ignores b or h. On a CUDA device the host
     does not wait (see ``device_lists``).
     """
+    return BlockSparseTensors(*_tile_lists(mask, grid, device, False), tile=grid.tile, lengths=grid.lengths)  # type: ignore[misc]
+
+
+def tile_lists_both_ways(
+    mask: TracedMod, grid: TileGrid, device: torch.device | str | None = None
+) -> tuple[BlockSparseTensors, BlockSparseTensors]:
+    """``tile_lists``, and the lists of the row tiles of each key tile, as ``BlockSparseTensors.transposed`` has them: made together."""
+    lists = _tile_lists(mask, grid, device, True)
+    by_row = BlockSparseTensors(*lists[:4], tile=grid.tile, lengths=grid.lengths)  # type: ignore[misc]
+    return by_row, BlockSparseTensors(*lists[4:], tile=grid.tile[::-1], lengths=grid.lengths[::-1])  # type: ignore[misc]
+
+
+def _tile_lists(mask: TracedMod, grid: TileGrid, device: torch.device | str | None, wants_columns: bool) -> list[Any]:
     where = device_of(device, mask)
-    lists: Any = device_lists(mask, grid, where, BLOCK_SPARSE._replace(broadcasts=True))
-    if lists is None:
-        with torch.no_grad():
-            lists = lists_of_grid(classify(mask, *grid.lengths, *grid.tile, *grid.batch, where), separate_full=True)
-    return BlockSparseTensors(*lists, tile=grid.tile, lengths=grid.lengths)  # type: ignore[misc]
+    lists = device_lists(mask, grid, where, BLOCK_SPARSE._replace(broadcasts=True, wants_columns=wants_columns))
+    if lists is not None:
+        return lists
+    with torch.no_grad():
+        return both_ways(classify(mask, *grid.lengths, *grid.tile, *grid.batch, where), True, wants_columns)
 
 
 def device_lists(mask: TracedMod, grid: TileGrid, device: torch.device, form: ListForm, stacks: bool = False) -> list[Tensor | None] | None:

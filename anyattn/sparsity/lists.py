@@ -20,6 +20,7 @@ __all__ = [
     "check_counts",
     "classes_of_ragged",
     "grid_of_lists",
+    "has_kernels",
     "joined",
     "keep_transposed",
     "kept_classes",
@@ -39,7 +40,7 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
     classes: uint8 (B, H, M, N) -> int32 (B, H, M), (B, H, M, N), (B, H, M), (B, H, M, N).
     """
-    if _has_kernels(classes):
+    if has_kernels(classes):
         from anyattn.sparsity.kernels.class_grids import lists_of_classes
 
         return tuple(lists_of_classes(classes, separate_full, False))  # type: ignore[return-value]
@@ -50,7 +51,7 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 def both_ways(classes: Tensor, separate_full: bool, wants_columns: bool = True) -> list[Tensor | None]:
     """``lists_of_grid`` of each row of tiles, then of each column."""
-    if _has_kernels(classes):
+    if has_kernels(classes):
         from anyattn.sparsity.kernels.class_grids import lists_of_classes
 
         return lists_of_classes(classes, separate_full, wants_columns)
@@ -70,7 +71,7 @@ def with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[in
     return classes
 
 
-def _has_kernels(t: Tensor) -> bool:
+def has_kernels(t: Tensor) -> bool:
     """Whether kernels convert these lists or classes: not where the work is recorded instead of done, as torch's operations are."""
     return runs_kernels(t.device) and not torch.compiler.is_compiling() and has_memory(t)
 
@@ -203,7 +204,7 @@ def grid_of_lists(
     check_counts("the count of a row's partial blocks", mask_cnt, mask_idx)
     check_counts("the count of a row's full blocks", full_cnt, full_idx)
     columns = max(mask_idx.shape[-1], 0 if full_idx is None else full_idx.shape[-1]) if columns is None else columns
-    if _has_kernels(mask_idx) and mask_idx.ndim == 4:
+    if has_kernels(mask_idx) and mask_idx.ndim == 4:
         from anyattn.sparsity.kernels.class_grids import classes_of_lists
 
         both = ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL))

@@ -137,6 +137,20 @@ def sorted_choices() -> None:
     assert [row[:n].tolist() for row, n in zip(tiles[0, 0], counts[0, 0].tolist(), strict=True)] == [[1, 4], [2], [7]]
 
 
+def ranked_lists() -> None:
+    """A key tile that the first row tile alone does not see, in a grid of more tiles than a program lists at a time."""
+    from anyattn.sparsity.kernels.class_grids import ranked_lists
+    from anyattn.sparsity.lists import both_ways
+
+    classes = torch.ones(1, 1, 2, 300, dtype=torch.uint8)
+    classes[..., 0, 0], classes[..., 1, 1::2] = 0, 2
+    both: Any = both_ways(classes, True)
+    counts, tiles, ranks = ranked_lists(both[:4], both[4:])
+    assert counts[0, 0].tolist() == [1, *([2] * 299)]
+    assert tiles[0, 0, 0, 0] == 3 and tiles[0, 0, 1].tolist() == [2, 1] and tiles[0, 0, 298].tolist() == [3, 1]
+    assert ranks[0, 0, 1:, 0].tolist() == list(range(299)) and ranks[0, 0, :, 1].tolist() == list(range(300))
+
+
 def in_sections(check: Callable[[], None], processors: int = 1) -> Callable[[], None]:
     """A check of batch-invariant calls whose sections have 128 keys. processors: with many, each section has a program."""
 
@@ -472,6 +486,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "lists_of_kv_heads": lists_of_kv_heads,
+    "ranked_lists": ranked_lists,
     "sorted_choices": sorted_choices,
     "single_queries": random_lists((1, 16), (2, 3, 9, 150), listed=1),
     "beside_lists": beside_lists,

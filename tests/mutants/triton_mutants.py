@@ -45,7 +45,7 @@ _BACKWARD = "backends.triton.kernels.backward"
 _KEEP = "backends.triton.kernels.bands.keep"
 _SUM = "backends.triton.kernels.bands.sum"
 _KEY_GRADIENTS = "backends.triton.kernels.chosen.key_gradients"
-_SORTED_CHOICE = "sparsity.kernels.sorted_choice"
+_SORTED_CHOICE, _RANKED = "sparsity.kernels.sorted_choice", "sparsity.kernels.ranked_lists"
 _PAIR_TILE = "backends.triton.kernels.pair_tile"
 _REDUCTIONS = "backends.triton.kernels.reductions"
 _ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
@@ -166,6 +166,8 @@ MUTANTS = by_name(
         "flat_list_offset", f"{_ITERATOR}:place_of_lists",
         "listed * strides.flat + sequence.lists_place", "listed * strides.flat", "ragged_lists",
     ),
+    Mutant("ranks_among_one_list", f"{_RANKED}:_placed", "place + low", "place", "ranked_lists"),
+    Mutant("partial_tiles_taken_for_full", f"{_RANKED}:store_ranked", "2 * tile + 1", "2 * tile", "ranked_lists"),
     Mutant("repeated_choices_kept", f"{_SORTED_CHOICE}:store_sorted", "number != before", "number >= before", "sorted_choices"),
     Mutant("choices_behind_the_count", f"{_SORTED_CHOICE}:store_sorted", "place < entries[:, None]", "place < width", "sorted_choices"),
     Mutant("nothing_gathered_counts", f"{_ITERATOR}:_joined_partial", "tl.where(exists, keys, seqlen_k)", "keys", "single_queries"),

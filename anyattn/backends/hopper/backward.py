@@ -25,11 +25,11 @@ from anyattn.backends.hopper.tables import made_lists
 from anyattn.backends.hopper.wide_backward import OneGradient, WideBackwardSpec, is_wide, launch_wide, wide_spec
 from anyattn.backends.sink_gradient import delta_of_rows, sink_gradient
 from anyattn.documents.dispatch import dispatched
-from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.derived import derived
-from anyattn.sparsity.lists import kept_transposed, ordered
+from anyattn.sparsity.lists import both_ways, kept_transposed
+from anyattn.sparsity.ranked_lists import ranked
 from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import Allocator, Layout, allocator, dense_layout
 
@@ -157,7 +157,9 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec | OneGradient) -> Tabl
     blocks, config = problem.blocks, spec.config
     assert spec.listed is not None
     if blocks is None:
-        lists = _tensors(made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head), config.has_ranks)
+        mask = problem.predicates[spec.listed]
+        by_row, by_key = made_lists(problem, mask, config.per_entry, config.per_head, both_ways=True)
+        lists = _ranked(tensors_of(by_row), tensors_of(by_key)) if config.has_ranks else _tensors(by_key)
         return Tables(lists, kinds=kinds_of(lists)[0])
     assert spec.list_tile is not None
     known = derived(blocks)
@@ -166,33 +168,20 @@ def _tables_of_lists(problem: Problem, spec: BackwardSpec | OneGradient) -> Tabl
     if tables is None:
         fits = spec.list_tile == tile_of(blocks)
         listed = blocks if fits else blocks.retile(*spec.list_tile)
-        lists, order = _tensors(listed, config.has_ranks), KeyOrder()
-        if not config.has_ranks:  # else key tiles wait for those before them
+        if config.has_ranks:  # key tiles wait for those before them
+            sorted_lists, order = both_ways(listed.classes(), True), KeyOrder()
+            lists = _ranked(sorted_lists[:4], sorted_lists[4:])
+        else:
+            lists = _tensors(kept_transposed(listed))
             order = order_of_lists(lists, config.list_cut[1], ceil_div(problem.k.shape[2], config.tiles.tile_n))
         tables = known[key] = Tables(lists, order, kinds_of((lists, order))[0])
     return tables
 
 
-def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
-    transposed = kept_transposed(lists)
-    if is_ranked:
-        return ranked(transposed.classes())
-    return *(None if t is None else t.contiguous() for t in tensors_of(transposed)), None
+def _tensors(by_key: Any) -> tuple[Tensor | None, ...]:
+    return *(None if t is None else t.contiguous() for t in tensors_of(by_key)), None
 
 
-def ranked(classes: Tensor) -> tuple[Tensor | None, ...]:
-    """The lists and ranks of ``backward.scheduler.KeyTables`` for deterministic sums.
-
-    classes: uint8 (B, H, N, M), the classes of the row tiles of each key tile.
-
-    >>> counts, rows, _, _, ranks = ranked(torch.tensor([[[[1, 0, 2], [1, 2, 2]]]], dtype=torch.uint8))
-    >>> counts.tolist(), rows.tolist(), ranks.tolist()
-    ([[[2, 3]]], [[[[4, 1, 0], [4, 2, 1]]]], [[[[0, 0, 0], [1, 0, 1]]]])
-    """
-    is_listed, tiles = classes != EMPTY, classes.shape[-1]
-    counts, backwards = ordered(classes.flip(-1), (PARTIAL, FULL))
-    row = tiles - 1 - backwards
-    is_partial = classes.gather(-1, row.long()) == PARTIAL
-    is_one = torch.arange(tiles, device=classes.device) < counts[..., None]
-    ranks = is_listed.cumsum(-2, dtype=torch.int32) - is_listed.to(torch.int32)
-    return counts, torch.where(is_one, 2 * row + is_partial, 0).to(torch.int32), None, None, ranks
+def _ranked(by_row: Any, by_key: Any) -> tuple[Tensor | None, ...]:
+    counts, tiles, ranks = ranked(by_row, by_key)
+    return counts, tiles, None, None, ranks

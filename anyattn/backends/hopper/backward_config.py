@@ -13,7 +13,6 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 
 __all__ = [
-    "DQ_CHUNK",
     "TALL",
     "BackwardConfig",
     "BackwardTiles",
@@ -36,8 +35,7 @@ _BARRIERS_AND_BOARDS, _ALIGNED = 512, 1024  # bytes of shared memory before the 
 # registers of a consumer thread for matrices; the numbers that mods and predicates take of them, if warp groups share keys and if not
 _HOLDING, _MODS_BESIDE_SHARED, _MODS_BESIDE_OWN = 208, 8, 40
 _PLACES = 8  # registers that the places of packed sequences take in a kernel without mods and predicates
-DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
-_DQ_EIGHTHS = {192: 2, 256: 4}  # by head dimension: these kernels are limited by the bandwidth of shared memory
+_DQ_CHUNK = 512  # numbers of dQ that a warp group's threads write at once, 4 each
 _DELTA = ("before", "between", "behind")
 _HALVED: dict[str, Any] = {"tile_m": 64, "tile_n": TILE_N, "ds_stages": 2, "dq_steps": 2, "holds_k": 0, "holds_v": 0, "delta": "before"}
 
@@ -48,7 +46,6 @@ class BackwardTiles:
     flight.
 
     ds_stages: tiles of dS; if keys are shared, of P. dq_steps: the number of parts in which a warp group's dQ passes through shared memory.
-    dq_eighths: the number of eighths of dQ that are added to global memory from registers and never pass through shared memory.
     dp_steps: the number of parts of its rows, one after the other, in which dP is computed: 2 leave room for wider dK and dV.
     holds_k, holds_v: the number of first columns of K and of V that a warp group keeps in registers as first operand of the products S and
     dP; each product reads the other columns from shared memory.
@@ -64,7 +61,6 @@ class BackwardTiles:
     do_stages: int = 2
     ds_stages: int = 2
     dq_steps: int = 1
-    dq_eighths: int = 0
     dp_steps: int = 1
     holds_k: int = 0
     holds_v: int = 0
@@ -89,8 +85,6 @@ class BackwardTiles:
         for name, wanted in _HALVED.items():
             if self.halves_dp and (given := getattr(self, name)) != wanted:
                 raise ValueError(f"{name}={given!r} with dp_steps=2; wanted {wanted!r}: its kernel supports nothing else")
-        if not 0 <= self.dq_eighths <= 7:
-            raise ValueError(f"dq_eighths={self.dq_eighths}; wanted 0 to 7: a part of dQ passes through shared memory")
         if self.delta not in (_DELTA[:1] if self.shares_keys else _DELTA):
             wanted = "'before'" if self.shares_keys else f"one of {', '.join(map(repr, _DELTA))}"
             raise ValueError(f"delta={self.delta!r} with tile_n={self.tile_n}; wanted {wanted}")
@@ -202,8 +196,6 @@ class BackwardConfig(ModsOfConfig):
         for name, columns in (("holds_k", self.head_dim), ("holds_v", self.head_dim_v)):
             if (held := getattr(self.tiles, name)) not in (0, 32, columns) and not (0 <= held < columns and held % 64 == 0):
                 raise ValueError(f"{name}={held}; wanted 0, 32, a multiple of 64, or the head dimension, {columns}")
-        if self.is_deterministic and self.tiles.dq_eighths:
-            raise ValueError(f"dq_eighths={self.tiles.dq_eighths} with is_deterministic: additions from registers have no order; wanted 0")
         if self.tiles.blocks > 1 and (self.sums or self.has_dropout or self.stores_dq or self.tiles.delta != "before"):
             raise ValueError(
                 f"sums, has_dropout, stores_dq or delta={self.tiles.delta!r} with blocks=2, whose kernel has none; wanted delta='before'"
@@ -232,13 +224,8 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def dq_chunks(self) -> int:
-        """Chunks of one step of a warp group's part of dQ: ``DQ_CHUNK`` numbers, 4 of each thread."""
-        return self.dq_numbers // (DQ_CHUNK * self.tiles.warp_groups)
-
-    @property
-    def dq_direct(self) -> int:
-        """The number of first chunks that are added to global memory from registers; the others pass through shared memory."""
-        return self.dq_chunks * self.tiles.dq_eighths // 8
+        """Chunks of one step of a warp group's part of dQ: ``_DQ_CHUNK`` numbers, 4 of each thread."""
+        return self.dq_numbers // (_DQ_CHUNK * self.tiles.warp_groups)
 
     @property
     def frees_keys(self) -> bool:
@@ -288,8 +275,19 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a table gives the order in which key tiles add to a row tile's dQ; else it follows from the bands."""
+        """Whether a table gives the order in which key tiles add to a row tile's dQ; else it follows from the bands and ``folds_keys``."""
         return self.is_deterministic and self.lists is not None
+
+    @property
+    def folds_keys(self) -> bool:
+        """Whether a head's key tiles are drawn in folds (``backward.scheduler``): those of deterministic sums under a causal mask. Not
+        where warp groups share keys: folds spread the thread blocks over more rows, of which the L2 cache holds the fewest there."""
+        return self.is_deterministic and self.interleaves_heads and not self.tiles.shares_keys
+
+    @property
+    def posts_turns(self) -> bool:
+        """Whether the producer posts the turn of each visit."""
+        return self.has_ranks or self.folds_keys
 
     @property
     def scratch(self) -> int:
@@ -352,21 +350,19 @@ def backward_tiles_for(
     head_dim_v: int,
     is_plain: bool = False,
     is_bare: bool = False,
-    is_deterministic: bool = False,
     is_packed: bool = False,
 ) -> BackwardTiles:
     """The tiles for padded head dimensions, with as many keys as fit the registers that the accumulators of dK and dV leave.
 
     is_plain: no score mod is evaluated, and no predicate except words of bits: others need the registers that rows 64 to 127 would take.
     is_bare: no predicate at all is evaluated either, so that more columns of K and V are held in registers, or dP is computed by halves.
-    is_deterministic: all of dQ passes through shared memory, because only additions from there have a fixed order. is_packed: as in
-    ``tall_tiles_for``.
+    is_packed: as in ``tall_tiles_for``.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts spills; docs/history has the trials.
     """
     if max(head_dim, head_dim_v) > 128:
         if is_bare and fits_halved(head_dim, head_dim_v):
             return BackwardTiles(**_HALVED, dp_steps=2)
-        return _shared_tiles(head_dim, head_dim_v, 0 if is_deterministic else _DQ_EIGHTHS.get(head_dim, 0), is_bare)
+        return _shared_tiles(head_dim, head_dim_v, is_bare)
     if is_plain and head_dim == head_dim_v == 64:
         return BackwardTiles(128, TILE_N, holds_v=64, delta="between")
     if head_dim == head_dim_v == 128:
@@ -386,14 +382,14 @@ def short_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
     return next(tiles for tiles in deep if bytes_of(tiles, head_dim, head_dim_v) <= room_of(2))
 
 
-def _shared_tiles(head_dim: int, head_dim_v: int, dq_eighths: int, is_bare: bool) -> BackwardTiles:
+def _shared_tiles(head_dim: int, head_dim_v: int, is_bare: bool) -> BackwardTiles:
     """The tiles for heads so wide that the warp groups share keys."""
     steps = [{"do_stages": stages, "dq_steps": steps} for stages, steps in ((2, 1), (2, 2), (1, 2))]
     wide = [BackwardTiles(64, SHARED_TILE_N, delta="before", **fields) for fields in steps]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
     # registers of a thread: dK and dV; S, dP and a mod's intermediate values, or dQ; then V and K
     room = _HOLDING - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4) - (0 if is_bare else _MODS_BESIDE_SHARED)
-    return _holding(replace(tiles, dq_eighths=dq_eighths), head_dim, head_dim_v, room)
+    return _holding(tiles, head_dim, head_dim_v, room)
 
 
 def _holding(tiles: BackwardTiles, head_dim: int, head_dim_v: int, room: int) -> BackwardTiles:

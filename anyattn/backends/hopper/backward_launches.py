@@ -30,9 +30,9 @@ __all__ = ["NO_LISTS", "Gradients", "Results", "Tables", "launch_all", "numbers_
 
 # key tiles per multiprocessor in a group of heads, whose longest tiles go first, and of packed ones, whose longest sequences do
 _ROUNDS, _ROUNDS_OF_SEQUENCES = 2, 4
-# deterministic sums: key tiles of one head at a time; each begins when the one before it has added to the first row tile. Of wide heads,
-# whose tiles the warp groups share, more: the L2 cache holds the rows of fewer such heads
-_IN_TURN, _IN_TURN_SHARED = 9, 17
+# deterministic sums: key tiles of one head at a time; each begins when the one before it has added to the first row tile. Tiles that warp
+# groups share, if all are seen by as many rows: the L2 cache holds the rows of fewer heads
+_IN_TURN, _IN_TURN_SHARED = 9, 36
 _MANY_ROUNDS = 24  # key tiles per multiprocessor in all: with so many, a long tile that starts late adds at most 4 %
 # out and lse of the forward pass; their gradients; delta, (B, Hq, Sq) float32, written if a sink needs it
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -176,13 +176,15 @@ def numbers_of_keys(config: Any, key_tiles: int, spread: int, ratio: int, size: 
     """(key tiles, heads that have each, how many of these run side by side, thread blocks) of a launch over key tiles. size: bytes that the
     thread blocks of one head read, and add to, repeatedly. processors: thread blocks that run at a time."""
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
-    if config.lists is not None or config.has_left != config.has_right or config.has_entries:
+    is_uneven = config.lists is not None or config.has_left != config.has_right or config.has_entries
+    if config.is_deterministic:
+        in_turn = _IN_TURN_SHARED if config.tiles.shares_keys and not is_uneven else _IN_TURN
+        together = _evenly(max(together, min(spread, ceil_div(processors, in_turn))), spread)
+    if is_uneven:
         drifts = ratio > 1 or config.looks_up_pairs
         one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another
         in_one_round = _heads_in_one_round(spread, key_tiles, processors) if one_round else 0
         rounds = _ROUNDS_OF_SEQUENCES if config.has_entries else _ROUNDS
-        if config.is_deterministic:
-            together = max(together, min(spread, ceil_div(processors, _IN_TURN_SHARED if config.tiles.shares_keys else _IN_TURN)))
         together = in_one_round or _heads_of_uneven_tiles(together, spread, key_tiles, processors, rounds)
     return key_tiles, spread, min(spread, together), max(1, min(key_tiles * spread, processors))
 
@@ -219,5 +221,13 @@ def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors
     (8, 64)
     """
     rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else rounds
-    least = max(together, ceil_div(rounds * processors, key_tiles))
-    return min(range(least, 2 * least), key=lambda n: -heads % n)  # prefers a last group of the same size as the others
+    return _evenly(max(together, ceil_div(rounds * processors, key_tiles)), heads)
+
+
+def _evenly(least: int, heads: int) -> int:
+    """The number of heads side by side, from ``least`` on, whose last group is as large as the others, or nearly so.
+
+    >>> _evenly(15, 32), _evenly(15, 20)
+    (16, 20)
+    """
+    return min(range(least, 2 * least), key=lambda n: -heads % n)

@@ -97,7 +97,7 @@ def backward_spec(problem: Problem) -> BackwardSpec:
     is_bare = score is None and not asks and listed is None and not has_dropout
     is_plain = is_bare or (score is None and not has_dropout and _are_words(problem, asks))
     is_packed = problem.sequences is not None
-    tiles = backward_tiles_for(d, dv, is_plain, is_bare, bool(problem.deterministic), is_packed)
+    tiles = backward_tiles_for(d, dv, is_plain, is_bare, is_packed)
     if score is not None and not sums and not tiles.shares_keys and _is_plain_bias(score):
         tiles = replace(tiles, delta="behind")  # there are enough registers, and the product S starts earlier
     stores_dq = _has_one_key_tile(problem, tiles)

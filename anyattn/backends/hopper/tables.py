@@ -63,7 +63,8 @@ def visits_of(problem: Problem, spec: ForwardSpec, results: Results | None = Non
     if sequences is not None:
         return _ragged(problem, spec, _ragged_lists(problem, problem.predicates[spec.listed], config.per_head), results)
     if blocks is None:
-        return _dense(problem, spec, made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head))
+        (made,) = made_lists(problem, problem.predicates[spec.listed], config.per_entry, config.per_head)
+        return _dense(problem, spec, made)
     known = derived(blocks)
     assert spec.list_tile is not None
     config, sizes = spec.config, (problem.q.shape[:3], problem.k.shape, problem.v.shape[3])
@@ -107,17 +108,20 @@ def _dense(problem: Problem, spec: ForwardSpec, lists: Any) -> TablesOnHost:
     return TablesOnHost(*tensors, order)
 
 
-def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
-    """Lists for a mask that has none."""
-    from anyattn.sparsity.compute import tile_lists
+def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool, both_ways: bool = False) -> tuple[Any, ...]:
+    """Lists for a mask that has none: of the key tiles of each row tile and, if ``both_ways``, of the row tiles of each key tile."""
+    from anyattn.sparsity.compute import tile_lists, tile_lists_both_ways
 
     grid = TileGrid((problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M), (problem.batch, problem.heads_q))
-    lists = tile_lists(mask, grid, problem.q.device)
-    batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
-    if lists.mask_block_cnt.shape[:2] == (batch, heads):
-        return lists
-    per_head_lists: Any = {name: t.expand(batch, heads, *t.shape[2:]) for name in LISTS if (t := getattr(lists, name)) is not None}
-    return replace(lists, **per_head_lists)
+    device, shape = problem.q.device, (problem.batch if per_entry else 1, problem.heads_q if per_head else 1)
+    found = tile_lists_both_ways(mask, grid, device) if both_ways else (tile_lists(mask, grid, device),)
+    if found[0].mask_block_cnt.shape[:2] == shape:
+        return found
+
+    def of_all(lists: Any) -> Any:
+        return replace(lists, **{name: t.expand(*shape, *t.shape[2:]) for name in LISTS if (t := getattr(lists, name)) is not None})
+
+    return tuple([of_all(lists) for lists in found])
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:

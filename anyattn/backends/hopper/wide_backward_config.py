@@ -94,7 +94,8 @@ class WideBackwardConfig(ModsOfConfig):
     __hash__ = ModsOfConfig.__hash__  # a dataclass would write its own
 
     # what the roles of other kernels, which this one shares, may ask: dense calls, one head for each row tile, nothing added to memory
-    is_deterministic = looks_up_pairs = has_entries = has_dropout = has_ranks = has_count = is_paged = pairs = is_split = False
+    is_deterministic = looks_up_pairs = has_entries = has_dropout = has_ranks = folds_keys = False
+    has_count = is_paged = pairs = is_split = False
     sums = ()
     heads_per_tile = own_heads = cluster = 1
 

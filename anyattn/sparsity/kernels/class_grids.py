@@ -14,9 +14,10 @@ from anyattn.sparsity.grid import ListForm, TileGrid
 from anyattn.sparsity.kernels.block_lists import compiled_for, list_tiles
 from anyattn.triton_tools.launch import current_device, launch
 
-__all__ = ["EVERYTHING", "classes_of_lists", "lists_of_classes", "sorted_choice"]
+__all__ = ["EVERYTHING", "classes_of_lists", "lists_of_classes", "ranked_lists", "sorted_choice"]
 
 _BLOCK = 256  # entries of lists that a program reads
+_RANKED = 128  # tiles that a program lists at a time
 _SORTED = 1024  # entries that a program sorts, if a row has fewer
 
 
@@ -57,6 +58,20 @@ def classes_of_lists(lists: Sequence[tuple[Tensor | None, Tensor, int]], columns
             grid = (ceil_div(rows * width, _BLOCK), heads, batch)
             launch(store_class, grid, arguments, device, options, compiled_for(known))
     return classes
+
+
+def ranked_lists(by_row: Sequence[Tensor], by_key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """``ranked_lists.ranked``."""
+    batch, heads, keys, rows = by_key[1].shape
+    device = by_key[1].device
+    counts = torch.empty((batch, heads, keys), dtype=torch.int32, device=device)
+    tiles, ranks = (torch.empty((batch, heads, keys, rows), dtype=torch.int32, device=device) for _ in range(2))
+    from anyattn.sparsity.kernels.ranked_lists import store_ranked
+
+    arguments = [counts, tiles, ranks, *(t.contiguous() for t in (*by_row, *by_key)), keys, rows]
+    with current_device(device):
+        launch(store_ranked, (keys + rows, heads, batch), arguments, device, {"BLOCK": _RANKED}, compiled_for(by_key))
+    return counts, tiles, ranks
 
 
 def sorted_choice(indices: Tensor, counts: Tensor | None, columns: int, room: int) -> tuple[Tensor, Tensor]:

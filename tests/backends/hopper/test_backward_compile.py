@@ -237,13 +237,11 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [  # what is said, 
     ("dq_steps=3", (64, 64, 64, 128), {"dq_steps": 3}),
     ("holds_k=48; wanted 0, 32, a multiple of 64, or", (64, 64, 64, 128), {"holds_k": 48}),
     ("holds_v=128; wanted .* the head dimension, 64", (64, 64, 64, 128), {"holds_v": 128}),
-    ("dq_eighths=8; wanted 0 to 7", (64, 64, 64, 128), {"dq_eighths": 8}),
     ("delta='after' with tile_n=128; wanted one of 'before', 'between', 'behind'", (64, 64, 64, 128), {"delta": "after"}),
     ("delta='behind' with tile_n=64; wanted 'before'", (64, 64, 64, 64), {}),
     ("stores_dq with BackwardTiles", (128, 128, 64, 128), {"stores_dq": True, "is_deterministic": True}),
     ("stores_dq with BackwardTiles", (128, 128, 64, 128), {"stores_dq": True, "has_entries": True}),
     ("stores_dq with BackwardTiles", (128, 128, 80, 128), {"stores_dq": True}),
-    ("additions from registers have no order", (64, 64, 64, 128), {"dq_eighths": 1, "is_deterministic": True}),
     ("tile_m=128, ds_stages=2 where warp groups share keys", (64, 64, 128, 64), {}),
     ("take 160 registers of a thread; wanted at most 128", (192, 128, 64, 128), {}),
     ("dp_steps=3; wanted 1 or 2", (64, 64, 64, 128), {"dp_steps": 3}),
@@ -276,13 +274,7 @@ def test_tiles_of_head_dimensions() -> None:
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
         if padded_for_backward(d, dv) != (d, dv):
             continue
-        for choice in itertools.product((False, True), repeat=4):
+        for choice in itertools.product((False, True), repeat=3):
             tiles = backward_tiles_for(d, dv, *choice)
-            config = BackwardConfig(d, dv, True, tiles, is_deterministic=choice[2], has_entries=choice[3] and not tiles.shares_keys)
+            config = BackwardConfig(d, dv, True, tiles, has_entries=choice[2] and not tiles.shares_keys)
             assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128 and not tiles.halves_dp)
-
-
-def test_deterministic_sums_pass_through_shared_memory() -> None:
-    q = torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)
-    found = [backward_spec(problem(q=q, k=q, v=q, deterministic=is_fixed)).config.tiles.dq_eighths for is_fixed in (False, True)]
-    assert found == [4, 0]

@@ -194,12 +194,14 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
 @pytest.mark.parametrize(
     ("sizes", "is_causal", "is_deterministic", "section"),
     [
-        ((2, 16, 8192, 128), False, True, 4),  # full attention: each tile waits once, for as long as the one before it is ahead
+        ((2, 16, 8192, 128), False, True, 16),
+        ((2, 16, 8192, 128), False, False, 4),
+        ((1, 16, 8192, 256), False, True, 4),  # of whose heads the L2 cache holds fewer rows
         ((2, 16, 8192, 128), True, True, 16),
         ((2, 16, 8192, 128), True, False, 8),
         ((1, 4, 8192, 128), True, True, 4),
         ((8, 16, 2048, 128), True, True, 32),
-        ((1, 16, 8192, 256), True, True, 8),  # tiles of 64 keys: more of a head
+        ((1, 16, 8192, 256), True, True, 16),
     ],
 )
 def test_few_tiles_of_a_head_take_turns(

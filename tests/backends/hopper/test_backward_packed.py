@@ -73,6 +73,9 @@ CASES = {
     "causal, deterministic, one query head each": Case(
         ([64, 330], [64, 330]), gaps=([3, 5], [9, 0]), heads=(2, 2), mask=masks.causal(), is_deterministic=True, workers=3
     ),
+    "folds of key tiles": Case(
+        ([64, 1100, 300], [64, 1030, 300]), gaps=([3, 5, 0], [9, 0, 4]), heads=(1, 1), mask=masks.causal(), is_deterministic=True, workers=6
+    ),
     "bands by head": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: j <= i + 100 - 170 * h),
     "lists and gaps": Case(([200, 70], [300, 200]), gaps=([3, 5], [9, 0]), mask=lambda b, h, i, j: (j < 20) | (j > i - 9), kind="flat"),
     "a predicate": Case(mask=lambda b, h, i, j: (i + j + b) % 3 > 0, kind="always"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ import pytest
 import torch
 
 from anyattn import masks
-from anyattn.arithmetic import LOG2E
-from anyattn.backends.hopper.backward import ranked
+from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.backward_tables import order_of_lists
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
@@ -27,6 +27,7 @@ from anyattn.sequences.l2_groups import fills_one_round
 from anyattn.sparsity.block_sparse import tensors_of
 from anyattn.sparsity.compute import tile_lists
 from anyattn.sparsity.grid import TileGrid
+from anyattn.sparsity.ranked_lists import ranked
 from tests.mutants.hopper_role_mutants import MUTANTS, planted
 from tests.mutants.mutant import Mutant
 from tests.support.covering import few
@@ -90,7 +91,6 @@ CASES = {
     "delta before a score mod": Case(
         (150, 200), tiles=BackwardTiles(64, 128, delta="before"), score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)
     ),
-    "sums from registers": Case((200, 200), (2, 1), tiles=BackwardTiles(128, 128, dq_eighths=3), workers=2),
     "one stage": Case((300, 200), tiles=BackwardTiles(64, 128, 1, 1, 1)),
     "one stage of dS": Case((300, 200), tiles=BackwardTiles(64, 128, 2, 2, 1)),
     "one tile of keys": Case((100, 100), (4, 2), batch=2, stores_dq=True, workers=3),
@@ -113,6 +113,13 @@ CASES = {
         (130, 200), (4, 2), mask=masks.causal(), dims=(256, 256), is_deterministic=True, workers=3
     ),
     "one head each, deterministic": Case((330, 300), (2, 2), mask=masks.causal(), is_deterministic=True, workers=3),
+    "folds of key tiles": Case((1000, 1250), (1, 1), mask=lambda b, h, i, j: i >= j - 193, is_deterministic=True, workers=6),
+    "folds of key tiles, tall tiles": Case(
+        (900, 1100), (1, 1), dims=(128, 128), tiles=BackwardTiles(80, 128), mask=masks.causal(), is_deterministic=True, workers=4
+    ),
+    "one head each, deterministic, shared keys": Case(
+        (200, 330), (1, 1), mask=masks.causal(), dims=(256, 256), is_deterministic=True, workers=3
+    ),
     "not rounded": Case((200, 300), (4, 2), mask=masks.causal(), is_wide=True, workers=2),
     "parts": Case((150, 300), (4, 1), batch=2, parts=2, workers=3),
     "parts of one head each, causal": Case((200, 300), (6, 2), mask=masks.causal(), parts=3, workers=2),
@@ -282,7 +289,7 @@ def _prepared(case: Case, seed: int) -> Prepared:
     out = p @ whole_v
     wanted = torch.autograd.grad(out, [*leaves, *own], dout)
     padded = padded_for_backward(*case.dims)
-    tiles = case.tiles or backward_tiles_for(*padded, is_deterministic=case.is_deterministic)
+    tiles = case.tiles or backward_tiles_for(*padded)
     fields, mods = _masked(case, mask, tiles)
     if score is not None:
         mods.insert(0, score)
@@ -303,7 +310,9 @@ def _prepared(case: Case, seed: int) -> Prepared:
     return Prepared(config, given, own, list(wanted), scale, _lists(case, mask), (numbers, tensors))
 
 
-def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_first_late: bool = False) -> dict[str, float]:
+def run(
+    case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, begins_late: Callable[[int], bool] = lambda number: False
+) -> dict[str, float]:
     """The errors of dq, dk and dv, and of the gradients of captured tensors, in units of the greatest gradient; rerun: whether another of so
     many orders of events changes a bit of dq, where it must not. Where the first order is wrong already, others are not run."""
     prepared = _prepared(case, seed)
@@ -318,7 +327,7 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2, is_fi
             assert order is not None
             call.order = order.numpy()
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
-        dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, is_first_late)
+        dq = run_grid(call, schedule, case.workers, changes, *prepared.captured, totals, begins_late)
         of_keys = (t.reshape(case.batch, -1, case.parts, *t.shape[2:]).sum(2) for t in (call.dk, call.dv))
         return [dq, *of_keys, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
 
@@ -361,11 +370,15 @@ def _masked(case: Case, mask: Any, tiles: BackwardTiles) -> tuple[dict[str, Any]
 def _lists(case: Case, mask: Any) -> tuple[Any, ...]:
     if case.kind != "lists":
         return ()
-    turned = tile_lists(mask, TileGrid(case.sizes, case.list_tile, (1, case.heads[0] if case.of_kv_heads else 1)), "cpu").transposed()
+    lists = tile_lists(mask, TileGrid(case.sizes, case.list_tile, (1, case.heads[0] if case.of_kv_heads else 1)), "cpu")
     if case.of_kv_heads:
-        turned = turned.from_classes(turned.classes()[:, :: case.heads[0] // case.heads[1]], turned.tile, turned.lengths)
+        lists = lists.from_classes(lists.classes()[:, :: case.heads[0] // case.heads[1]], lists.tile, lists.lengths)
+    turned = lists.transposed()
     tensors = (*tensors_of(turned), None)
-    return tuple(None if t is None else t.numpy() for t in (ranked(turned.classes()) if case.is_deterministic else tensors))
+    if case.is_deterministic:
+        counts, tiles, ranks = ranked(tensors_of(lists), tensors_of(turned))
+        tensors = (counts, tiles, None, None, ranks)
+    return tuple(None if t is None else t.numpy() for t in tensors)
 
 
 # mistakes in who waits for whom show in some orders of events alone: these cases have barriers and stages of every kind
@@ -404,16 +417,60 @@ def test_words_of_pairs_are_applied(fault: str, new: str) -> None:
     assert (max(run(CASES["image of another size"], 0, planted(*edits)).values()) > MOST) is bool(fault)
 
 
-_LATE = "deterministic by three blocks"
+_LOADER, _SCHEDULER = (f"backends.hopper.kernel.backward.{name}" for name in ("producer:LoadsRows", "scheduler:VisitsRows"))
 
 
-def test_no_tile_waits_for_a_block_that_has_not_begun() -> None:
-    assert max(run(CASES[_LATE], is_first_late=True).values()) <= MOST
-    loader = "backends.hopper.kernel.backward.producer:LoadsRows"
-    by_number = Mutant("", f"{loader}._first_drawn", "if const_expr(self.config.is_deterministic): ...", "if False: ...", "")
-    and_then = Mutant("", f"{loader}._next_drawn", "self.config.is_deterministic", "False", "")
+@pytest.mark.parametrize("name", ["deterministic by three blocks", "folds of key tiles", "folds of key tiles, tall tiles"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_tile_waits_for_a_block_that_has_not_begun(name: str, is_first: bool) -> None:
+    """The first block begins after the others, or the others after the first."""
+    assert max(run(CASES[name], begins_late=lambda number: (number == 0) == is_first).values()) <= MOST
+
+
+@pytest.mark.parametrize(
+    ("name", "is_first", "mistakes"),
+    [
+        (
+            "deterministic by three blocks",
+            True,
+            [
+                Mutant("", f"{_LOADER}._first_drawn", "if const_expr(self.config.is_deterministic): ...", "if False: ...", ""),
+                Mutant("", f"{_LOADER}._next_drawn", "self.config.is_deterministic", "False", ""),
+            ],
+        ),
+        ("folds of key tiles", False, [Mutant("", f"{_LOADER}.load", "if const_expr(self.config.folds_keys): ...", "if False: ...", "")]),
+        (
+            "folds of key tiles",
+            False,
+            [Mutant("", f"{_SCHEDULER}.folded_turn", "turn = start + cutlass.min(__, __1) - 1 - n_block", "pass", "")],
+        ),
+    ],
+)
+def test_a_tile_that_waits_for_a_late_block_is_found(name: str, is_first: bool, mistakes: list[Mutant]) -> None:
     with pytest.raises(Broken):
-        run(CASES[_LATE], changes=planted(by_number, and_then), is_first_late=True)
+        run(CASES[name], changes=planted(*mistakes), begins_late=lambda number: (number == 0) == is_first)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "ratio", "parts", "order"),
+    [
+        (8, 1, None, [7, 6, 5, 4, 3, 2, 1, 0]),
+        (11, 1, None, [7, 6, 5, 4, 3, 2, 1, 0, 8, 9, 10]),
+        (18, 1, 1, [7, 6, 5, 4, 3, 2, 1, 0, 8, 9, 10, 11, 12, 13, 14, 15, 17, 16]),
+        (7, 1, None, [0, 1, 2, 3, 4, 5, 6]),
+        (9, 2, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (9, 1, 2, [0, 1, 2, 3, 4, 5, 6, 7, 8]),  # one query head for each part of a group of two
+    ],
+)
+def test_folds(tiles: int, ratio: int, parts: int | None, order: list[int]) -> None:
+    names: dict[str, Any] = {"NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round, "Any": Any}
+    names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "ceil_div": ceil_div}
+    names |= {"cutlass": SimpleNamespace(min=min), "select": lambda condition, yes, no, kind: yes if condition else no}
+    exec(*compiled(("backward/scheduler",))[0], names)
+    rows = names["VisitsRows"]()
+    rows.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=128))
+    sizes = names["KeySizes"](tiles, 1, 1, 1, ratio, parts)
+    assert [rows.folded(i, 128 * tiles - 5, sizes) for i in range(tiles)] == order
 
 
 @pytest.mark.parametrize("ahead", [(3, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 2)])
@@ -481,6 +538,13 @@ def test_which_heads_are_interleaved() -> None:
     assert interleaves(causal) and interleaves(causal, has_entries=True)
     assert not any(interleaves(*bands) for bands in ((), (window,), (by_head,)))
     assert interleaves(causal, is_deterministic=True) and not interleaves(window, is_deterministic=True)
+
+    def folds(*bands: Any, is_deterministic: bool = True) -> bool:
+        return BackwardConfig(64, 64, True, BackwardTiles(64, 128), bands=bands, is_deterministic=is_deterministic).folds_keys
+
+    assert folds(causal) and not folds(causal, is_deterministic=False) and not folds(window) and not folds()
+    shared = BackwardTiles(64, 64, delta="before")
+    assert not BackwardConfig(64, 64, True, shared, bands=(causal,), is_deterministic=True).folds_keys
 
 
 DETERMINISTIC = [name for name, case in CASES.items() if case.is_deterministic]

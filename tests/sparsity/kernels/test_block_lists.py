@@ -88,6 +88,12 @@ def test_listed_classes_compile_for_hopper(has_count: bool) -> None:
     compiled(mask_of(EVERYTHING.expr, has_given=True).kernels.list_tiles, {"TILE_M": 1, "TILE_N": 1, **options})
 
 
+def test_ranked_lists_compile_for_hopper() -> None:
+    from anyattn.sparsity.kernels.ranked_lists import store_ranked
+
+    compiled(store_ranked, {"BLOCK": 128})
+
+
 @pytest.mark.parametrize("has_count", [False, True])
 def test_lists_of_single_queries_compile_for_hopper(has_count: bool) -> None:
     from anyattn.sparsity.kernels.block_lists import mask_of

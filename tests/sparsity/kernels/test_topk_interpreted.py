@@ -24,6 +24,7 @@ from anyattn.sparsity import read_lists as read_lists_module
 from anyattn.sparsity.block_mask import LISTS
 from anyattn.sparsity.block_sparse import BlockSparseTensors, tensors_of
 from anyattn.sparsity.kernels import class_grids
+from anyattn.sparsity.ranked_lists import ranked
 from anyattn.sparsity.read_lists import read_lists
 from tests.sparsity import test_varlen_topk as varlen
 from tests.sparsity.test_topk import CASES, MASKS, Case, check
@@ -72,6 +73,20 @@ def test_classes_and_lists() -> None:
             cnt, idx, full_cnt, full_idx = lists.lists_of_grid(grid, True)
             assert full_idx is not None
             assert torch.equal(class_grids.classes_of_lists([(cnt, idx, 1), (full_cnt, full_idx, 2)], grid.shape[-1]), grid)
+
+
+def test_ranked_lists() -> None:
+    """Shorter and longer than the 128 tiles that a program lists at a time."""
+    g = torch.Generator().manual_seed(0)
+    for shape in ((2, 3, 5, 9), (1, 1, 1, 1), (1, 1, 3, 140), (1, 2, 130, 2), (1, 2, 0, 4), (1, 1, 4, 0)):
+        classes = torch.randint(0, 3, shape, dtype=torch.uint8, generator=g)
+        for grid in (classes, classes.transpose(-1, -2)):
+            both: Any = lists.both_ways(grid, True)
+            counts, tiles, ranks = class_grids.ranked_lists(both[:4], both[4:])
+            wanted_counts, wanted_tiles, wanted_ranks = ranked(both[:4], both[4:])
+            is_listed, is_tile = grid.transpose(-1, -2) != 0, torch.arange(grid.shape[-2], device="cpu") < counts[..., None]
+            assert torch.equal(counts, wanted_counts) and torch.equal(tiles[is_tile], wanted_tiles[is_tile])
+            assert torch.equal(ranks[is_listed], wanted_ranks[is_listed])
 
 
 @pytest.mark.usefixtures("by_kernels")

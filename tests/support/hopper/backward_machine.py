@@ -174,9 +174,6 @@ class View:
     def write(self, values: Any) -> None:
         self.of.values[self.index()] = values
 
-    def __add__(self, numbers: int) -> View | Behind:
-        return Behind(self, numbers) if numbers else self
-
 
 class Run:
     """A run of rows and columns of a tile in shared memory, in all its stages."""
@@ -188,16 +185,6 @@ class Run:
     def read(self, stage: Any) -> np.ndarray:
         found = View(self.of, (None, None, stage)).read("a product")[self.rows, self.columns]
         return found.T if self.is_transposed else found
-
-
-class Behind:
-    """What stands behind the first numbers of a part of shared memory."""
-
-    def __init__(self, view: View, numbers: int):
-        self.view, self.numbers = view, numbers
-
-    def read(self, what: str) -> np.ndarray:
-        return self.view.read(what)
 
 
 class Box:

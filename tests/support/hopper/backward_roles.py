@@ -11,13 +11,14 @@ import contextlib
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from anyattn.backends.hopper.config import sides, slots
-from tests.support.hopper.backward_machine import LANES, Acc, Behind, Block, Box, Group, Held, Mma, Regs, Run, Shared, View, narrow
+from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Held, Mma, Regs, Run, Shared, View, narrow
 from tests.support.hopper.backward_packed_roles import FLOAT, NARROW, PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
@@ -101,11 +102,8 @@ class _Flat:
         self.of, self.at = of, at
         self.iterator = self
 
-    def __add__(self, offset: Any) -> _Flat:  # a vector: another place for each thread
-        return _Flat(self.of, self.at + (offset if isinstance(offset, np.ndarray) else int(offset)))
-
-    def toint(self) -> _Flat:
-        return self
+    def __add__(self, offset: Any) -> _Flat:
+        return _Flat(self.of, self.at + int(offset))
 
 
 class Table:
@@ -239,7 +237,7 @@ class _Device:
             "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup,
             "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None, LdMatrix8x8x16bOp=lambda *x: None),
             "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
-            "add_floats": self.add_floats, "add_four_to": self.add_four_to, "negative": np.negative, "LANES": 32, "Facts": None,
+            "add_floats": self.add_floats, "negative": np.negative, "LANES": 32, "Facts": None,
         }  # fmt: skip
 
     def fence(self, *_: Any, **__: Any) -> None:
@@ -269,16 +267,10 @@ class _Device:
 
         self.schedule.under_way.append(come)
 
-    def add_four_to(self, target: _Flat, values: list[np.ndarray]) -> None:
-        self.schedule.step()
-        for i, value in enumerate(values):
-            np.add.at(target.of, target.at + i, value)
-
-    def add_floats(self, target: _Flat, source: View | Behind, size: int) -> None:
+    def add_floats(self, target: _Flat, source: View, size: int) -> None:
         def add() -> Any:
             # chunk by chunk, thread by thread, 4 numbers each: the order of shared memory
             values = source.read("the adding copy").transpose(2, 1, 0).reshape(-1)
-            values = values[source.numbers :] if isinstance(source, Behind) else values
             if 4 * len(values) != size:
                 raise Broken(f"{size} bytes are added of {4 * len(values)}")
 
@@ -511,10 +503,10 @@ def run_grid(
     scalars: tuple = (),
     tensors: tuple = (),
     totals: tuple = (),
-    is_first_late: bool = False,
+    begins_late: Callable[[int], bool] = lambda number: False,
 ) -> np.ndarray:
     """Runs all thread blocks of a launch together; dk, dv and the sums of dq, or dq, are left in ``call``. totals: of captured tensors'
-    gradients. is_first_late: the first block begins when the others have ended. Returns dq as the last kernel has it."""
+    gradients. begins_late: which blocks, by number, begin when the others have ended. Returns dq as the last kernel has it."""
     codes, lines = compiled(MODULES, changes)
     config, schedule = call.config, Schedule(seed, lines)
     counter = Counter([], 0)
@@ -544,10 +536,9 @@ def run_grid(
     for number in range(workers):
         block = Block(schedule, config, number, workers)
         _add_roles(kernel, names, device, block, call, gmem, tables, counter, sizes, captured)
-    if is_first_late:
-        of_first = [actor for actor in schedule.actors if device.blocks[actor].number == 0]
-        for actor in of_first:
-            actor.condition = lambda: all(a.is_done for a in schedule.actors if a not in of_first)
+    late = [actor for actor in schedule.actors if begins_late(device.blocks[actor].number)]
+    for actor in late:
+        actor.condition = lambda: all(a.is_done for a in schedule.actors if a not in late)
     schedule.run()
     if counter.values != [0, 0]:
         raise Broken(f"the counter is left as {counter.values}")

@@ -201,7 +201,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         short = short_tiles_for(head_dim, head_dim_v) if name.startswith("short") else None
         if name.startswith("short") and short is None:
             continue
-        forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_fixed, is_packed)}
+        forms = {name: backward_tiles_for(head_dim, head_dim_v, name == "strided" or is_bare, is_bare, is_packed)}
         forms = forms if short is None else {name: short}
         if is_bare and "stores_dq" not in fields and (tall := tall_tiles_for(head_dim, head_dim_v, is_packed)) is not None:
             forms[f"tall {name}"] = tall

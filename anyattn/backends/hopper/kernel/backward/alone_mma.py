@@ -59,6 +59,6 @@ class MultipliesAlone(MultipliesBack):
                 pipes[1].consumer_release(do_state)
             else:
                 warpgroup.wait_group(0)
-            self._post_dq(fixed, dq, slots, step)
+            self._post_dq(fixed, dq, slots)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)

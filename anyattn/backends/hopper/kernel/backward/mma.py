@@ -8,11 +8,9 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.backward_config import DQ_CHUNK
 from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
-from anyattn.backends.hopper.kernel.captured.global_add import add_four_to
 from anyattn.backends.hopper.kernel.fragment import columns_of, narrowed, rows_and_columns
 from anyattn.backends.hopper.kernel.mma import Multiplies
 from anyattn.backends.hopper.kernel.operand import to_registers
@@ -250,7 +248,7 @@ class MultipliesBack:
         """The current visit and the current key tile, read from the board in shared memory. slots: (board, state of Q's pipeline, state of
         the work pipeline); the states select the board's current slots."""
         board, q_state, work_state = slots
-        count = len(Visit._fields) - (not self.config.has_ranks)  # the last one is the turn
+        count = len(Visit._fields) - (not self.config.posts_turns)  # the last one is the turn
         return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, slots: Any) -> tuple[Any, ...]:
@@ -308,7 +306,7 @@ class MultipliesBack:
             self._dq_stored(fixed, dq, slots, scale)
         else:
             for step in cutlass.range_constexpr(steps):
-                self._post_dq(fixed, columns_of(dq, step, steps), slots, step)
+                self._post_dq(fixed, columns_of(dq, step, steps), slots)
 
     @cute.jit
     def _dq_stored(self, fixed, dq, slots, scale):
@@ -330,11 +328,10 @@ class MultipliesBack:
         cute.copy(store, store.retile(narrow), store.partition_D(target))
 
     @cute.jit
-    def _post_dq(self, fixed, dq, slots, step: cutlass.Constexpr = 0):
+    def _post_dq(self, fixed, dq, slots):
         """Writes a warp group's part of dQ, or of dQ^T, to shared memory once the previous part has been read out, and posts its row tile;
         ``dq`` is None at the end, and ``slots`` the number of adding warps that are told later. A chunk is 4 numbers that are neighbours in
-        registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order). The first chunks are added to global memory from
-        registers, after the others are handed to an adding warp. step: the number of this part of dQ, of ``dq_steps``."""
+        registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order)."""
         places, group, thread, in_smem = fixed.board[2], fixed.group, fixed.thread, fixed.exchange.dq
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
@@ -344,25 +341,12 @@ class MultipliesBack:
         if const_expr(dq is not None):
             chunk = cute.make_rmem_tensor(4, Float32)
             own = rows_and_columns(dq)
-            for c in cutlass.range_constexpr(self.config.dq_direct, cute.size(own, mode=[1]) // 2):
+            for c in cutlass.range_constexpr(cute.size(own, mode=[1]) // 2):
                 for i in cutlass.range_constexpr(4):
                     chunk[i] = own[i // 2, 2 * c + i % 2]
                 cute.autovec_copy(chunk, in_smem[None, thread % 128, c, group])
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
-        if const_expr(dq is not None and self.config.dq_direct > 0):
-            self._added(fixed, rows_and_columns(dq), slots, step)
-
-    @cute.jit
-    def _added(self, fixed, own, slots, step: cutlass.Constexpr):
-        """Adds the first chunks of one step of dQ to global memory from registers."""
-        group, sums, config = fixed.group, fixed.exchange.dq_sums, self.config
-        m, head, entry, _ = self._place(slots)
-        lane = cute.arch.warp_idx() % 4 * 32 + cute.arch.lane_idx()  # thread in the warp group
-        before = (group * config.tiles.dq_steps + step) * config.dq_chunks * DQ_CHUNK
-        first = sums[entry, head, m, None].iterator + (before + 4 * lane)
-        for c in cutlass.range_constexpr(config.dq_direct):
-            add_four_to((first + c * DQ_CHUNK).toint(), [own[i // 2, 2 * c + i % 2] for i in range(4)])
 
 
 def transposed(x: Any) -> Any:

@@ -11,10 +11,13 @@ its first row tile, so that both visit the same row tiles. With one head after a
 the first key tiles have the most rows. With sequences, whose key tiles follow one another, and with deterministic sums visits always begin
 at the last row tile.
 
-Deterministic sums are added in ascending order of key tiles, and a head's key tiles are drawn in that order, so that no tile waits for a
-tile that has not started. Rows then go from the last to the first: key tiles that start together at the last rows follow one another at a
-distance of one visit, and with causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order. With
-one head after another, a later tile, which sees fewer rows, would wait anew at the last rows of every head.
+Deterministic sums are added in the order in which a head's key tiles are drawn, so that no tile waits for a tile that has not started. Rows
+then go from the last to the first: key tiles that start together at the last rows follow one another at a distance of one visit, and with
+causal masks and windows no tile waits at the lowest rows that see it, as it would in ascending order. With one head after another, a later
+tile, which sees fewer rows, would wait anew at the last rows of every head. Tiles are drawn in ascending order. Where each query head has
+its own keys, a causal tile has fewer visits than the one before, by about one, so that all tiles of a head that follow one another at a
+distance of one visit would end together, and the next ones would start together and wait: there tiles are drawn in folds
+(``VisitsRows.folded``), whose distances grow by one visit and shrink again.
 """
 
 from typing import Any, NamedTuple
@@ -29,10 +32,13 @@ from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.tile_scheduler import Visits
 from anyattn.sequences.l2_groups import fills_one_round
 
-__all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
+__all__ = ["FOLD", "KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
 
 KEY_FACTS = 8  # numbers of one key tile on the board
 VISIT_FACTS = 7  # numbers of one visit on the board
+# key tiles of a fold: about as many as work on one head at a time (``_IN_TURN`` of ``backward_launches``). The same for all calls, so that
+# the bits of dq depend neither on the batch nor on the device
+FOLD = 8
 
 
 class KeyFacts(NamedTuple):
@@ -56,7 +62,7 @@ class Visit(NamedTuple):
 
     m_block, head: the row tile. is_masked: some row does not see all keys of the tile. asks: the partial predicate is evaluated.
     left, right: row i sees keys ``i + left <= j < i + right``, for those of the bounds that the config has. turn: the number of key tiles
-    that add to the row tile before this one; None unless lists have ranks.
+    that add to the row tile before this one; None unless the config ``posts_turns``.
     """
 
     m_block: Any
@@ -119,9 +125,9 @@ class VisitsRows:
 
     @cute.jit
     def key_tile(self, work, tables, sizes):
-        """(n_block, kv head, entry) of work item ``work``, in the order of ``tables.order`` if there is one. Under a causal mask most rows
-        see the first key tiles, so these go first."""
-        rows, spread, section, heads, _, _ = sizes
+        """(n_block, kv head, entry) of work item ``work``, in the order of ``tables.order`` if there is one, before ``folded``. Under a
+        causal mask most rows see the first key tiles, so these go first."""
+        rows, spread, section, heads = sizes[:4]
         before = work // (section * rows) * section
         at_once = cutlass.min(section, spread - before)
         rest = work - before * rows
@@ -135,6 +141,30 @@ class VisitsRows:
             n_block = rows - 1 - n_block
         return n_block, inner % heads, inner // heads
 
+    def folded(self, i: Any, seqlen_k: Any, sizes: Any) -> Any:
+        """The ``i``-th key tile of a head, in folds of ``FOLD`` tiles: the first fold is in descending order, the second in ascending
+        order, and so on. Sequences with fewer tiles than a fold keep ascending order: by a simulation of turns, many short documents
+        take 8 % longer in folds."""
+        start, tiles = i // FOLD * FOLD, ceil_div(seqlen_k, self.config.tiles.tile_n)
+        turned = start + cutlass.min(start + FOLD, tiles) - 1 - i
+        return select(self._is_turned(i, tiles, sizes), turned, i, "int")
+
+    def _is_turned(self, n_block: Any, tiles: Any, sizes: Any) -> Any:
+        """Whether a key tile's fold is in descending order; none is where several query heads share keys."""
+        group = sizes.ratio if sizes.parts is None else sizes.ratio * sizes.parts
+        return (group == 1) & (tiles >= FOLD) & (n_block // FOLD % 2 == 0)
+
+    @cute.jit
+    def folded_turn(self, m, n_block, right, seqlen_k, sizes):
+        """The number of key tiles before this one, in the order of ``folded``, that row tile ``m`` sees."""
+        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
+        turn, tiles = n_block, ceil_div(seqlen_k, tile_n)
+        if self._is_turned(n_block, tiles, sizes):
+            start = n_block // FOLD * FOLD
+            seen = cutlass.min(ceil_div((m + 1) * tile_m + right - 1, tile_n), tiles)
+            turn = start + cutlass.min(start + FOLD, seen) - 1 - n_block
+        return turn
+
     @cute.jit
     def plan_of(self, n_block, head, entry, lengths, tables, captured, sizes):
         """(number of visits of a query head, plan from which ``visit_of`` makes them)."""
@@ -146,17 +176,19 @@ class VisitsRows:
             visits, plan = span[1] - span[0], span
         else:
             visits, plan = self.listed_rows(n_block, self.head_of_lists(head, sizes), entry, seqlen_q, tables)
-        return visits, (plan, left, right)
+        return visits, (plan, left, right, sizes)
 
     @cute.jit
     def visit_of(self, i, n_block, head, lengths, planned):
         """Visit ``i`` of a query head."""
-        plan, left, right = planned
+        plan, left, right, sizes = planned
         seqlen_q, seqlen_k = lengths
         turn = None
         if const_expr(self.config.lists is None):
             m, is_masked = self.span_visit(i, plan)
             asks = Int32(0)
+            if const_expr(self.config.folds_keys):
+                turn = self.folded_turn(m, n_block, right, seqlen_k, sizes)
         else:
             m, asks = self.listed_visit(i, plan)
             turn = self.listed_turn(m, n_block, plan)
@@ -172,7 +204,7 @@ class VisitsRows:
         place in the order of all. workers: thread blocks, which draw a round of key tiles at once."""
         if const_expr(self.config.is_deterministic):
             return Int32(1)
-        rows, _, section, _, ratio, _ = sizes
+        rows, _, section, _, ratio = sizes[:5]
         found = Int32(0)
         if ratio > 1:
             of_round = workers
@@ -302,8 +334,8 @@ class VisitsRows:
 
     @cute.jit
     def turn_of(self, n_block, visit):
-        """The number of key tiles that add to a row tile before this one: from the first that its rows see, or as the lists' ranks say."""
-        turn = n_block if const_expr(self.config.lists is None) else visit.turn
+        """The number of key tiles that add to a row tile before this one: from the first that its rows see, or as the producer posts it."""
+        turn = visit.turn if const_expr(self.config.posts_turns) else n_block
         if const_expr(self.config.has_left):
             turn = n_block - cutlass.max(visit.m_block * self.config.tiles.tile_m + visit.left, 0) // self.config.tiles.tile_n
         return turn

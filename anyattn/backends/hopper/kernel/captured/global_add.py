@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["add_four_to", "add_to", "always_add_to", "moved", "store_to"]
+__all__ = ["add_to", "always_add_to", "moved", "store_to"]
 
 _NOT_ZERO = "setp.neu.f32 p, $1, 0f00000000;"  # true for NaN, too
 
@@ -23,15 +23,6 @@ def add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
 def always_add_to(target: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """``add_to`` without the test, which takes a branch; for values that are rarely 0."""
     _run("red.relaxed.gpu.global.add.f32 [$0], $1;", target, value, loc, ip)
-
-
-@dsl_user_op
-def add_four_to(target: Any, values: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Adds four float32 to those at the address ``target``, a multiple of 16."""
-    operands = [Int64(target).ir_value(loc=loc, ip=ip), *(Float32(value).ir_value(loc=loc, ip=ip) for value in values)]
-    text, dialect = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", llvm.AsmDialect.AD_ATT
-    constraints = "l,f,f,f,f,~{memory}"
-    llvm.inline_asm(None, operands, text, constraints, has_side_effects=True, is_align_stack=False, asm_dialect=dialect, loc=loc, ip=ip)
 
 
 @dsl_user_op
