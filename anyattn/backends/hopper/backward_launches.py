@@ -177,7 +177,7 @@ def numbers_of_keys(config: Any, key_tiles: int, spread: int, ratio: int, size: 
     thread blocks of one head read, and add to, repeatedly. processors: thread blocks that run at a time."""
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     is_uneven = config.lists is not None or config.has_left != config.has_right or config.has_entries
-    if config.is_deterministic:
+    if config.is_deterministic and (is_uneven or not config.has_left):  # key tiles of a window begin at rows of their own, in turn
         in_turn = _IN_TURN_SHARED if config.tiles.shares_keys and not is_uneven else _IN_TURN
         together = _evenly(max(together, min(spread, ceil_div(processors, in_turn))), spread)
     if is_uneven:

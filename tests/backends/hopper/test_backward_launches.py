@@ -192,21 +192,22 @@ def test_grouped_heads_go_one_round_at_a_time(heads: int, section: int, launched
 
 
 @pytest.mark.parametrize(
-    ("sizes", "is_causal", "is_deterministic", "section"),
+    ("sizes", "mask", "is_deterministic", "section"),
     [
-        ((2, 16, 8192, 128), False, True, 16),
-        ((2, 16, 8192, 128), False, False, 4),
-        ((1, 16, 8192, 256), False, True, 4),  # of whose heads the L2 cache holds fewer rows
-        ((2, 16, 8192, 128), True, True, 16),
-        ((2, 16, 8192, 128), True, False, 8),
-        ((1, 4, 8192, 128), True, True, 4),
-        ((8, 16, 2048, 128), True, True, 32),
-        ((1, 16, 8192, 256), True, True, 16),
+        ((2, 16, 8192, 128), None, True, 16),
+        ((2, 16, 8192, 128), None, False, 4),
+        ((1, 16, 8192, 256), None, True, 4),  # of whose heads the L2 cache holds fewer rows
+        ((2, 16, 8192, 128), masks.causal(), True, 16),
+        ((2, 16, 8192, 128), masks.causal(), False, 8),
+        ((1, 4, 8192, 128), masks.causal(), True, 4),
+        ((8, 16, 2048, 128), masks.causal(), True, 32),
+        ((1, 16, 8192, 256), masks.causal(), True, 16),
+        ((2, 16, 8192, 128), masks.sliding_window(1023, 0), True, 4),  # whose tiles begin at rows of their own
     ],
 )
 def test_few_tiles_of_a_head_take_turns(
     sizes: tuple[int, int, int, int],
-    is_causal: bool,
+    mask: Any,
     is_deterministic: bool,
     section: int,
     launched: list[Launch],
@@ -215,8 +216,7 @@ def test_few_tiles_of_a_head_take_turns(
     monkeypatch.setattr(backward_launches, "multiprocessors", lambda device: 132)
     batch, heads, length, dim = sizes
     q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16).expand(batch, heads, length, dim).requires_grad_()
-    given = {"mask_mod": masks.causal()} if is_causal else {}
-    out = anyattn.flex_attention(q, q, q, **given, backend="hopper", deterministic=is_deterministic)
+    out = anyattn.flex_attention(q, q, q, mask_mod=mask, backend="hopper", deterministic=is_deterministic)
     ((_, products),) = of_kind(gradients_of(out, launched), BackwardConfig)
     assert products[20:24] == (length // (128 if dim <= 128 else 64), batch * heads, section, 132)
 
