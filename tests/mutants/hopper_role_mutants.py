@@ -245,9 +245,8 @@ MUTANTS = by_name(
            "pass", "deterministic lists"),
     Mutant("turns are not passed on", _ADDS, "self._pass_on(turns, __)", "pass", "deterministic"),
     Mutant("a turn too many is awaited", f"{_SCHEDULER}.turn_of", "return turn", "return turn + 1", "deterministic"),
-    Mutant("rows see whole folds", f"{_SCHEDULER}.folded_turn", "cutlass.min(start + FOLD, seen)", "start + FOLD", "folds of key tiles"),
-    Mutant("the last row's edge is one key early", f"{_SCHEDULER}.folded_turn", "ceil_div((m + 1) * tile_m + right - 1, tile_n)",
-           "ceil_div((m + 1) * tile_m + right - 2, tile_n)", "folds of key tiles"),
+    Mutant("rows see whole folds", f"{_SCHEDULER}.folded_turn", "cutlass.min(seen, tiles)", "tiles", "folds of key tiles"),
+    Mutant("the last row's edge is one key early", f"{_SCHEDULER}.folded_turn", "__ + right - 1", "__ + right - 2", "folds of key tiles"),
     Mutant("parts of a list's tile take one turn", _SCHEDULER, "__ * cut_n + n_block % cut_n", "__ * cut_n", "deterministic wide lists"),
     # which rows see which keys
     Mutant("the band's right side is off by one", _SCORES, "apart - visit.right + 1", "apart - visit.right", "causal"),

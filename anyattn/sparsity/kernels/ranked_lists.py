@@ -23,39 +23,37 @@ def store_ranked(
         line = head * keys + number
         partials, fulls = tl.load(key_partial_count + line), tl.load(key_full_count + line)
         tl.store(counts + line, partials + fulls)
-        own, last = tiles + line * rows, partials + fulls - 1
-        of_partials, of_fulls = key_partial_index + line * rows, key_full_index + line * rows
-        for start in range(0, partials, BLOCK):
-            tile, at, is_one = _placed(of_partials, partials, of_fulls, fulls, start, BLOCK)
-            tl.store(own + last - at, 2 * tile + 1, mask=is_one)
-        for start in range(0, fulls, BLOCK):
-            tile, at, is_one = _placed(of_fulls, fulls, of_partials, partials, start, BLOCK)
-            tl.store(own + last - at, 2 * tile, mask=is_one)
+        own, of_partials, of_fulls = tiles + line * rows, key_partial_index + line * rows, key_full_index + line * rows
+        _store_list(own, of_partials, partials, of_fulls, fulls, rows, True, True, BLOCK)
+        _store_list(own, of_fulls, fulls, of_partials, partials, rows, False, True, BLOCK)
     else:
         row = number - keys
         line = head * rows + row
         partials, fulls = tl.load(row_partial_count + line), tl.load(row_full_count + line)
         own, of_partials, of_fulls = ranks + head * keys * rows + row, row_partial_index + line * keys, row_full_index + line * keys
-        for start in range(0, partials, BLOCK):
-            tile, at, is_one = _placed(of_partials, partials, of_fulls, fulls, start, BLOCK)
-            tl.store(own + tile.to(tl.int64) * rows, at, mask=is_one)
-        for start in range(0, fulls, BLOCK):
-            tile, at, is_one = _placed(of_fulls, fulls, of_partials, partials, start, BLOCK)
-            tl.store(own + tile.to(tl.int64) * rows, at, mask=is_one)
+        _store_list(own, of_partials, partials, of_fulls, fulls, rows, True, False, BLOCK)
+        _store_list(own, of_fulls, fulls, of_partials, partials, rows, False, False, BLOCK)
 
 
 @triton.jit
-def _placed(index, count, other, others, start, BLOCK: tl.constexpr):
-    """BLOCK entries of a list from ``start`` on; how many entries of it and of another list are less than each; which exist. Both ascend,
-    and share no entry."""
-    place = start + tl.arange(0, BLOCK)
-    is_one = place < count
-    tile = tl.load(index + place, mask=is_one, other=0)
-    low, high = tl.zeros_like(tile), tl.zeros_like(tile) + others  # bounds on the entries of the other list that are less
-    span = others
-    while span > 0:
-        middle = (low + high) // 2
-        is_less = tl.load(other + middle, mask=low < high, other=0) < tile
-        low, high = tl.where(is_less & (low < high), middle + 1, low), tl.where(is_less, high, middle)
-        span = span // 2
-    return tile, place + low, is_one
+def _store_list(
+    own, index, count, other, others, rows: tl.int32, IS_PARTIAL: tl.constexpr, BY_KEY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Stores a list's part of a key tile's tiles (BY_KEY), or of a row tile's ranks, at ``own``. index, count: the list. other, others:
+    the other list, of full tiles if IS_PARTIAL. Both ascend, and share no entry."""
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        is_one = place < count
+        tile = tl.load(index + place, mask=is_one, other=0)
+        low, high = tl.zeros_like(tile), tl.zeros_like(tile) + others  # bounds on the entries of the other list that are less
+        span = others
+        while span > 0:
+            middle = (low + high) // 2
+            is_less = tl.load(other + middle, mask=low < high, other=0) < tile
+            low, high = tl.where(is_less & (low < high), middle + 1, low), tl.where(is_less, high, middle)
+            span = span // 2
+        at = place + low  # in both lists together
+        if BY_KEY:
+            tl.store(own + count + others - 1 - at, 2 * tile + IS_PARTIAL, mask=is_one)
+        else:
+            tl.store(own + tile.to(tl.int64) * rows, at, mask=is_one)

@@ -274,7 +274,7 @@ def test_tiles_of_head_dimensions() -> None:
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
         if padded_for_backward(d, dv) != (d, dv):
             continue
-        for choice in itertools.product((False, True), repeat=3):
+        for *choice, is_fixed in itertools.product((False, True), repeat=4):
             tiles = backward_tiles_for(d, dv, *choice)
-            config = BackwardConfig(d, dv, True, tiles, has_entries=choice[2] and not tiles.shares_keys)
+            config = BackwardConfig(d, dv, True, tiles, is_deterministic=is_fixed, has_entries=choice[2] and not tiles.shares_keys)
             assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128 and not tiles.halves_dp)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from anyattn import masks
-from anyattn.arithmetic import LOG2E, ceil_div
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.backward_tables import order_of_lists
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
@@ -442,13 +442,22 @@ def test_no_tile_waits_for_a_block_that_has_not_begun(name: str, is_first: bool)
         (
             "folds of key tiles",
             False,
-            [Mutant("", f"{_SCHEDULER}.folded_turn", "turn = start + cutlass.min(__, __1) - 1 - n_block", "pass", "")],
+            [Mutant("", f"{_SCHEDULER}.folded_turn", "self.folded(n_block, __, __1, __2)", "n_block", "")],
         ),
     ],
 )
 def test_a_tile_that_waits_for_a_late_block_is_found(name: str, is_first: bool, mistakes: list[Mutant]) -> None:
     with pytest.raises(Broken):
         run(CASES[name], changes=planted(*mistakes), begins_late=lambda number: (number == 0) == is_first)
+
+
+def _scheduling() -> dict[str, Any]:
+    """The names of the scheduler's module, for numbers of Python."""
+    names: dict[str, Any] = {"Int32": int, "NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round, "Any": Any}
+    names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "cutlass": SimpleNamespace(min=min)}
+    names["select"] = lambda condition, yes, no, kind: yes if condition else no
+    exec(*compiled(("backward/scheduler",))[0], names)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -463,14 +472,9 @@ def test_a_tile_that_waits_for_a_late_block_is_found(name: str, is_first: bool, 
     ],
 )
 def test_folds(tiles: int, ratio: int, parts: int | None, order: list[int]) -> None:
-    names: dict[str, Any] = {"NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round, "Any": Any}
-    names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "ceil_div": ceil_div}
-    names |= {"cutlass": SimpleNamespace(min=min), "select": lambda condition, yes, no, kind: yes if condition else no}
-    exec(*compiled(("backward/scheduler",))[0], names)
-    rows = names["VisitsRows"]()
-    rows.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=128))
+    names = _scheduling()
     sizes = names["KeySizes"](tiles, 1, 1, 1, ratio, parts)
-    assert [rows.folded(i, 128 * tiles - 5, sizes) for i in range(tiles)] == order
+    assert [names["VisitsRows"]().folded(i, tiles, tiles, sizes) for i in range(tiles)] == order
 
 
 @pytest.mark.parametrize("ahead", [(3, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 2)])
@@ -517,13 +521,9 @@ def test_the_turn_read_ahead_is_that_of_the_next_visit_but_one(ratio: int) -> No
 def test_rounds_of_interleaved_heads_begin_at_alternate_ends(
     has_entries: bool, ratio: int, section: int, places: dict[int, int], is_fixed: bool
 ) -> None:
-    names: dict[str, Any] = {"Int32": int, "NamedTuple": NamedTuple, "const_expr": bool, "fills_one_round": fills_one_round}
-    names |= {"Softmax": SimpleNamespace(captured=None), "Visits": SimpleNamespace(band=None), "Any": Any}
-    exec(*compiled(("backward/scheduler",))[0], names)
-    rows = names["VisitsRows"]()
+    rows = _scheduling()["VisitsRows"]()
     rows.config = SimpleNamespace(has_entries=has_entries, is_deterministic=is_fixed)
     assert {work: rows.begins_last(work, (64, 16, section, 8, ratio, None), 132) for work in places} == places
-    names["select"] = lambda condition, yes, no, kind: yes if condition else no
     assert [rows.interleaved(i, 3, 2, 0) for i in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert [rows.interleaved(i, 3, 2, 1) for i in range(6)] == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]
 

@@ -37,7 +37,8 @@ class LoadsRows:
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
             seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
             if const_expr(self.config.folds_keys):
-                n_block = self.folded(n_block, seqlens[1], sizes)
+                key_tiles = self.key_tiles(seqlens[1])
+                n_block = self.folded(n_block, key_tiles, key_tiles, sizes)
             visits, of_each = Int32(0), Int32(0)  # of_each: of each head, 0 if heads differ
             for which in cutlass.range(sizes.ratio, unroll=1):
                 of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, seqlens, tables, captured, sizes)

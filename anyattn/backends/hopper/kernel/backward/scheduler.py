@@ -32,13 +32,13 @@ from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.tile_scheduler import Visits
 from anyattn.sequences.l2_groups import fills_one_round
 
-__all__ = ["FOLD", "KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
+__all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
 
 KEY_FACTS = 8  # numbers of one key tile on the board
 VISIT_FACTS = 7  # numbers of one visit on the board
 # key tiles of a fold: about as many as work on one head at a time (``_IN_TURN`` of ``backward_launches``). The same for all calls, so that
 # the bits of dq depend neither on the batch nor on the device
-FOLD = 8
+_FOLD = 8
 
 
 class KeyFacts(NamedTuple):
@@ -141,29 +141,24 @@ class VisitsRows:
             n_block = rows - 1 - n_block
         return n_block, inner % heads, inner // heads
 
-    def folded(self, i: Any, seqlen_k: Any, sizes: Any) -> Any:
-        """The ``i``-th key tile of a head, in folds of ``FOLD`` tiles: the first fold is in descending order, the second in ascending
-        order, and so on. Sequences with fewer tiles than a fold keep ascending order: by a simulation of turns, many short documents
-        take 8 % longer in folds."""
-        start, tiles = i // FOLD * FOLD, ceil_div(seqlen_k, self.config.tiles.tile_n)
-        turned = start + cutlass.min(start + FOLD, tiles) - 1 - i
-        return select(self._is_turned(i, tiles, sizes), turned, i, "int")
+    def key_tiles(self, seqlen_k: Any) -> Any:
+        """The number of key tiles of so many keys."""
+        return ceil_div(seqlen_k, self.config.tiles.tile_n)
 
-    def _is_turned(self, n_block: Any, tiles: Any, sizes: Any) -> Any:
-        """Whether a key tile's fold is in descending order; none is where several query heads share keys."""
+    def folded(self, i: Any, seen: Any, tiles: Any, sizes: Any) -> Any:
+        """The ``i``-th key tile of a head among the first ``seen`` of its ``tiles``, and the place of tile ``i`` among them, in folds of
+        ``_FOLD`` tiles: the first fold is in descending order, the second in ascending order, and so on. Sequences with fewer tiles than a
+        fold keep ascending order: by a simulation of turns, many short documents take 8 % longer in folds. So do all where several query
+        heads share keys."""
         group = sizes.ratio if sizes.parts is None else sizes.ratio * sizes.parts
-        return (group == 1) & (tiles >= FOLD) & (n_block // FOLD % 2 == 0)
+        start, is_turned = i // _FOLD * _FOLD, (group == 1) & (tiles >= _FOLD) & (i // _FOLD % 2 == 0)
+        return select(is_turned, start + cutlass.min(start + _FOLD, seen) - 1 - i, i, "int")
 
-    @cute.jit
-    def folded_turn(self, m, n_block, right, seqlen_k, sizes):
+    def folded_turn(self, m: Any, n_block: Any, right: Any, seqlen_k: Any, sizes: Any) -> Any:
         """The number of key tiles before this one, in the order of ``folded``, that row tile ``m`` sees."""
-        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
-        turn, tiles = n_block, ceil_div(seqlen_k, tile_n)
-        if self._is_turned(n_block, tiles, sizes):
-            start = n_block // FOLD * FOLD
-            seen = cutlass.min(ceil_div((m + 1) * tile_m + right - 1, tile_n), tiles)
-            turn = start + cutlass.min(start + FOLD, seen) - 1 - n_block
-        return turn
+        tiles = self.key_tiles(seqlen_k)
+        seen = self.key_tiles((m + 1) * self.config.tiles.tile_m + right - 1)
+        return self.folded(n_block, cutlass.min(seen, tiles), tiles, sizes)
 
     @cute.jit
     def plan_of(self, n_block, head, entry, lengths, tables, captured, sizes):
