@@ -179,7 +179,8 @@ def numbers_of_keys(config: Any, key_tiles: int, spread: int, ratio: int, size: 
     is_uneven = config.lists is not None or config.has_left != config.has_right or config.has_entries
     if config.is_deterministic and (is_uneven or not config.has_left):  # key tiles of a window begin at rows of their own, in turn
         in_turn = _IN_TURN_SHARED if config.tiles.shares_keys and not is_uneven else _IN_TURN
-        together = _evenly(max(together, min(spread, ceil_div(processors, in_turn))), spread)
+        together = max(together, min(spread, ceil_div(processors, in_turn)))
+        together = together if is_uneven else _evenly(together, spread)
     if is_uneven:
         drifts = ratio > 1 or config.looks_up_pairs
         one_round = drifts and not config.is_deterministic  # deterministic tiles wait for one another
