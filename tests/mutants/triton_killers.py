@@ -481,6 +481,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
     # 17 heads take two tiles of 16 rows: of nine heads, and of eight
     "uneven_group": judged((1, 34, 2, 1, 50, 16, 16), kernel_options={"tile_m": 16}),
+    "many splits": judged((1, 2, 1, 5, 300, 16, 16), mask=masks.causal(295), kernel_options={"num_splits": 12, "tile_n": 16}),
     "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
     "shares": shares,
     "lists": random_lists((32, 32), (2, 2, 50, 56)),

@@ -281,7 +281,9 @@ MUTANTS = by_name(
         "splits_weighed_alike", f"{_COMBINE}:combine_row",
         "tl.exp(lse_of_parts - near)", "tl.where(lse_of_parts > float('-inf'), 1.0, 0.0)", "splits",
     ),
-    Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "total += share", "total += 2 * share", "splits"),
+    Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "tl.where(__, 0.0, 1.0)", "tl.where(__, 0.0, 2.0)", "splits"),
+    Mutant("eight_splits_not_rescaled", f"{_COMBINE}:combine_row", "acc * rescale", "acc", "many splits"),
+    Mutant("sum_of_eight_splits_not_rescaled", f"{_COMBINE}:combine_row", "total * rescale", "total", "many splits"),
     # even shares
     Mutant("share_one_tile_short", f"{_SHARES}:start_of_share", "at + share", "at + share - 1", "shares"),
     Mutant("heads_of_an_item_lost", f"{_SHARES}:start_of_share", "inside // own", "inside // own * 0", "shares"),

@@ -33,41 +33,36 @@ def combine_row(
     b, h, s = row // positions // heads, row // positions % heads, row % positions
     lane, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
     start = row.to(tl.int64)
-    top = tl.full((), float("-inf"), tl.float32)
+    acc, total, top = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32), tl.full((), float("-inf"), tl.float32)
+    is_unused = tl.full((), False, tl.int1)
+    if HAS_SINK:
+        top = tl.load(sink + b.to(tl.int64) * sink_b + h.to(tl.int64) * sink_h + s.to(tl.int64) * sink_s).to(tl.float32)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
     for first in range(0, parts, PARTS):
         part = first + lane
-        lse_of_parts = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse_of_parts, 0))
-    is_unused = top == float("inf")
-    if HAS_SINK:
-        logit = tl.load(sink + b.to(tl.int64) * sink_b + h.to(tl.int64) * sink_h + s.to(tl.int64) * sink_s).to(tl.float32)
-        top = tl.maximum(top, logit)
-    near = tl.where(top == float("-inf"), 0.0, top)  # any value near the maximum works
+        exists, at = part < parts, part.to(tl.int64)
+        lse_of_parts = tl.load(lses + start + at * part_lse, mask=exists, other=float("-inf"))
+        # not after the weights are known: a program has little to do but to wait for what it loads
+        of_parts = tl.load(
+            outs + at[:, None] * part_out + start * width + d[None, :], mask=exists[:, None] & (d < width)[None, :], other=0.0
+        )
+        if HAS_UNUSED:
+            is_unused = is_unused | (tl.max(lse_of_parts, 0) == float("inf"))
+            lse_of_parts = tl.where(is_unused, float("-inf"), lse_of_parts)
+        highest = tl.maximum(top, tl.max(lse_of_parts, 0))
+        near = tl.where(highest == float("-inf"), 0.0, highest)  # any value near the maximum works
+        rescale, weight = tl.exp(top - near), tl.exp(lse_of_parts - near)
+        # the output of a part without weight is not added: it may be NaN
+        acc = acc * rescale + tl.sum(tl.where((weight > 0)[:, None], of_parts * weight[:, None], 0.0), 0)
+        total, top = total * rescale + tl.sum(weight, 0), highest
     if HAS_UNUSED:
-        near = tl.where(is_unused, 0.0, near)
-    acc, total = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + lane
-        lse_of_parts = tl.load(lses + start + part.to(tl.int64) * part_lse, mask=part < parts, other=float("-inf"))
-        weight = tl.exp(lse_of_parts - near)
-        if HAS_UNUSED:
-            weight = tl.where(is_unused, 0.0, weight)
-        # the output of a part without weight is not loaded: it may be NaN
-        is_seen = (weight > 0)[:, None] & (d < width)[None, :]
-        at = part.to(tl.int64)[:, None] * part_out + start * width + d[None, :]
-        acc += tl.sum(tl.load(outs + at, mask=is_seen, other=0.0) * weight[:, None], 0)
-        total += tl.sum(weight, 0)
-    if HAS_SINK:
-        share = tl.exp(logit - near)
-        if HAS_UNUSED:
-            share = tl.where(is_unused, 0.0, share)
-        total += share
+        total = tl.where(is_unused, 0.0, total)
     is_blind = total == 0
     total = tl.where(is_blind, 1.0, total)
     target = out + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h + s.to(tl.int64) * out_s
     tl.store(target + d, (acc / total).to(out.dtype.element_ty), mask=d < width)
     if HAS_LSE:
-        tl.store(lse + start, tl.where(is_blind, float("-inf"), near + tl.log(total)))
+        tl.store(lse + start, tl.where(is_blind, float("-inf"), top + tl.log(total)))
 
 
 @triton.jit(do_not_specialize=_OF_SHARES, do_not_specialize_on_alignment=_OF_SHARES)
