@@ -83,9 +83,12 @@ def test_lengths(lengths: tuple[int, int], heads: str) -> None:
         judge(inputs(heads, batch=1, sq=lengths[0], sk=lengths[1], dtype=torch.float16), mask=MASKS[name])
 
 
-@pytest.mark.parametrize("dims", [(520, 504), (456, 456), (264, 512)], ids=str)
+@pytest.mark.parametrize("dims", [(520, 504), (456, 456), (264, 512), (320, 64), (64, 320)], ids=str)
 def test_head_dimensions_that_are_padded(dims: tuple[int, int]) -> None:
     judge(qkv(d=dims[0], dv=dims[1]), mask=MASKS["causal"])
+    if dims[0] >= dims[1]:
+        q, k, _ = qkv(d=dims[0], dv=dims[1])
+        judge([q, k, k[..., : dims[1]]], mask=MASKS["causal"])
 
 
 def test_heads_that_share_rows() -> None:

@@ -68,15 +68,15 @@ MUTANTS = by_name(
     # heads and storage
     Mutant("wrong_gqa_head", f"{_PRODUCER}:Loads._sources", "head // sizes.ratio", "head % (sizes.heads // sizes.ratio)", "full"),
     Mutant("queries_of_the_first_sequence", f"{_PRODUCER}:Loads._sources", "(q_start, 0)", "(q_start * 0, 0)", "packed"),
-    Mutant("keys_of_the_first_sequence", f"{_PRODUCER}:Loads._sources", "(k_start, 0)", "(k_start * 0, 0)", "packed"),
-    Mutant("values_of_the_first_sequence", f"{_PRODUCER}:Loads._sources", "(0, k_start)", "(0, k_start * 0)", "packed"),
+    Mutant("keys_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(start, 0)", "(start * are_values, 0)", "packed"),
+    Mutant("values_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(start, 0)", "(start * (not are_values), 0)", "packed"),
     Mutant("v_not_wiped", f"{_MMA}:Multiplies._wiped", "room < tile_n", "room < 0", "packed"),
     Mutant("rows_behind_a_sequence_written", f"{_EPILOGUE}:Epilogue.stored", "__ > facts.seqlen_q", "facts.m_block < 0", "packed"),
     Mutant("pages_of_the_first_sequence", f"{_PRODUCER}:Loads._page", "tables.pages[entry, __]", "tables.pages[0, __]", "pages"),
     Mutant("page_off_by_one", f"{_PRODUCER}:Loads._page", "Uint32(at)", "Uint32(at + 1)", "pages"),
-    Mutant("first_piece_of_every_page", f"{_PRODUCER}:Loads._fetch", "sizes.pieces_in_page", "1", "pages"),
+    Mutant("first_piece_of_every_page", f"{_PRODUCER}:Loads._start_copies", "sizes.pieces_in_page", "1", "pages"),
     Mutant(
-        "page_of_the_lane_before", f"{_PRODUCER}:Loads._fetch",
+        "page_of_the_lane_before", f"{_PRODUCER}:Loads._start_copies",
         "__(pages[group], i)", "__(pages[group], cutlass.max(i - 1, 0))", "pieces",
     ),
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = by_name(
         "__(offset, lane)", "__(offset, cutlass.max(lane - 1, 0))", "gathered",
     ),
     Mutant("first_half_of_every_row", f"{_PAGED_GATHER}:Gathers.gather", "(None, part, first)", "(None, 0, first)", "gathered"),
-    Mutant("pieces_exchanged", f"{_PRODUCER}:Loads._fetch", "group * LANES + i", "group * LANES + i ^ 1", "pieces"),
+    Mutant("pieces_exchanged", f"{_PRODUCER}:Loads._start_copies", "group * LANES + i", "group * LANES + i ^ 1", "pieces"),
     Mutant(
         "column_of_the_first_tile", f"{_SOFTMAX}:Softmax._places",
         "positions[0, 0][1] + n * self.config.tiles.tile_n", "positions[0, 0][1]", "score",

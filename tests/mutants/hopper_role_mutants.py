@@ -33,6 +33,8 @@ _ROWS, _SCHEDULER = f"{_KERNEL}.backward.producer:LoadsRows", f"{_KERNEL}.backwa
 _SCORES, _SUMS = f"{_KERNEL}.backward.scores", f"{_KERNEL}.captured.sums"
 _KEYS, _PACKED, _AFTER = f"{_KERNEL}.backward.epilogue:StoresKeys", f"{_KERNEL}.backward.packed:Packed", f"{_KERNEL}.backward.rows"
 _DROPS = f"{_KERNEL}.dropout:Drops"
+_ADDED = "cute.arch.barrier(barrier_id=_ADDED, number_of_threads=_BOTH)"
+_TAKEN = "cute.arch.barrier_arrive(barrier_id=_TAKEN, number_of_threads=_BOTH)"
 _FENCE = "cute.arch.fence_proxy('async.shared', space='cta')"
 
 
@@ -90,7 +92,7 @@ MUTANTS = by_name(
     _forward(f"{_VISITS}.head_of_lists", "lists are those of another K/V head", "head // sizes.ratio", "head % 2"),
     _forward(f"{_VISITS}.packed", "a smaller group has as many heads", "minimum(sizes.ratio - before, most)", "most"),
     _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),
-    _forward(f"{_LOADS}._fetch", "pieces are written one over the other", "group * LANES + i", "0"),
+    _forward(f"{_LOADS}._start_copies", "pieces are written one over the other", "group * LANES + i", "0"),
     # ---- backward of wide heads: two warp groups that pass P and dS to one another
     _wide_back(f"{_KERNEL}.wide_backward.keys:HopperKeyGradient.deltas", "delta may be loaded after its stage is released", "self.read()"),
     _wide_back(f"{_KERNEL}.wide_backward.once:MultipliesOnce._given", "lse may be loaded after its stage is released", "self.read()"),
@@ -127,9 +129,30 @@ MUTANTS = by_name(
     _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "both groups multiply the same half", "self.values_of(in_smem[2], 1)",
           "self.values_of(in_smem[2], 0)"),
     _wide(f"{_MULTIPLIES_WIDE}.multiply_rest", "the second group does not release Q", "self._give_back(pipes[0], q_state, thread)"),
-    _wide(f"{_MULTIPLIES_WIDE}._scored", "V is released while the first group reads it", "warpgroup.wait_group(1)"),
+    _wide(f"{_MULTIPLIES_WIDE}._values_added", "V is released while the first group reads it", "warpgroup.wait_group(under_way)"),
+    _wide(f"{_MULTIPLIES_WIDE}._values_first", "the product is taken to have ended before it has",
+          "self._values_added(__, v_state, 0)", "self._values_added(__, v_state, 1)"),
     _wide(f"{_MULTIPLIES_WIDE}._scored", "scores are read before they are there", "warpgroup.wait_group(0)"),
-    _wide(f"{_MULTIPLIES}._keys_read", "K is released where V is read there", "not self.config.has_one_kv", "True"),
+    _wide(f"{_MULTIPLIES_WIDE}._keys_read", "K is released where V is read there", "int(self.config.has_one_kv)", "0"),
+    _wide(f"{_MULTIPLIES_WIDE}._keys_awaited", "the first part of K is not waited for", "pipes.keys[0].consumer_wait(state)"),
+    _wide(f"{_MULTIPLIES}._product", "the second part of K is not waited for", "rest[1].consumer_wait(rest[2])"),
+    _wide(f"{_MULTIPLIES}._product", "the second part of K is waited for too late", "16 * i == rest[0]", "16 * i == rest[0] + 16"),
+    _wide(f"{_MULTIPLIES_WIDE}._values_awaited", "the other group's V is wiped before it comes", "pipes.other_values.consumer_wait(state)"),
+    _wide(f"{_MULTIPLIES_WIDE}._values_added", "the second group waits for a product that has ended",
+          "cute.arch.barrier_arrive(barrier_id=_ADDED, number_of_threads=_BOTH)"),
+    _wide(f"{_MULTIPLIES_WIDE}._last", "the second group waits for scores that do not follow",
+          "cute.arch.barrier_arrive(barrier_id=_ADDED, number_of_threads=_BOTH)"),
+    _wide(f"{_MULTIPLIES_WIDE}._take", "nobody waits for the first group's product",
+          _ADDED),
+    _wide(f"{_MULTIPLIES_WIDE}._take", "the first group may arrive twice before the second waits",
+          f"if const_expr(p is not None):\n    {_ADDED}\n{_TAKEN}", f"{_TAKEN}\nif const_expr(p is not None):\n    {_ADDED}"),
+    _wide(f"{_LOADS}._fetch_all", "a tile's number comes with its last part", "i == 0", "i == 1"),
+    _wide(f"{_LOADS_WIDE}.parts_of_tile", "both parts are a tensor's first columns", "(0, part.first, 0, 0)", "(0, 0, 0, 0)"),
+    _wide(f"{_LOADS_WIDE}.parts_of_tile", "columns of V are taken for rows", "(part.first, 0, 0, 0)", "(0, part.first, 0, 0)"),
+    _wide(f"{_LOADS_WIDE}.parts", "the first part is half as wide", "cut = self.config.columns", "cut = self.config.columns // 2"),
+    _wide(f"{_LOADS_WIDE}.readers", "the second group does not release a part that is K and V", "{0, 1}", "{0}"),
+    _wide(f"{_LOADS_WIDE}.pipes_of_roles", "both groups release the same part of V", "Pipes(q, None, of_v[1], work, of_v[0])",
+          "Pipes(q, None, of_v[0], work, of_v[1])"),
     _wide(f"{_LOADS_WIDE}.own_tile", "both thread blocks compute the first rows", "m_block * 2 + rank", "m_block * 2"),
     _wide(f"{_LOADS_WIDE}.own_heads", "both thread blocks compute the first heads", "head + before", "head"),
     _wide(f"{_LOADS_WIDE}.own_heads", "the first block has the heads of both",
@@ -139,7 +162,8 @@ MUTANTS = by_name(
     _wide(f"{_VISITS}.share", "masked tiles are visited again as bare ones", "maximum(after, 1 + masked)", "after"),
     _wide(_LOADS, "splits write over one another", "q_row + split * lengths[2]", "q_row"),
     _wide(f"{_LOADS_WIDE}.receivers", "a half is copied to one thread block", "_BOTH_BLOCKS", "1"),
-    _wide(f"{_LOADS}._sources", "both thread blocks load the same half", "(rank, self.config.cluster)", "(0, self.config.cluster)"),
+    _wide(f"{_LOADS}.part_of_tile", "both thread blocks load the same half", "self._partition(atom, in_smem, source, rank, __)",
+          "self._partition(atom, in_smem, source, 0, __)"),
     _wide(f"{_VISITS}.next_in_turn", "every round begins with the first worker", "workers - 1 - work % workers", "work % workers"),
     # ---- forward that skips
     _skipping(f"{_SKIPS}._step_after", "a skipped tile is multiplied", "tops.pending[0] = Int32(0)"),
@@ -150,7 +174,7 @@ MUTANTS = by_name(
     _skipping(f"{_SKIPS}._last", "the last product is not waited for", "warpgroup.wait_group(0)"),
     _skipping(f"{_SKIPS}._step_after", "scores alone are not waited for", "warpgroup.wait_group(0)"),
     _skipping(f"{_SKIPS}._step_after", "a skipped tile's step releases no values", "self._values_read(pipes[2], v_state)"),
-    _skipping(f"{_SKIPS}._step_after", "K is not released after a skipped tile", "self._keys_read(pipes[1], k_state)"),
+    _skipping(f"{_SKIPS}._step_after", "K is not released after a skipped tile", "self._keys_read(pipes, k_state)"),
     _skipping(f"{_SKIPS}._step_after", "all groups vote at one barrier", "_VOTE + group", "_VOTE"),
     _skipping(f"{_SKIPS}._step_after", "O is not rescaled after a vote", "self._rescaled(acc, sums[3], rescales)"),
     _skipping(f"{_LOADS_SKIPPING}._visit", "bare tiles go from the last to the first", "part.first + part.last - i", "i"),
@@ -198,7 +222,7 @@ MUTANTS = by_name(
     _in_order(f"{_IN_ORDER}._steps", "V's rows behind a sequence's end are not wiped", "self._wiped(__, __1, __2, __3, __4, __5)"),
     _in_order(f"{_IN_ORDER}._steps", "V is wiped from the end of the tile before", "sums[4].tile[0]", "(sums[4].tile[0] + 1)"),
     _in_order(f"{_IN_ORDER}._steps", "a window's first tile is visited twice", "left -= 1"),
-    _in_order(f"{_IN_ORDER}._scores", "registers hold more of Q than was read", "self._columns_held()", "self.config.head_dim"),
+    _in_order(f"{_IN_ORDER}._q_held", "registers hold more of Q than was read", "self._columns_held()", "self.config.head_dim"),
     _in_order(f"{_IN_PLACE}._weighed", "in place, V is released before its product has ended", "self._values_read(pipes[2], v_state)",
               "pipes[2].consumer_release(v_state)"),
     _in_order(f"{_IN_PLACE}._weighed", "in place, P is stored before the product that reads it has ended",

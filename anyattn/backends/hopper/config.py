@@ -454,7 +454,7 @@ def tiles_for(
     more. With three warp groups a key is read once for 192 rows instead of 128. This counts most at head dimensions such as 72 and 88: a
     row of 144 or 176 bytes begins inside a sector of 32 bytes, and TMA reads more sectors.
 
-    tile_n: the key size of a list's tile, of which a tile's keys must be a divisor. asked: all predicates but bands. page: rows of a page,
+    tile_n: keys, such as those of a list's tile, that a tile's must divide. asked: all predicates but bands. page: rows of a page,
     0 without. is_packed: heads share row tiles, so a thread's scores lie on more diagonals. has_dropout: its words take registers too.
     rows: the query rows of a list's tile, all heads counted that share it; a multiple of 64. has_one_kv: V is the first columns of K.
     """

@@ -28,7 +28,7 @@ from anyattn.backends.hopper.config import (
     slots,
     tiles_for,
 )  # fmt: skip
-from anyattn.backends.hopper.pack_gqa import heads_per_tile
+from anyattn.backends.hopper.pack_gqa import heads_per_tile, row_tiles
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
@@ -48,6 +48,7 @@ ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(range
 # How many of 8 exponentials after a cap are polynomials: then 104 operations of the special-function pipe, at 8 clocks each, and 577
 # instructions in all compare with 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
 _EMULATED = 3
+_KEYS_READ_ONCE = 32  # of a tile: see ``_keys_are_read_once``
 _SCORE = -1  # the score mod among sources, which are else numbers of predicates
 
 
@@ -207,6 +208,10 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     if d == dv == 128 and packed == 1 and is_bare and not pages["piece"]:
         tiles = replace(tiles, ping_pong=False)  # faster on an H200 if all tiles are bare, slower if some are masked
     flags["pairs"] = (d, dv) in WIDE and _pairs(problem, list_tile, packed, pages["piece"])
+    if flags["has_one_kv"] and score is None and list_tile is None and not asks and _keys_are_read_once(problem, packed):
+        _, small, pieces = _tiles(problem, wanted | {"tile_n": _KEYS_READ_ONCE})
+        if pieces["piece"] >= min(pages["piece"], LEAST_SHARED_PIECE):  # else loading takes more copies
+            tiles, pages = small, pieces
     if flags["pairs"] and _fills_with_heads(problem, packed):
         packed = 2 * LEAST_ROWS  # each thread block has half of the heads
     tile_m = tiles.tile_m * (1 + flags["pairs"])
@@ -228,12 +233,18 @@ def _pairs(problem: Problem, list_tile: tuple[int, int] | None, packed: int, pie
     could be alone with them.
 
     TFLOP/s with pairs and without (H200): decoding 128 heads of 576/512, 66 entries of 8,192 keys in pages of 64, 595 and 523, contiguous
-    616 and 586, 132 entries of 4,096 keys 590 and 540. With more row tiles than two the blocks of a pair wait for one another and work is
-    not drawn as it comes: causal D 512 435 and 561, full 518 and 526, K = V 640 and 653, 576/512 637 and 658.
+    616 and 586, 132 entries of 4,096 keys 590 and 540. With more row tiles than two work is not drawn as it comes, and the blocks of a pair
+    wait for one another: causal D 512 462 and 540, K = V 552 and 641, 576/512 628 and 722; full D 512 525 and 517, K = V 671 and 669.
     """
     rows = packed * problem.bound_q
     has_rows = LEAST_ROWS < rows <= 2 * LEAST_ROWS and (list_tile is None or list_tile[0] * packed % (2 * LEAST_ROWS) == 0)
     return (has_rows or _fills_with_heads(problem, packed)) and (piece == 0 or piece >= LEAST_SHARED_PIECE)
+
+
+def _keys_are_read_once(problem: Problem, packed: int) -> bool:
+    """Whether all rows that see a K/V head's keys share a row tile. Memory then takes longer than the products, and more and smaller tiles
+    in flight help: decoding 16 heads of 576/512, 32 entries of 8,192 keys, 85 instead of 90 us, in pages of 64 91.6 and 92.2 (H200)."""
+    return row_tiles(problem.bound_q, problem.qhead_per_kvhead, LEAST_ROWS, packed) == 1
 
 
 def _fills_with_heads(problem: Problem, packed: int) -> bool:

@@ -14,6 +14,7 @@ from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = ["reason_against_splits", "splits_of"]
 
+_KEYS_OF_COSTS = 64  # the tile in which ``num_splits`` counts what a split costs
 _MOST_PARTIAL = 2**29  # float32 numbers of the splits' outputs: 2 GiB
 
 
@@ -48,4 +49,4 @@ def splits_of(problem: Problem, config: Config, hardware: Hardware) -> int:
         row_tiles, batch = min(batch * row_tiles, rows * length // config.tile_q + batch), 1
     heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     workers = max(1, hardware.sm_count // config.cluster)
-    return num_splits(row_tiles, ceil_div(problem.bound_k, config.tiles.tile_n), heads, batch, workers, most)
+    return num_splits(row_tiles, ceil_div(problem.bound_k, _KEYS_OF_COSTS), heads, batch, workers, most)

@@ -62,9 +62,24 @@ def test_thread_blocks_share_keys_where_all_rows_of_a_kv_head_are_theirs() -> No
         config = forward_spec(problem(512, 512, sq=sq, heads=heads)).config
         assert config.pairs is wanted, (sq, heads)
         assert config.tile_q == config.own_q * (1 + wanted) == 64 // config.heads_per_tile * (1 + wanted)
-    for page, rows, wanted in ((64, 128, True), (16, 128, True), (8, 128, False), (2, 128, False), (64, 64, False)):
+    of_pages = ((64, 128, True, 64), (16, 128, True, 16), (8, 128, False, 8), (2, 128, False, 2), (64, 64, False, 32))
+    for page, rows, wanted, piece in of_pages:
         config = forward_spec(paged(page, rows)).config
-        assert (config.pairs, config.piece, config.has_one_kv) == (wanted, min(page, 64), True), (page, rows)
+        assert (config.pairs, config.piece, config.has_one_kv) == (wanted, piece, True), (page, rows)
+
+
+def test_keys_that_one_row_tile_reads_come_in_smaller_tiles() -> None:
+    """Memory takes longer than the products there: ``make_config._keys_are_read_once``."""
+    for page, rows, one, wanted in ((64, 64, True, (32, 4)), (16, 1, True, (32, 4)), (64, 65, True, (64, 2)), (64, 64, False, (64, 1))):
+        config = forward_spec(paged(page, rows, one)).config
+        assert (config.tiles.tile_n, config.tiles.stages) == wanted, (page, rows, one)
+    for page, wanted in ((2, (32, 2)), (24, (48, 24)), (48, (32, 16)), (32, (32, 32))):  # not with more copies of less than 16 rows
+        config = forward_spec(paged(page, 1)).config
+        assert (config.tiles.tile_n, config.piece) == wanted, page
+    few = problem(512, 512, True, sq=4, heads=(16, 1), mask=masks.causal())
+    assert (forward_spec(few).config.heads_per_tile, forward_spec(few).config.tiles.tile_n) == (16, 32)
+    for more in ({"mask": masks.prefix_lm(100)}, {"score": trace(lambda s, b, h, q, k: s / 2, "score")}):
+        assert forward_spec(problem(512, 512, True, sq=4, heads=(16, 1), **more)).config.tiles.tile_n == 64
 
 
 def test_lists_count_row_tiles_of_both_thread_blocks() -> None:
@@ -116,4 +131,4 @@ def test_a_tile_of_keys_lies_in_shared_memory_as_its_values_would() -> None:
     done = python("-m", "tests.support.hopper.wide_layouts", CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     pairs = [line.split(" | ") for line in done.stdout.splitlines()]
-    assert len(pairs) == 4 and all(keys == values for keys, values in pairs)
+    assert len(pairs) == 5 and all(keys == values for keys, values in pairs)

@@ -150,6 +150,7 @@ def _widen(config: Any, seed: int) -> None:
     config.is_wide, config.consumers, config.has_one_kv = True, 2, draw.random() < 0.5
     config.tiles.warp_groups, config.tiles.tile_m, config.tiles.ping_pong = 1, 64, False
     config.q_stages, config.pairs = 1, draw.random() < 0.5
+    config.columns, config.head_dim, config.head_dim_v = 16, 32, 32  # each of a product's two instructions reads a part
     config.cluster = 1 + config.pairs
     config.tiles.stages = max(config.tiles.stages, 1 + config.has_one_kv)
     if config.gathers:

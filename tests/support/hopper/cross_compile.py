@@ -234,9 +234,9 @@ def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     split = {**entries, "is_split": True}
     return {
         "decoding": ([causal], {"bands": (causal.expr,), **entries, "page": 64, "heads_per_tile": 128, "has_sink": True}),
-        "decoding alone": ([], {**entries, "page": 2, "heads_per_tile": 64, "has_sink": True, "rows": 64}),
+        "decoding alone": ([], {**entries, "page": 2, "heads_per_tile": 64, "has_sink": True, "rows": 64, "keys": 32}),
         "decoding split": ([causal], {"bands": (causal.expr,), **split, "page": 64, "heads_per_tile": 128}),
-        "decoding split alone": ([window], {"bands": (window.expr,), **split, "heads_per_tile": 32, "rows": 64}),
+        "decoding split alone": ([window], {"bands": (window.expr,), **split, "heads_per_tile": 32, "rows": 64, "keys": 32}),
         "decoding split capped": ([capped], {"score": capped.expr, **split, "page": 16, "heads_per_tile": 128}),
         "decoding split rows": ([], {**split, "has_one_kv": False}),
     }
@@ -289,7 +289,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         if name not in chosen:
             continue
         rows, page = fields.pop("rows", 128), fields.pop("page", 0)
-        listed = rows if "lists" in fields else None  # tiles of as many keys as rows
+        divided = fields.pop("keys", rows if "lists" in fields else None)  # lists have tiles of as many keys as rows
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         packs = "heads_per_tile" in fields
         if is_wide and "has_skip" in fields:
@@ -298,7 +298,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
             fields.setdefault("has_one_kv", i % 2 == 1)
         of_kv = fields.get("has_one_kv", False)
         tiles = tiles_for(
-            head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
+            head_dim, head_dim_v, fields.get("score"), divided, asks, page, packs, fields.get("has_dropout", False), rows, of_kv
         )
         if name.startswith("in order"):
             fields, tiles = {**fields, "in_order": True}, TILES_IN_ORDER[head_dim, head_dim_v]
@@ -311,7 +311,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
             continue  # its pieces are copied by TMA
         if 0 < piece < LEAST_PIECE:
             fields |= {"gathers": True}
-            tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1
+            tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), divided, asks, 1), 1
         config = Config(head_dim, head_dim_v, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
     return result

@@ -75,7 +75,7 @@ class Pieces:
     """A memory of K or V divided into pieces of keys: (in a piece, of the row), (in a row), pieces of keys and of the row, stages."""
 
     def __init__(self, memory: Memory, shape: tuple[int, int]):
-        self.memory, self.at = memory, ("k", "v").index(memory.name)  # which mode of both is the keys'
+        self.memory, self.at = memory, "kv".index(memory.name[0])  # which mode of both is the keys'
         if memory.block.gathers:
             raise Broken(f"{memory.name} comes row by row, and is divided for the copy engine")
         if shape[self.at] * memory.pieces != memory.keys * memory.block.blocks:
@@ -97,13 +97,13 @@ class Part(NamedTuple):
 
 
 class Memory:
-    """Stages of Q (whose place O takes), K or V; the last index says which. keys: of a tile of K or V, which so many copies fill. The K of
-    a block with ``has_one_kv`` is V too."""
+    """Stages of Q (whose place O takes), K or V, or of a part of their columns; the last index says which. keys: of a tile of K or V, which
+    so many copies fill."""
 
-    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1, users: int = 0):
-        """users: warp groups that read it, all if 0."""
+    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1, users: set[int] | None = None):
+        """users: warp groups that read it, all if None."""
         self.block, self.name, self.stages = block, name, [Stage() for _ in range(stages)]
-        self.users = set(range(users or block.consumers))
+        self.users = set(range(block.consumers)) if users is None else users
         self.keys, self.pieces = keys, pieces
         self.iterator, self.layout = self, None
 
@@ -111,6 +111,21 @@ class Memory:
         if not 0 <= key[-1] < len(self.stages):
             raise Broken(f"{self.name} has no stage {key[-1]}")
         return StageRef(self, key[-1])
+
+
+class Columns(NamedTuple):
+    """A tile of K or V in parts, each in a memory of its own, or one of its stages."""
+
+    parts: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.parts[0].name[0])
+
+    def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
+        if len(key) == 3 and isinstance(self.parts[0], StageRef):
+            return Part(self.parts[key[2]], key[2])
+        return Columns(tuple(part[key] for part in self.parts))
 
 
 class BlockPipe(Pipe):
@@ -122,6 +137,9 @@ class BlockPipe(Pipe):
         self.held = [stage.held for stage in self.stages]
 
     def consumer_wait(self, state: Any) -> None:
+        if self.memory and self.block.group.number not in self.memory.users:  # who does not release it
+            self.full[state.index].wait(state.phase)
+            return
         super().consumer_wait(state)
         if self.block.gathers and self.memory:
             self.block.group.unfenced.add((self.name, state.index))
@@ -129,7 +147,7 @@ class BlockPipe(Pipe):
     def consumer_release(self, state: Any) -> None:
         super().consumer_release(state)
         other = self.block.other
-        if other is not None and self.memory in self.block.memories[1:]:  # both thread blocks fill the stage
+        if other is not None and self.memory in self.block.of_tile:  # both thread blocks fill the stage
             if other.has_ended:
                 raise Broken(f"{self.name} {state.index} is given back to a thread block that has ended")
             next(pipe for pipe in other.pipes if pipe.name == self.name).empty[state.index].arrive()
@@ -228,6 +246,9 @@ class Group:
             raise Broken(f"a product by the layout of {atom.operation}")
         if any(id(x) in self.fresh for x in (acc, a.of)):
             raise Broken("a product of registers that no fence has covered")
+        for ref in (a.of, b.of):  # when it is issued, since a product may wait between its instructions
+            if isinstance(ref, StageRef) and self.number not in ref.stage.held:
+                raise Broken(f"{ref.memory.name} {ref.index} is read without having been waited for")
         self.issued.append((acc, a, b, atom.adds))
 
     def _is_q(self, operand: StageRef | Registers) -> bool:
@@ -240,13 +261,16 @@ class Group:
         acc, a, b, _ = product.parts[0]
         is_scores = self._is_q(a.of)
         first = [part.of if is_scores and self._is_q(part.of) else a.of for _, part, _, _ in product.parts]  # registers hold a part of Q
-        wanted = [(acc, Part(of, i), Part(b.of, i), i > 0 or not is_scores) for i, of in enumerate(first)]
+        second = [b.of] * len(first)
+        if is_scores and self.block.is_wide:
+            second = [StageRef(memory, b.of.index) for memory in self.block.of_tile[:PARTS]]
+        wanted = [(acc, Part(of, i), Part(second[i], i), i > 0 or not is_scores) for i, of in enumerate(first)]
         if product.parts != wanted or len(first) != PARTS:
             raise Broken("a product is not the sum of its parts")
         operands = list({id(x): x for x in first}.values())
         product.registers = [x for x in (acc, *operands) if isinstance(x, Registers)]
         if is_scores:
-            self._scores(product, acc, operands, b.of)
+            self._scores(product, acc, operands, list(dict.fromkeys(second)))
         else:
             self._output(product, acc, a.of, b.of)
         for x in product.registers:
@@ -271,7 +295,7 @@ class Group:
             raise Broken("a product of no tile")
         return self.block.order[count]
 
-    def _scores(self, product: _Product, acc: Registers, operands: list[StageRef | Registers], k: StageRef) -> None:
+    def _scores(self, product: _Product, acc: Registers, operands: list[StageRef | Registers], parts: list[StageRef]) -> None:
         product.tile = t, i = self._next(self.scores)
         self.scores += 1
         for q in operands:
@@ -281,7 +305,8 @@ class Group:
                     raise Broken("Q is read where O stands")
             elif q.made_of != (t,):
                 raise Broken(f"Q of {q.made_of} in registers with K of {(t, i)}")
-        self._reads(product, k, ("k", *self.block.tiles[t].sources[1][i]), (t, i))
+        for k in parts:
+            self._reads(product, k, (k.memory.name, *self.block.tiles[t].sources[1][i]), (t, i))
         acc.idle("overwritten")
         if self.block.takes_turns and self.block.turn != self.number:
             raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
@@ -309,8 +334,6 @@ class Group:
 
     def _reads(self, product: _Product, ref: StageRef, tag: tuple, place: Any) -> None:
         stage = ref.stage
-        if self.number not in stage.held:
-            raise Broken(f"{ref.memory.name} {ref.index} is read without having been waited for")
         if tag[0] != "q" and (ref.memory.name, ref.index) in self.unfenced:
             raise Broken(f"{ref.memory.name} {ref.index} was written by threads, and a product reads it without a fence")
         if stage.tag != (*tag, place):
@@ -346,23 +369,32 @@ class Block:
 
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile], rank: int = 0):
         self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
-        self.drops, self.is_wide, self.consumers = config.has_dropout, config.is_wide, config.consumers
+        self.drops, self.is_wide, self.consumers, self.columns = config.has_dropout, config.is_wide, config.consumers, config.columns
         self.section_tiles = config.section_tiles if config.in_order else 0
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
-        count, stages, users = config.consumers, config.tiles.stages, 1 if config.is_wide and not config.has_one_kv else config.consumers
+        count, stages = config.consumers, config.tiles.stages
         self.rank, self.blocks, self.is_paged = rank, config.cluster, config.is_paged
         self.groups = {f"{self.prefix}group {i}": Group(self, i) for i in range(count)}
         keys = config.tiles.tile_n
         whole = (keys, (keys // config.piece if config.is_paged else 1) * self.blocks)
-        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole, users), Memory(self, "v", stages, *whole)]
-        shared = [1, self.blocks, self.blocks]
-        self.pipes = [BlockPipe(self, m.name, len(m.stages), len(m.users) * n, m) for m, n in zip(self.memories, shared, strict=True)]
+        # a tile of wide heads comes in parts: the first warp group reads K and a part of V, the second the other part of V
+        users: dict[str, set[int] | None] = {"k": None, "v": None}
+        if config.is_wide:
+            users = {"k0": {0}, "k1": {0, 1}} if config.has_one_kv else {"k0": {0}, "k1": {0}, "v0": {0}, "v1": {1}}
+        self.q = Memory(self, "q", config.q_stages)
+        self.of_tile = [Memory(self, name, stages, *whole, of) for name, of in users.items()]
+        shared = [1, *[self.blocks] * len(self.of_tile)]
+        memories = [self.q, *self.of_tile]
+        self.pipes = [BlockPipe(self, m.name, len(m.stages), len(m.users) * n, m) for m, n in zip(memories, shared, strict=True)]
+        self.by_name = {m.name: (m, pipe) for m, pipe in zip(memories, self.pipes, strict=True)}
         for pipe in self.pipes[1:]:
             for barrier in pipe.full:
                 barrier.may_owe = config.pairs
-        if config.has_one_kv:
-            self.memories[2], self.pipes[2] = self.memories[1], self.pipes[1]
-        self.pipes.append(BlockPipe(self, "work", 2, count, None))
+        work = BlockPipe(self, "work", 2, count, None)
+        self.operands: tuple[Any, ...] = (self.q, *self.of_tile)
+        if config.is_wide:
+            self.operands = self.q, Columns(tuple(self.of_tile[:2])), Columns(tuple(self.of_tile[-2:]))
+        self.pipes.append(work)
         # of wide heads the first warp group computes all scores, and writes what has no visits
         self.scored = [len(self.order) if g == 0 or not config.is_wide else 0 for g in range(count)]
         self.ends = [[t for t, tile in enumerate(tiles) if tile.visits or g == 0 or not config.is_wide] for g in range(count)]
@@ -413,11 +445,11 @@ class Block:
         if count >= len(places):
             raise Broken(f"{name} {tag} is copied for no tile")
         place = places[count]
-        whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
+        whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources["qkv".index(name[0])][place[1]]
         wanted = whole[piece // self.blocks] if self.is_paged and name != "q" else whole
         if (name, tag) != (to.memory.name, wanted):
             raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")
-        if barrier is not self.pipes[("q", "k", "v").index(name)].full[to.index]:
+        if barrier is not self.by_name[name][1].full[to.index]:
             raise Broken(f"{name} {tag} comes to {to.index} and is told at {barrier.name}")
         if stage.number != count:
             self._is_free(to)
@@ -484,13 +516,17 @@ class Block:
         if number in CLEANED:
             self._sees_wiped(lambda how: "seen" if how == "fenced" else how)
 
-    def wiped(self, ref: StageRef, first: int, zeros: Registers) -> None:
-        group, stage = self.group, ref.stage
+    def wiped(self, tile: StageRef | Columns, first: int, zeros: Registers) -> None:
+        group = self.group
         if zeros.done != {"all 0.0"}:
             raise Broken("wiped with something else than zeros")
-        if group.number not in stage.held or stage.tag is None or group.number in stage.reading:
-            raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
-        stage.wiped.setdefault(group.number, (first, "wiped"))
+        for ref in tile.parts if isinstance(tile, Columns) else (tile,):
+            stage = ref.stage
+            others = ref.memory.users - stage.used  # who still have to read it: till then it is not overwritten
+            is_kept = group.number in stage.held or (others and group.number not in others)
+            if not is_kept or stage.tag is None or group.number in stage.reading:
+                raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
+            stage.wiped.setdefault(group.number, (first, "wiped"))
 
     def fence_written(self) -> None:
         """Between what the calling threads wrote, or saw written, and what their products read."""
@@ -499,7 +535,7 @@ class Block:
 
     def _sees_wiped(self, change: Any) -> None:
         group = self.group.number
-        for stage in self.memories[2].stages:
+        for stage in (stage for memory in self.of_tile for stage in memory.stages):
             if group in stage.wiped:
                 first, how = stage.wiped[group]
                 stage.wiped[group] = (first, change(how))

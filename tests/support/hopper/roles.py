@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tests.support.hopper import numbers
 from tests.support.hopper.cases import Case
 from tests.support.hopper.in_order_stubs import InOrderStubs, Sink, hold_q
-from tests.support.hopper.protocol import PARTS, Block, BlockPipe, Loaded, Memory, PieceRef, Pieces, Registers, StageRef
+from tests.support.hopper.protocol import PARTS, Block, BlockPipe, Columns, Loaded, PieceRef, Pieces, Registers, StageRef
 from tests.support.hopper.role_source import Changes, compiled
 from tests.support.hopper.schedule import Broken, Schedule, State
 from tests.support.hopper.stubs import Lanes, SkippingStubs, Stubs, TiledMma, Turned, View
@@ -113,12 +113,12 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
             return
         if mcast_mask != 3:
             raise Broken(f"half of {source.name} is copied to {mcast_mask}; wanted both thread blocks")
-        at = ("q", "k", "v").index(atom)
-        if tma_bar_ptr is not block.pipes[at].full[to.index]:
+        if tma_bar_ptr is not block.by_name[atom][1].full[to.index]:
             raise Broken(f"{source.name} comes to {to.index} and is told at {tma_bar_ptr.name}")
         half = 2 * (to.piece if isinstance(to, PieceRef) else 0) + block.rank
         for each in (block, block.other):
-            each.copy_in(source.name, source.tag, PieceRef(each.memories[at], to.index, half), each.pipes[at].full[to.index])
+            memory, pipe = each.by_name[atom]
+            each.copy_in(source.name, source.tag, PieceRef(memory, to.index, half), pipe.full[to.index])
 
     def partition(atom: str, part: int, _: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
         if part != (block.rank if atom != "q" else 0):
@@ -128,7 +128,8 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
     cute = SimpleNamespace(
         arch=_arch(block, work, counter),
         copy=copy,
-        domain_offset=lambda by, view: View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by))),
+        domain_offset=functools.partial(_moved, block.columns),
+        prefetch=lambda atom, source: None,
         local_tile=_local_tile,
         flat_divide=Pieces,
         make_tensor=lambda of, _: Turned(of),
@@ -211,7 +212,7 @@ def _copied(block: Block, of: Any, to: Any) -> None:
 class _Cells:
     """Some of a stage's keys, from ``key`` on."""
 
-    def __init__(self, of: StageRef, key: int):
+    def __init__(self, of: StageRef | Columns, key: int):
         self.of, self.key = of, key
 
     def __getitem__(self, _: Any) -> _Cells:
@@ -219,11 +220,20 @@ class _Cells:
 
 
 def _local_tile(x: Any, _: tuple, at: tuple) -> Any:
-    if isinstance(x, Memory):  # the columns of V that a warp group multiplies
-        if at[0] != x.block.group.number:
-            raise Broken(f"group {x.block.group.number} multiplies part {at[0]} of {x.name}")
-        return x
+    if isinstance(x, Columns):
+        return _Cells(x, at[1]) if isinstance(x.parts[0], StageRef) else x.parts[at[0]]  # the columns of V that a warp group multiplies
     return _Cells(x, at[1]) if isinstance(x, StageRef) else x[at]
+
+
+def _moved(columns: int, by: tuple, view: View) -> View:
+    """A view that begins at other rows, or a whole tensor, (rows, columns, ...) of K and (columns, rows, ...) of V, at the columns of a
+    part."""
+    if len(by) == 4:
+        at = {"k": (0, columns, 0, 0), "v": (columns, 0, 0, 0)}[view.name]
+        if by not in ((0, 0, 0, 0), at):
+            raise Broken(f"a part of {view.name} begins at {by}")
+        return View(f"{view.name}{int(any(by))}", view.tag)
+    return View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by)))
 
 
 def _narrowed(block: Block, x: Registers, _: str) -> Registers:
@@ -275,19 +285,25 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
     kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
     kernel.arch = names["cute"].arch
-    board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
-    in_smem = (*block.memories, block.memories[0], rest)
-    copies = tuple((name, View(name)) for name in ("q", "k", "v"))
+    board = (_Board(block, block.pipes[-1], "facts"), _Board(block, block.pipes[1], "visit"))
+    in_smem = (*block.operands, block.q, rest)
+    copies = tuple((name, View(name if len(name) == 1 else name[0])) for name in block.by_name)
+
+    pipes = [block.pipes] * (1 + len(block.groups))  # of the loader, and of each warp group
+    if case.config.is_wide:
+        pipes = kernel.pipes_of_roles(block.pipes[0], tuple(block.pipes[1:-1]), block.pipes[-1])
 
     def loads() -> None:
-        kernel.load(copies, in_smem, block.pipes, board, tables, counter, case.lengths, case.sizes, ((), ()))
+        if case.config.is_wide and kernel.readers() != tuple(memory.users for memory in block.of_tile):
+            raise Broken(f"parts are released by {kernel.readers()}")
+        kernel.load(copies, in_smem, pipes[0], board, tables, counter, case.lengths, case.sizes, ((), ()))
 
     def multiplies(number: int) -> None:
         mmas = (TiledMma(block, "qk"), TiledMma(block, "pv"))
         if case.config.is_wide and number == 1:
-            kernel.multiply_rest(0, mmas, in_smem, block.pipes, board, (None,) * 5)
+            kernel.multiply_rest(0, mmas, in_smem, pipes[2], board, (None,) * 5)
             return
-        kernel.multiply(128 * number, mmas, in_smem, block.pipes, board, None, sink, None, ((), ()))
+        kernel.multiply(128 * number, mmas, in_smem, pipes[1 + number], board, None, sink, None, ((), ()))
 
     schedule.add(f"{block.prefix}loader", loads)
     for name, group in block.groups.items():

@@ -19,7 +19,7 @@ from tests.support.limits import HANG
 
 __all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Pipe", "Schedule", "State"]
 
-_MOST_STEPS = 30_000  # of one schedule; the longest take some thousands
+_MOST_STEPS = 60_000  # of one schedule; the longest, of a pair of wide thread blocks with 150 row tiles, take 30,000 and more
 
 
 class Broken(AssertionError):

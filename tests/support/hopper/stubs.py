@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tests.support.hopper.protocol import Block, Loaded, Memory, PieceRef, Registers, RowTile, StageRef
+from tests.support.hopper.protocol import Block, Columns, Loaded, Memory, PieceRef, Registers, RowTile, StageRef
 from tests.support.hopper.schedule import Broken
 
 __all__ = ["ALL_0", "Lanes", "SkippingStubs", "Stubs", "TiledMma", "Turned", "View"]
@@ -52,15 +52,17 @@ class TiledMma:
             raise Broken(f"group {self.block.group.number} multiplies what thread {thread} does")
         return TiledMma(self.block, self.op, thread)
 
-    def _of(self, memory: Memory, wanted: str) -> Memory:
-        if memory.name != wanted and not (wanted == "v" and memory is self.block.memories[2]):
+    def _of(self, memory: Any, wanted: str) -> Any:
+        operand = self.block.operands["qkv".index(wanted)]
+        own = operand.parts[self.block.group.number] if wanted == "v" and isinstance(operand, Columns) else operand
+        if memory != own:
             raise Broken(f"{memory.name} is an operand of {self.op} in the place of {wanted}")
         return memory
 
-    def partition_A(self, memory: Memory) -> Memory:
+    def partition_A(self, memory: Any) -> Any:
         return self._of(memory, self.op[0])
 
-    def partition_B(self, memory: Memory) -> Memory:
+    def partition_B(self, memory: Any) -> Any:
         return self._of(memory, self.op[1])
 
     make_fragment_A, make_fragment_B = partition_A, partition_B
@@ -103,6 +105,14 @@ class Stubs:
             page, place = (x[key // 32][key % 32] for x in (pages, places))
             to = PieceRef(target.memory, target.index, key)
             self.block.copy_in(source.name, (*source.tag, 0, place, page), to, barrier)
+
+    def part_in_smem(self, tile: Columns, part: Any) -> Memory:
+        columns, width = self.config.columns, self.config.head_dim_v if part.are_values else self.config.head_dim
+        found: Memory = tile.parts[int(part.first > 0)]
+        wanted = {"k0": (False, 0, columns), "k1": (False, columns, width), "v0": (True, 0, columns), "v1": (True, columns, width)}
+        if tuple(part) != wanted[found.name]:
+            raise Broken(f"{found.name} takes {part}")
+        return found
 
     def band(self, entry: int, *_: Any) -> tuple[int, int]:
         return self.bands[entry]

@@ -20,7 +20,8 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
         found.extend((at[0] * shape[0] + i, at[1]) for i in range(shape[0]))
         return View("v")
 
-    done = SimpleNamespace(consumer_wait=lambda _: None, fill=lambda _: None)
+    done = SimpleNamespace(fill=lambda _: None)
+    pipes = [SimpleNamespace(consumer_wait=lambda _: None)] * 3
     arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
@@ -30,7 +31,7 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     kernel.dtype, kernel.holds_thread = "dtype", False
     kernel.config = SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
     for thread in range(128, 256):
-        kernel._wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
+        kernel._wiped(View("v"), pipes, State(1, 0, 0), room, thread, 1)
     return found
 
 

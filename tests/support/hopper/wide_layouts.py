@@ -13,7 +13,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 @cute.jit
 def show() -> None:
-    for head_dim, tile_n in ((576, 64), (512, 64), (576, 48), (512, 32)):
+    for head_dim, tile_n in ((576, 64), (512, 64), (576, 48), (576, 32), (512, 32)):
         k = helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim), BFloat16, 1)
         v = helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (64, 512, tile_n), BFloat16, 1)
         (keys, (inner, _), _), (to_key, to_column, _) = k.outer.shape, k.outer.stride

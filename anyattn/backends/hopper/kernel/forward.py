@@ -116,14 +116,10 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
         at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys per copy
-        k_atom, v_atom = None, None
         if const_expr(self.config.gathers):
-            v = plain_v
+            of_tile = (None, k), (None, plain_v)
         else:
-            read_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(self.config.pairs) else read
-            k_atom, k = self._copy_of(read_keys, k, one[1], (at_once, head_dim))
-            if const_expr(not self.config.has_one_kv):
-                v_atom, v = self._copy_of(read_keys, v, one[2], (head_dim_v, at_once))
+            of_tile = self.copies_of_tile(k, v, one, at_once)
         if const_expr(self.config.is_split):
             out_atom, out = None, None
         else:
@@ -136,8 +132,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             heads = k_heads * ceil_div(ratio, self.config.heads_per_tile)
         sizes = (rows, spread, section, heads, ratio, lengths[1] // at_once if const_expr(self.config.is_paged) else Int32(0))
         self.kernel(
-            (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths,
-            sizes, (scalars, tensors), layouts, (mma_qk, mma_pv),
+            (q_atom, *(atom for atom, _ in of_tile)), (q, *(x for _, x in of_tile)), (out_atom, out, plain_out, lse, highest), sink,
+            scale_log2, (*tables, counter), lengths, sizes, (scalars, tensors), layouts, (mma_qk, mma_pv),
         ).launch(
             grid=(workers * self.config.cluster, 1, 1),
             cluster=(self.config.cluster, 1, 1) if const_expr(self.config.pairs) else None,
@@ -155,6 +151,12 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
     def _layout_of_values(self) -> Any:
         tiles, shape = self.config.tiles, (self.config.tiles.tile_m, self.config.head_dim_v, self.config.tiles.tile_n)
         return helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, tiles.stages)
+
+    def copies_of_tile(self, k: Any, v: Any, layouts: list[Any], keys: int) -> tuple[tuple[Any, Any], ...]:
+        """(atom, tensor) of each part of a tile of K and V, in the order of ``Loads.parts_of_tile``. layouts: of Q, K and V in shared
+        memory. keys: per copy."""
+        read, d, dv = cpasync.CopyBulkTensorTileG2SOp(), self.config.head_dim, self.config.head_dim_v
+        return self._copy_of(read, k, layouts[1], (keys, d)), self._copy_of(read, v, layouts[2], (dv, keys))
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's

@@ -146,7 +146,7 @@ class Multiplies:
     @cute.jit
     def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
         """The first product and softmax of a row tile; stores its probabilities in ``p``."""
-        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
+        _, _, shape_s, positions, pipes, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
@@ -155,13 +155,13 @@ class Multiplies:
         row_sum.fill(0.0)
         if const_expr(tops is not None):
             self.start_tops(tops, positions, facts, captured)
-        pipes[1].consumer_wait(k_state)
+        self._keys_awaited(pipes, k_state)
         visit = board[1][k_state.index]
         self._my_turn(group)
-        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        self._scores(fixed, scores, q_state, k_state)
         self._next_turn(group)
         warpgroup.wait_group(0)
-        self._keys_read(pipes[1], k_state)
+        self._keys_read(pipes, k_state)
         n = visit // 2
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
@@ -174,7 +174,7 @@ class Multiplies:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         self._store(p, scores, (captured[2], n, None) if self.config.has_dropout else None)
         if const_expr(self.config.has_entries):  # only the first tile may reach past a sequence's last key
-            self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
+            self._wiped(in_smem[2], pipes, v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
         self._stored(fixed, p, row_scale, None)
 
     @cute.jit
@@ -210,6 +210,10 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
 
+    def _values_first(self, fixed: tuple, acc: Any, p: Any, v_state: Any) -> None:
+        """Starts the second product of the tile before, where a step begins with it."""
+        self._second(fixed, acc, p, v_state)
+
     def _stored(self, fixed: tuple, p: Any, row_scale: Any, rescales: Any) -> None:
         """What follows once a tile's probabilities are in ``p``. rescales: whether ``acc`` was multiplied by ``row_scale``; None in a row
         tile's first tile."""
@@ -217,12 +221,24 @@ class Multiplies:
     def _scored(self, pipes: Any, k_state: Any, v_state: Any) -> None:
         """Waits for the scores."""
         warpgroup.wait_group(1)
-        self._keys_read(pipes[1], k_state)
+        self._keys_read(pipes, k_state)
 
-    def _keys_read(self, pipe: Any, state: Any) -> None:
-        """Releases K's stage, unless V is read there too."""
-        if const_expr(not self.config.has_one_kv):
-            pipe.consumer_release(state)
+    def _keys_awaited(self, pipes: Any, state: Any) -> None:
+        """Waits for a tile of K, or for what the product that follows reads of it first."""
+        pipes[1].consumer_wait(state)
+
+    def _keys_read(self, pipes: Any, state: Any) -> None:
+        """Releases a tile of K, but for what is read as V too."""
+        pipes[1].consumer_release(state)
+
+    def _values_awaited(self, pipes: Any, state: Any) -> None:
+        """Waits for all columns of a tile of V."""
+        pipes[2].consumer_wait(state)
+
+    def _scores(self, fixed: tuple, scores: Any, q_state: Any, k_state: Any, held: Any = None, rest: Any = None) -> None:
+        """Starts the product of Q and a tile of K. held, rest: see ``_product``."""
+        (mma_qk, _), (q, k, _), _, _, _, _, _, _, _ = fixed
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True, held, rest)
 
     @cute.jit
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
@@ -247,18 +263,18 @@ class Multiplies:
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
-        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, _, _ = fixed
+        _, _, shape_s, positions, pipes, board, group, _, _ = fixed
         acc, (facts, _, _, captured, _) = sums[0], given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
         if const_expr(self.multiplies_values_first):
-            self._second(fixed, acc, p, v_state)
-        pipes[1].consumer_wait(k_state)
+            self._values_first(fixed, acc, p, v_state)
+        self._keys_awaited(pipes, k_state)
         n = Int32(0)
         if const_expr(asks or self.config.score is not None or self.config.has_dropout):
             n = board[1][k_state.index] // 2
         self._my_turn(group)
-        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        self._scores(fixed, scores, q_state, k_state)
         if const_expr(not self.multiplies_values_first):
             self._second(fixed, acc, p, v_state)
         self._next_turn(group)
@@ -375,13 +391,16 @@ class Multiplies:
             self.keep(p, self.narrowed_apart(powers, dropping))
 
     @cute.jit
-    def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr, held=None):
+    def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr, held=None, rest=None):
         """Issues the product of ``a`` and ``b``. held: (tiled MMA, registers, number of columns) if registers hold the first columns of
-        ``a``, all of which is in shared memory."""
+        ``a``, all of which is in shared memory. rest: (number of columns, pipeline, state) if ``b``'s columns after the first ones have a
+        pipeline of their own, for which this waits."""
         if const_expr(self.config.gathers):  # no barrier orders the threads' own copies before a product's reads
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            if const_expr(rest is not None and 16 * i == rest[0]):
+                rest[1].consumer_wait(rest[2])
             is_held = held is not None and 16 * i < held[2]
             atom = cute.make_mma_atom((held[0] if is_held else mma).op)
             atom.set(warpgroup.Field.ACCUMULATE, i > 0 or not from_zero)
@@ -389,14 +408,14 @@ class Multiplies:
         warpgroup.commit_group()
 
     @cute.jit
-    def _wiped(self, v, pipe, state, room, thread, group):
+    def _wiped(self, v, pipes, state, room, thread, group):
         """Clears V's rows from ``room`` on: rows past the last key may hold NaN, and 0 x NaN is NaN.
 
         Each warp group clears all of them, so that none has to wait for another.
         """
         tile_n, head_dim = self.config.tiles.tile_n, self.config.head_dim_v
         if room < tile_n:
-            pipe.consumer_wait(state)
+            self._values_awaited(pipes, state)
             tile = v[None, None, state.index]
             nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
             nothing.fill(0.0)

@@ -103,21 +103,19 @@ class MultipliesInOrder(Multiplies):
         pipes[1].consumer_wait(k_state)
         n = sections.tile[0] = board[1][k_state.index] // 2
         self._my_turn(group)
-        self._scores(fixed, scores, sections.q, q_state, k_state)
+        self._scores(fixed, scores, q_state, k_state, self._q_held(sections))
         self._next_turn(group)
         warpgroup.wait_group(0)
-        self._keys_read(pipes[1], k_state)
+        self._keys_read(pipes, k_state)
         self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
         if const_expr(sections.tops is not None):
             self.raise_tops(sections.tops, scores, None)
         self._weights(scores, sums, rate, True)
         p.store(narrowed(scores, self.dtype).load())
 
-    def _scores(self, fixed: tuple, scores: Any, held: Any, q_state: Any, k_state: Any) -> None:
-        """Starts the product of Q, whose first columns registers hold, and the key tile at hand."""
-        (mma_qk, _), (q, k, _), _, _, _, _, _, _, _ = fixed
-        first = self._from_registers(), held, self._columns_held()
-        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True, first)
+    def _q_held(self, sections: Any) -> tuple[Any, Any, int]:
+        """The columns of Q in registers, for ``_scores``."""
+        return self._from_registers(), sections.q, self._columns_held()
 
     @cute.jit
     def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
@@ -145,7 +143,7 @@ class MultipliesInOrder(Multiplies):
             v_state.advance()
         if const_expr(self.config.has_entries):
             room = facts.seqlen_k - sums[4].tile[0] * self.config.tiles.tile_n
-            self._wiped(in_smem[2], pipes[2], v_state, room, thread, group)
+            self._wiped(in_smem[2], pipes, v_state, room, thread, group)
         self._last(fixed, sums, p, v_state)
         pipes[2].consumer_release(v_state)
         v_state.advance()
@@ -160,7 +158,7 @@ class MultipliesInOrder(Multiplies):
         n = sections.tile[0] = sections.tile[0] + 1
         pipes[1].consumer_wait(k_state)
         self._my_turn(group)
-        self._scores(fixed, scores, sections.q, q_state, k_state)
+        self._scores(fixed, scores, q_state, k_state, self._q_held(sections))
         self._second(fixed, acc, p, v_state)
         self._next_turn(group)
         self._scored(pipes, k_state, v_state)

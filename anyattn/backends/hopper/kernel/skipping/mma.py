@@ -135,7 +135,7 @@ class MultipliesSkipping(Multiplies):
             self._scored(pipes, k_state, v_state)
         else:
             warpgroup.wait_group(0)
-            self._keys_read(pipes[1], k_state)
+            self._keys_read(pipes, k_state)
             pipes[2].consumer_wait(v_state)  # of a stage that is not read: its copy has ended before the next one begins
         of_tile = (scores, ahead, n, v_state, dropping)
         lifts = self._modified(fixed, given, of_tile, is_masked, asks)

@@ -20,6 +20,22 @@ __all__ = ["HopperWideForward"]
 class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
     """Attention forward for one ``Config`` that ``is_wide``: row tiles of 64 rows, and both consumer warp groups have all of them."""
 
+    def copies_of_tile(self, k: Any, v: Any, layouts: list[Any], keys: int) -> tuple[tuple[Any, Any], ...]:
+        read = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.config.pairs else cpasync.CopyBulkTensorTileG2SOp()
+        found = []
+        for part in self.parts():
+            size = part.end - part.first
+            x, tile, shape = (v, layouts[2], (size, keys)) if part.are_values else (k, layouts[1], (keys, size))
+            found.append(self._copy_of(read, x, tile, shape))
+        return tuple(found)
+
+    def _pipes_of_parts(self, barriers: Any) -> tuple[Any, ...]:
+        pipes, stages, keys = [], self.config.tiles.stages, self.config.tiles.tile_n
+        for i, (part, groups) in enumerate(zip(self.parts(), self.readers(), strict=True)):
+            size = keys * (part.end - part.first) * self.dtype.width // 8
+            pipes.append(self._pipe(barriers + 2 * stages * i, stages, size, groups=len(groups), cluster=self.config.cluster))
+        return tuple(pipes)
+
     def _part(self, group: Any) -> tuple[Any, Any]:
         return 0, group
 
@@ -30,8 +46,7 @@ class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
         @cute.struct
         class Storage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2]  # full and empty
-            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
-            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
+            part_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages * len(self.parts())]
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
             work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * FACTS], 16]
             visit: cute.struct.MemRange[cutlass.Int32, 8]
@@ -62,12 +77,8 @@ class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
-        one_kv = self.config.has_one_kv
-        cluster = self.config.cluster
-        k_pipe = self._pipe(storage.k_barriers.data_ptr(), tiles.stages, self.bytes[1], groups=2 if one_kv else 1, cluster=cluster)
-        v_pipe = k_pipe if one_kv else self._pipe(storage.v_barriers.data_ptr(), tiles.stages, self.bytes[2], cluster=cluster)
-        q_pipe = self._pipe(storage.q_barriers.data_ptr(), 1, self.bytes[0])
-        pipes = (q_pipe, k_pipe, v_pipe, self._work_pipe(storage.work_barriers.data_ptr()))
+        q_pipe, work_pipe = self._pipe(storage.q_barriers.data_ptr(), 1, self.bytes[0]), self._work_pipe(storage.work_barriers.data_ptr())
+        pipes = self.pipes_of_roles(q_pipe, self._pipes_of_parts(storage.part_barriers.data_ptr()), work_pipe)
         exchange = (
             storage.p.get_tensor(cute.make_layout((4, 128, tiles.tile_n // 16))),
             storage.factors.get_tensor(cute.make_layout((2, 128))),
@@ -90,10 +101,10 @@ class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
             cute.arch.setmaxregister_decrease(self.config.registers[1])
             if warp == 0:
                 copies = tuple(zip(atoms, gmem))
-                self.load(copies, smem, pipes, board, Tables(*tables[:-1]), tables[-1], lengths, Sizes(*sizes), captured)
+                self.load(copies, smem, pipes[0], board, Tables(*tables[:-1]), tables[-1], lengths, Sizes(*sizes), captured)
         elif warp < 8:
             cute.arch.setmaxregister_increase(self.config.registers[0])
-            self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
+            self.multiply(thread - 128, mmas, smem, pipes[1], board, outputs, sink, scale_log2, captured)
         else:
             cute.arch.setmaxregister_increase(self.config.registers[0])
-            self.multiply_rest(thread - 256, mmas, smem, pipes, board, outputs)
+            self.multiply_rest(thread - 256, mmas, smem, pipes[2], board, outputs)
