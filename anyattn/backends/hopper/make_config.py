@@ -243,7 +243,8 @@ def _pairs(problem: Problem, list_tile: tuple[int, int] | None, packed: int, pie
 
 def _keys_are_read_once(problem: Problem, packed: int) -> bool:
     """Whether all rows that see a K/V head's keys share a row tile. Memory then takes longer than the products, and more and smaller tiles
-    in flight help: decoding 16 heads of 576/512, 32 entries of 8,192 keys, 85 instead of 90 us, in pages of 64 91.6 and 92.2 (H200)."""
+    in flight help: decoding 16 heads of 576/512, 32 entries of 8,192 keys, 86 instead of 91 us, in pages of 64 91 and 94, 64 heads 107 and
+    112 (H200). Heads of 512 take 83 us in both. With V's product ended before the next tile is waited for 97 us."""
     return row_tiles(problem.bound_q, problem.qhead_per_kvhead, LEAST_ROWS, packed) == 1
 
 

@@ -210,10 +210,6 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
 
-    def _values_first(self, fixed: tuple, acc: Any, p: Any, v_state: Any) -> None:
-        """Starts the second product of the tile before, where a step begins with it."""
-        self._second(fixed, acc, p, v_state)
-
     def _stored(self, fixed: tuple, p: Any, row_scale: Any, rescales: Any) -> None:
         """What follows once a tile's probabilities are in ``p``. rescales: whether ``acc`` was multiplied by ``row_scale``; None in a row
         tile's first tile."""
@@ -268,7 +264,7 @@ class Multiplies:
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
         if const_expr(self.multiplies_values_first):
-            self._values_first(fixed, acc, p, v_state)
+            self._second(fixed, acc, p, v_state)
         self._keys_awaited(pipes, k_state)
         n = Int32(0)
         if const_expr(asks or self.config.score is not None or self.config.has_dropout):

@@ -57,25 +57,10 @@ class MultipliesWide(Multiplies):
     def _values_read(self, pipe: Any, state: Any) -> None:
         """The second product of the tile before has ended: see ``_scored``."""
 
-    def _waits_for_keys(self) -> bool:
-        """Whether memory takes longer than the products (``make_config._keys_are_read_once``): the second product is then ended before the
-        next tile is waited for, so that no tile is held meanwhile."""
-        return self.config.has_one_kv and self.config.tiles.stages > 2
-
-    def _values_first(self, fixed: tuple, acc: Any, p: Any, v_state: Any) -> None:
-        self._second(fixed, acc, p, v_state)
-        if self._waits_for_keys():
-            self._values_added(fixed[4], v_state, 0)
-
-    def _values_added(self, pipes: Any, v_state: Any, under_way: int) -> None:
-        """Waits for all but so many products, and ends that of the first group's half of V."""
-        warpgroup.wait_group(under_way)
+    def _scored(self, pipes: Any, k_state: Any, v_state: Any) -> None:
+        warpgroup.wait_group(1)
         pipes.values.consumer_release(v_state)
         cute.arch.barrier_arrive(barrier_id=_ADDED, number_of_threads=_BOTH)
-
-    def _scored(self, pipes: Any, k_state: Any, v_state: Any) -> None:
-        if not self._waits_for_keys():
-            self._values_added(pipes, v_state, 1)
         warpgroup.wait_group(0)
         self._keys_read(pipes, k_state)
 
