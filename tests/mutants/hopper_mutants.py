@@ -68,8 +68,8 @@ MUTANTS = by_name(
     # heads and storage
     Mutant("wrong_gqa_head", f"{_PRODUCER}:Loads._sources", "head // sizes.ratio", "head % (sizes.heads // sizes.ratio)", "full"),
     Mutant("queries_of_the_first_sequence", f"{_PRODUCER}:Loads._sources", "(q_start, 0)", "(q_start * 0, 0)", "packed"),
-    Mutant("keys_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(start, 0)", "(start * are_values, 0)", "packed"),
-    Mutant("values_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(start, 0)", "(start * (not are_values), 0)", "packed"),
+    Mutant("keys_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(start, 0)", "(start * 0, 0)", "packed"),
+    Mutant("values_of_the_first_sequence", f"{_PRODUCER}:Loads.part_of_tile", "(0, start)", "(0, start * 0)", "packed"),
     Mutant("v_not_wiped", f"{_MMA}:Multiplies._wiped", "room < tile_n", "room < 0", "packed"),
     Mutant("rows_behind_a_sequence_written", f"{_EPILOGUE}:Epilogue.stored", "__ > facts.seqlen_q", "facts.m_block < 0", "packed"),
     Mutant("pages_of_the_first_sequence", f"{_PRODUCER}:Loads._page", "tables.pages[entry, __]", "tables.pages[0, __]", "pages"),

@@ -287,7 +287,7 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[-1], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.operands, block.q, rest)
-    copies = tuple((name, View(name if len(name) == 1 else name[0])) for name in block.by_name)
+    copies = tuple((name, View(name[0])) for name in block.by_name)
 
     pipes = [block.pipes] * (1 + len(block.groups))  # of the loader, and of each warp group
     if case.config.is_wide:

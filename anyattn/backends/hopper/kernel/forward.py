@@ -119,7 +119,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         if const_expr(self.config.gathers):
             of_tile = (None, k), (None, plain_v)
         else:
-            of_tile = self.copies_of_tile(k, v, one, at_once)
+            of_tile = self._copies_of_tile(k, v, one, at_once)
         if const_expr(self.config.is_split):
             out_atom, out = None, None
         else:
@@ -152,11 +152,12 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
         tiles, shape = self.config.tiles, (self.config.tiles.tile_m, self.config.head_dim_v, self.config.tiles.tile_n)
         return helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, tiles.stages)
 
-    def copies_of_tile(self, k: Any, v: Any, layouts: list[Any], keys: int) -> tuple[tuple[Any, Any], ...]:
+    def _copies_of_tile(self, k: Any, v: Any, layouts: list[Any], keys: int) -> tuple[tuple[Any, Any], ...]:
         """(atom, tensor) of each part of a tile of K and V, in the order of ``Loads.parts_of_tile``. layouts: of Q, K and V in shared
         memory. keys: per copy."""
-        read, d, dv = cpasync.CopyBulkTensorTileG2SOp(), self.config.head_dim, self.config.head_dim_v
-        return self._copy_of(read, k, layouts[1], (keys, d)), self._copy_of(read, v, layouts[2], (dv, keys))
+        read = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.config.pairs else cpasync.CopyBulkTensorTileG2SOp()
+        tensors = (k, layouts[1]), (v, layouts[2])
+        return tuple(self._copy_of(read, *tensors[int(part.are_values)], part.shape(keys)) for part in self.parts())
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's

@@ -1,6 +1,6 @@
 """Producer role: one warp that schedules row tiles and loads Q, then the tiles of K and V, by TMA."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,9 +10,22 @@ from cutlass.cute.nvgpu import cpasync
 from anyattn.backends.hopper.kernel.paged_gather import LANES
 from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
-__all__ = ["Loads"]
+__all__ = ["Loads", "Part"]
 
 _AT_ONCE = 8  # unrolled copies of pieces
+
+
+class Part(NamedTuple):
+    """Columns ``first`` to ``end`` of a tile of K, or of V."""
+
+    are_values: bool
+    first: int
+    end: int
+
+    def shape(self, keys: Any) -> tuple[Any, Any]:
+        """(keys, columns), of V (columns, keys)."""
+        size = self.end - self.first
+        return (size, keys) if self.are_values else (keys, size)
 
 
 class Loads:
@@ -156,8 +169,12 @@ class Loads:
         pieces = self.config.tiles.tile_n // self.config.piece
         return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, LANES)]
 
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that a tile of K and V is loaded in."""
+        return Part(False, 0, self.config.head_dim), Part(True, 0, self.config.head_dim_v)
+
     def pipes_of_tile(self, pipes: Any) -> tuple[Any, ...]:
-        """The pipelines of the parts that a tile of K and V is loaded in."""
+        """The pipelines of a tile's parts."""
         return pipes[1:3]
 
     def _fetch_all(self, pipes: Any, state: Any, of_tile: Any, n: Any, pages: Any, sizes: Any, board: Any, asked: Any) -> None:
@@ -227,17 +244,18 @@ class Loads:
 
     def parts_of_tile(self, copies: Any, in_smem: Any, place: Any, rank: Any) -> tuple[Any, ...]:
         """(atom, source, target) of each part of a tile of K and V. place: (K/V head, row of storage, first key in it)."""
-        (k_copy, v_copy), (k, v) = copies, in_smem
         if self.config.gathers:
+            k, v = in_smem
             v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
-            return tuple((None, x[None, None, place[0], None], to) for (_, x), to in ((k_copy, k), (v_copy, v)))
-        k_part = self.part_of_tile(k_copy, k, self.config.head_dim, False, place, rank)
-        return k_part, self.part_of_tile(v_copy, v, self.config.head_dim_v, True, place, rank)
+            return tuple((None, x[None, None, place[0], None], to) for (_, x), to in zip(copies, (k, v), strict=True))
+        of_parts = zip(copies, in_smem, self.parts(), strict=True)
+        return tuple(self.part_of_tile(copy, x, part, place, rank) for copy, x, part in of_parts)
 
-    def part_of_tile(self, copy: Any, in_smem: Any, columns: int, are_values: bool, place: Any, rank: Any) -> tuple[Any, Any, Any]:
-        """(atom, source, target) of the first columns of a tile's keys, or values, whose columns come before their rows."""
-        (atom, x), (head, row, start), at_once = copy, place, self.config.piece or self.config.tiles.tile_n
-        shape, at, first = ((n, m) if are_values else (m, n) for m, n in ((at_once, columns), (None, 0), (start, 0)))
+    def part_of_tile(self, copy: Any, in_smem: Any, part: Part, place: Any, rank: Any) -> tuple[Any, Any, Any]:
+        """(atom, source, target) of a part. copy: its source begins at the part's first column."""
+        (atom, x), (head, row, start) = copy, place
+        shape = part.shape(self.config.piece or self.config.tiles.tile_n)
+        at, first = ((0, None), (0, start)) if part.are_values else ((None, 0), (start, 0))
         if self.config.is_paged:
             source = cute.local_tile(x[None, None, head, None], shape, (*at, None))
             in_smem = cute.flat_divide(in_smem, shape)[(None, None, *at, None)]

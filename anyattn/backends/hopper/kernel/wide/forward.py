@@ -20,15 +20,6 @@ __all__ = ["HopperWideForward"]
 class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
     """Attention forward for one ``Config`` that ``is_wide``: row tiles of 64 rows, and both consumer warp groups have all of them."""
 
-    def copies_of_tile(self, k: Any, v: Any, layouts: list[Any], keys: int) -> tuple[tuple[Any, Any], ...]:
-        read = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.config.pairs else cpasync.CopyBulkTensorTileG2SOp()
-        found = []
-        for part in self.parts():
-            size = part.end - part.first
-            x, tile, shape = (v, layouts[2], (size, keys)) if part.are_values else (k, layouts[1], (keys, size))
-            found.append(self._copy_of(read, x, tile, shape))
-        return tuple(found)
-
     def _pipes_of_parts(self, barriers: Any) -> tuple[Any, ...]:
         pipes, stages, keys = [], self.config.tiles.stages, self.config.tiles.tile_n
         for i, (part, groups) in enumerate(zip(self.parts(), self.readers(), strict=True)):

@@ -6,19 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16
 
-from anyattn.backends.hopper.kernel.producer import Loads
+from anyattn.backends.hopper.kernel.producer import Loads, Part
 
-__all__ = ["LoadsWide", "Part", "Pipes"]
+__all__ = ["LoadsWide", "Pipes"]
 
 _BOTH_BLOCKS = 3  # a bit for each thread block of the cluster
-
-
-class Part(NamedTuple):
-    """Columns ``first`` to ``end`` of a tile of K, or of V."""
-
-    are_values: bool
-    first: int
-    end: int
 
 
 class Pipes(NamedTuple):
@@ -40,7 +32,7 @@ class LoadsWide(Loads):
     """
 
     def parts(self) -> tuple[Part, ...]:
-        """The parts of a tile: of K, and unless it lies in K of V."""
+        """Of K, and unless it lies in K of V."""
         ends = (self.config.head_dim,) if self.config.has_one_kv else (self.config.head_dim, self.config.head_dim_v)
         cut = self.config.columns
         return tuple(Part(i == 1, *columns) for i, end in enumerate(ends) for columns in ((0, cut), (cut, end)))
@@ -63,14 +55,13 @@ class LoadsWide(Loads):
         for (atom, x), part in zip(copies, self.parts(), strict=True):
             copy = atom, cute.domain_offset((part.first, 0, 0, 0) if part.are_values else (0, part.first, 0, 0), x)
             target = self.part_in_smem(in_smem[int(part.are_values)], part)
-            found.append(self.part_of_tile(copy, target, part.end - part.first, part.are_values, place, rank))
+            found.append(self.part_of_tile(copy, target, part, place, rank))
         return tuple(found)
 
     def part_in_smem(self, tile: Any, part: Part) -> Any:
         """A part of a tensor's tile in shared memory, with its stages."""
-        size, keys, stages = part.end - part.first, self.config.tiles.tile_n, self.config.tiles.stages
-        at, shape = ((part.first, 0, 0), (size, keys, stages)) if part.are_values else ((0, part.first, 0), (keys, size, stages))
-        found = cute.domain_offset(at, tile)
+        found = cute.domain_offset((part.first, 0, 0) if part.are_values else (0, part.first, 0), tile)
+        shape = (*part.shape(self.config.tiles.tile_n), self.config.tiles.stages)
         return cute.make_tensor(found.iterator, cute.composition(found.layout, tuple(cute.make_layout(n) for n in shape)))
 
     def place(self) -> tuple[Any, Any, Any]:
