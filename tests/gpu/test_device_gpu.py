@@ -227,6 +227,25 @@ def test_a_graph_with_other_inputs(name: str) -> None:
 
 
 @judging.on_the_gpu_alone
+def test_graphs_at_once() -> None:
+    """Replays on two streams and calls on a third one, all of more row tiles than multiprocessors: none draws from another's counter."""
+    given = [qkv(2, 8, 8, 1025, 1025, seed=s) for s in range(3)]
+    want = [flex(*x, mask=masks.causal()) for x in given]
+    graphs = [captured(lambda x=x: [flex(*x, mask=masks.causal()) for _ in range(4)]) for x in given[:2]]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    synchronize()
+    for _ in range(20):
+        for (graph, _), stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            found = flex(*given[2], mask=masks.causal())
+    synchronize()
+    assert same(found, want[2])
+    assert all(same(out, right) for (_, outs), right in zip(graphs, want, strict=False) for out in outs)
+
+
+@judging.on_the_gpu_alone
 def test_a_graph_with_other_lengths() -> None:
     """Packed sequences whose ends change between replays."""
     total, ends, others = 900, [0, 100, 700, 900], [0, 450, 460, 900]

@@ -97,6 +97,20 @@ def test_pages_and_splits(heads: int, page: int, splits: int) -> None:
     cache.judge(q, cache.call(q, num_splits=splits))
 
 
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize("page", [0, 64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_numbers_of_keys_that_are_wrong(dtype: torch.dtype, page: int) -> None:
+    """They mean all keys that there is room for, or none."""
+    cache = Cache(page)
+    q, rows = queries(cache, 64), cache.rows.masked_fill(cache.rows.isnan(), 1.0)
+    cache.held.copy_(rows.view(-1, page, 1, cache.d)[cache.order] if page else rows)
+    given = [torch.tensor(n, device=DEVICE).to(dtype) for n in ((-5, ROOM + 3, 2**31 - 1, 7, -(2**31), 0), (0, ROOM, ROOM, 7, 0, 0))]
+    for splits in (1, 3):
+        found, wanted = (cache.call(q, cache_seqlens=n, num_splits=splits) for n in given)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_more_splits_than_tiles() -> None:
     cache = Cache(64, lengths=(200, 0, 65))
     q = queries(cache, 128)

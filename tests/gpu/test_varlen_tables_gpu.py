@@ -54,7 +54,7 @@ def prepared(s: StoredSequences, ends_with_row: bool, heads: int = 3) -> tuple[t
     most = min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
     out = torch.full((storage, heads, s.sizes.rows_q, 64), math.nan, dtype=torch.bfloat16, device="cuda")
     lse = torch.full(out.shape[:3], math.nan, device="cuda")
-    return *tables._prepared(s, KERNELS[ends_with_row], most, (out, lse, None)), out, lse
+    return *tables._prepared(s, KERNELS[ends_with_row], most, (out, lse, None), out.device), out, lse
 
 
 @pytest.mark.parametrize("ends_with_row", [False, True])

@@ -89,6 +89,12 @@ MUTANTS = by_name(
     _forward(_LOADS, "the last key tile is loaded twice", "i + 1", "i"),
     # work, pages, groups of heads
     _forward(f"{_VISITS}.counted", "row tiles are computed that the order does not count", "tables.order[sizes.rows, 0]", "sizes.rows"),
+    _forward(f"{_VISITS}.row_tile", "without an order all row tiles are the first entry's", "(Int32(0), Int32(0), row)",
+             "(Int32(0), Int32(0), Int32(0))"),
+    _forward(f"{_VISITS}.storage", "more keys than there is room for are visited", "minimum(Int32(tables.entries[entry]), room)",
+             "Int32(tables.entries[entry])"),
+    _forward(f"{_VISITS}.storage", "a negative number of keys counts", "maximum(minimum(__, __1), 0)", "minimum(__, __1)"),
+    _forward(f"{_VISITS}.storage", "an entry has room for one page", "seqlen_k * tables.pages.shape[1]", "seqlen_k"),
     _forward(f"{_VISITS}.head_of_lists", "lists are those of another K/V head", "head // sizes.ratio", "head % 2"),
     _forward(f"{_VISITS}.packed", "a smaller group has as many heads", "minimum(sizes.ratio - before, most)", "most"),
     _forward(f"{_LOADS}._page", "pages are those of the first entry", "entry", "0"),

@@ -187,9 +187,9 @@ class Config(ModsOfConfig):
     for none. always: predicates that apply in every tile.
     has_order: a table gives the order of the row tiles. has_count: the order's last row holds its number of valid rows, which may be known
     only on the device. spread: the heads that share one row of the order: "all" (of the batch), "heads" (of an entry) or "none".
-    has_entries: a table gives the storage of each batch entry. piece: 0, or K and V are a pool of pages, and one copy loads so many rows
-    of a page: a key tile takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are single rows, which the
-    loader's lanes copy themselves; K and V have no padded head dimension.
+    has_entries: a table gives the storage of each batch entry, or without an order its number of keys. piece: 0, or K and V are a pool of
+    pages, and one copy loads so many rows of one: a key tile takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers:
+    pieces are single rows, which the loader's lanes copy themselves; K and V have no padded head dimension.
     has_sink, has_lse, has_max, has_dropout: as the call requests. has_one_kv: V is the first columns of K, which are loaded once; only with
     head dimensions of ``WIDE``. pairs: two thread blocks of a cluster, of wide heads, have successive tiles of 64 rows and visit the same
     keys: each loads half of every tile of K and V for both. A scheduled row tile, which lists and tables count, is that of both.

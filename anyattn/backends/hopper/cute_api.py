@@ -129,7 +129,8 @@ def arguments(
     groups = groups_of(q.shape[1] // k.shape[1], config.heads_per_tile)
     heads = k.shape[1] * groups
     batch = q.shape[0] if entries is None else entries.shape[0]
-    rows = ceil_div(q.shape[2], config.tile_q) if order is None else order.shape[0]
+    listed = entries if order is None else order
+    rows = ceil_div(q.shape[2], config.tile_q) if listed is None else listed.shape[0]
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
     keys = k.shape[2] * (1 if tables.get("pages") is None else k.shape[0])
     section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups, CACHE_FOR_KEYS))

@@ -76,6 +76,10 @@ class ForwardSpec(NamedTuple):
             return _varied(self.config, True, True)
         return self.config
 
+    def without_order(self) -> ForwardSpec:
+        """The same for a batch of which the kernel needs the numbers of keys alone (``api.needs_lengths_alone``)."""
+        return self._replace(config=_without_order(self.config))
+
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """See ``captured_by``."""
         numbers, tensors = captured_by(self.sources, problem)
@@ -169,6 +173,11 @@ def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
     """Whether the captured numbers bound the scores, so that no row maximum is needed."""
     size = bound(config.score, scalars) if config.score is not None else None
     return size is not None and size <= MOST
+
+
+@lru_cache(maxsize=256)
+def _without_order(config: Config) -> Config:
+    return replace(config, has_order=False)
 
 
 @lru_cache(maxsize=256)

@@ -140,6 +140,9 @@ def _ragged(problem: Problem, spec: ForwardSpec, lists: Any, results: Results | 
     sequences, config = problem.sequences, spec.config
     assert sequences is not None
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
+    if not config.has_order:
+        assert isinstance(sequences, StoredSequences)
+        return TablesOnHost(entries=sequences.tables.seqused_k, pages=pages)
     tile_m = config.tile_q
     entries, length = problem.q.shape[0], problem.q.shape[2]
     most = most_tiles(problem.batch, length, entries * length, tile_m)

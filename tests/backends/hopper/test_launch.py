@@ -478,3 +478,29 @@ def test_a_kernel_refuses_what_it_was_not_made_for(checked: Any) -> None:
     for q, words in ((wide[..., 1:65], "alignment=16"), (torch.zeros(3, 2, 64, 65, dtype=torch.bfloat16)[..., :64], "divisible by 8")):
         assert words in checked(q, table)[0]
     assert "int32 range" in checked(wide[..., :64], table, right=2**40)[0]
+
+
+def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones that were cleared before, as long as there are any; calls outside share that of their stream, and make new ones."""
+    device, stream, is_capturing = torch.device("cuda", 0), [7], [False]
+    monkeypatch.setattr(api, "_zeros_apart", lambda device, count: [*torch.zeros(count, 2, dtype=torch.int32, device="cpu")])
+    monkeypatch.setattr(api, "_SPARES", 4)
+    for name in ("_counters", "_spares"):
+        monkeypatch.setattr(api, name, {})
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: is_capturing[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    first = api.counter_of(device)
+    stream[0] = 8
+    second = api.counter_of(device)
+    is_capturing[0] = True
+    found = [api.counter_of(device) for _ in range(2)]
+    assert len({x.data_ptr() for x in (first, second, *found)}) == 4
+    cleared = []
+    zeros = lambda *size, device, **options: cleared.append(torch.empty(*size, **options)) or cleared[-1]
+    monkeypatch.setattr(api.torch, "zeros", zeros)
+    assert api.counter_of(device) is cleared[0]
+    monkeypatch.setattr(api, "_zeros_apart", lambda device, count: [torch.empty(2, dtype=torch.int32, device="cpu") for _ in range(count)])
+    is_capturing[0] = False
+    assert api.counter_of(device) is second
+    is_capturing[0] = True
+    assert api.counter_of(device) is not second and len(cleared) == 1

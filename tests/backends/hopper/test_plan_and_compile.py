@@ -458,7 +458,7 @@ MOST_BYTES = {
 }
 KERNELS = 65
 IN_ORDER = 3  # of head dimensions that have such a kernel
-NOT_OF_WIDE = 10  # no rows are gathered and no tiles skipped, but keys are split
+NOT_OF_WIDE = 8  # no rows are gathered and no tiles skipped, but keys are split
 # one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
 # the widest with lists and what is asked beside them, with a score mod, a band and the row maximum, and with tiles that are skipped; one in
 # the order of keys

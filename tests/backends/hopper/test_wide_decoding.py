@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 import anyattn
 from anyattn import planner
+from anyattn.backends.hopper import api
 from anyattn.backends.hopper.config import Config, tiles_for
 from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.pack_gqa import groups_of
@@ -248,3 +249,26 @@ def test_values_are_told_from_columns_of_keys_at_every_call(made: list[Launch]) 
         made.clear()
         call.run(k_cache=k, v_cache=v, backend="hopper")
         assert [config.has_one_kv for config, _ in made if isinstance(config, Config)] == [is_one]
+
+
+@pytest.mark.parametrize("name", ["a contiguous cache", "128 heads", "16 heads", "a window", "appending", "one entry", "many entries"])
+def test_few_entries_need_no_tables(name: str, made: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all work items run at once the kernel reads the numbers of keys itself."""
+    monkeypatch.setattr(api, "multiprocessors", lambda _: 132)
+    call, splits = TAKEN[name]
+    for _ in range(2):
+        made.clear()
+        call.run()
+        assert kinds_of(made)[-2 if splits > 1 else -1] == "attention" and "tables" not in kinds_of(made)
+    found, given = next((c, given) for c, given in made if isinstance(c, Config))
+    assert found.has_entries and not found.has_order and given[11] is None
+    assert given[12].shape == (call.batch,) and given[-6:-4] == (call.batch, splits * groups_of(call.heads, found.heads_per_tile))
+
+
+@pytest.mark.parametrize("changes", [{"batch": 200}, {"is_packed": True}, {"queries": 20}], ids=str)
+def test_other_batches_have_tables(changes: dict[str, Any], made: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More work items than thread blocks, which take the longest first; rows of other entries in one row of storage; several row tiles."""
+    monkeypatch.setattr(api, "multiprocessors", lambda _: 132)
+    replace(TAKEN["16 heads"][0], **changes).run()
+    assert kinds_of(made)[:2] == ["tables", "attention"]
+    assert all(c.has_order for c, _ in made if isinstance(c, Config))

@@ -26,12 +26,16 @@ class Table:
     def __init__(self, values: list):
         self.values, self.reads = values, 0
 
-    def __getitem__(self, key: tuple) -> Any:
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), max(map(len, self.values), default=0)
+
+    def __getitem__(self, key: tuple | int) -> Any:
         self.reads += 1
         if self.reads > _MOST_READS:
             raise Broken(f"a table is read {self.reads} times, now for {key}")
         found: Any = self.values
-        for i in key:
+        for i in key if isinstance(key, tuple) else (key,):
             if i is not None:
                 if not 0 <= i < len(found):
                     raise Broken(f"a table is asked for {key}; it has {len(found)} entries there")
@@ -200,6 +204,7 @@ def random_case(seed: int, rows: int | None = None, is_wide: bool = False, skips
     if in_order:
         _put_in_order(config, seed)
     config.has_dropout = not in_order and random.Random(-(10**6) - seed).random() < 0.3
+    config.has_order = config.has_order and random.Random(-(10**11) - seed).random() < 0.7
     rows = draw.choice((0, 1, 2, 3, 5, 8, 12)) if rows is None else rows
     workers = draw.choice((1, 1, 2))
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
@@ -268,6 +273,9 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         used = -(-seqlen_k // (config.piece * in_page)) if config.is_paged else 0
         pages.append([1000 * b + i for i in draw.sample(range(99), used)])
     draw.shuffle(order)
+    lengths, given = (999, 999), entries
+    if not config.has_order:
+        lengths, given = _of_lengths_alone(config, entries, order, pages, draw.randint(1, tile_m), in_page)
 
     def tile(row: int, inner: int, rank: int) -> RowTile | None:
         m_block, _, b = order[row]
@@ -296,8 +304,21 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         room = seqlen_k - max(n for n, _, _ in visits) * TILE_N if visits else TILE_N
         return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 
-    tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}
-    return tables, (999, 999, *((_STORED,) if config.is_split else ())), bands, tile
+    tables = {"order": Table(order) if config.has_order else None, "entries": Table(given), "pages": Table(pages)}
+    return tables, (*lengths, *((_STORED,) if config.is_split else ())), bands, tile
+
+
+def _of_lengths_alone(
+    config: Any, entries: list[tuple], order: list[tuple], pages: list[list[int]], seqlen_q: int, in_page: int
+) -> tuple[tuple, list]:  # fmt: skip
+    """Makes each entry a row of storage with one row tile. Returns the capacities and the numbers of keys, which are wrong where no other
+    number means as many."""
+    entries[:] = [(b, 0, seqlen_q, b, 0, e[5], 0, 0, 0) for b, e in enumerate(entries)]
+    order[:] = [(0, 0, b) for b in range(len(entries))]
+    rows = config.piece * in_page if config.is_paged else max((e[5] for e in entries), default=0)
+    room = rows * max(map(len, pages), default=0) if config.is_paged else rows
+    given = [e[5] + 7 if e[5] == room else e[5] or -7 for e in entries]
+    return (seqlen_q, rows), given
 
 
 def _pieces(n: int, piece: int) -> range:

@@ -112,7 +112,8 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     sink = fake(Float32, 1) if config.has_sink else None
     ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
     lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
-    tables = [fake(Int32, 2) if wanted else None for wanted in (config.has_order, config.has_entries, config.is_paged)]
+    wanted = config.has_order, config.has_entries, config.is_paged
+    tables = [fake(Int32, rank) if has else None for has, rank in zip(wanted, (2, 1 + config.has_order, 2), strict=True)]
     sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, *captured(config, mods), make_fake_stream())
     cubin = cubin_of(kernel, given, folder)
@@ -239,6 +240,8 @@ def decoding() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "decoding split alone": ([window], {"bands": (window.expr,), **split, "heads_per_tile": 32, "rows": 64, "keys": 32}),
         "decoding split capped": ([capped], {"score": capped.expr, **split, "page": 16, "heads_per_tile": 128}),
         "decoding split rows": ([], {**split, "has_one_kv": False}),
+        "decoding split lengths": ([], {**split, "has_order": False, "heads_per_tile": 16, "rows": 64, "keys": 32}),
+        "decoding lengths": ([causal], {"bands": (causal.expr,), **entries, "has_order": False, "page": 64, "heads_per_tile": 128}),
     }
 
 

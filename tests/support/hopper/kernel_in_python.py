@@ -131,6 +131,7 @@ def _arch() -> SimpleNamespace:
         grid_dim=lambda: (*_here.grid, 1),
         sync_threads=lambda: _here.block.barrier.wait(),
         atomic_add=_atomic_add,
+        griddepcontrol_launch_dependents=lambda: None,
         shuffle_sync=lambda value, lane: _exchanged(value, lambda _: lane),
         shuffle_sync_up=lambda value, by: _exchanged(value, lambda lane: lane - by),
     )

@@ -77,6 +77,7 @@ class SequenceTables:
     @cute.kernel
     def kernel(self, given, entries, order, outputs, other, bin_keys):
         given = Given(*given)
+        cute.arch.griddepcontrol_launch_dependents()  # an attention kernel prepares itself meanwhile (``forward._tables_awaited``)
         block, head, _ = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
         if const_expr(order is not None):

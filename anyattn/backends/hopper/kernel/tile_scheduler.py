@@ -53,7 +53,8 @@ class Tables(NamedTuple):
 
     partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: no row tile), head and entry of
     each row tile, and with ``Config.has_count`` one row more, whose first number is the number of valid rows. entries: (B, 9), q_row,
-    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
+    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index; or
+    without an order (B,), seqlen_k, also int64: an entry's queries and keys are a row of storage each, and it has one row tile.
     pages: (B, largest number of pages of an entry); those after the page of an entry's last key may be any number.
     """
 
@@ -110,6 +111,8 @@ class Visits:
         row, inner = rest // at_once, before + rest % at_once
         if const_expr(self.config.has_order):
             m_block, head, entry = (tables.order[row, i] for i in range(3))
+        elif const_expr(self.config.has_entries):
+            m_block, head, entry = Int32(0), Int32(0), row
         else:
             # if a row sees keys up to its own position, the last rows see most: they go first
             m_block = rows - 1 - row if const_expr(self.config.has_right) else row
@@ -131,9 +134,13 @@ class Visits:
     @cute.jit
     def storage(self, entry, tables, lengths):
         """(q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first) of a batch entry."""
-        if const_expr(self.config.has_entries):
+        if const_expr(self.config.has_entries and self.config.has_order):
             return tuple(tables.entries[entry, i] for i in range(7))
-        return entry, Int32(0), lengths[0], entry, Int32(0), lengths[1], Int32(0)
+        seqlen_k = lengths[1]
+        if const_expr(self.config.has_entries):  # no more than there is room for, even if the number is wrong
+            room = seqlen_k * tables.pages.shape[1] if const_expr(self.config.is_paged) else seqlen_k
+            seqlen_k = maximum(minimum(Int32(tables.entries[entry]), room), 0)
+        return entry, Int32(0), lengths[0], entry, Int32(0), seqlen_k, Int32(0)
 
     @cute.jit
     def band(self, entry, head, q_first, captured):

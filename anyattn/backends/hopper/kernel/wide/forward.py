@@ -88,6 +88,7 @@ class HopperWideForward(LoadsWide, MultipliesWide, Factors, HopperForward):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+        self._tables_awaited()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.registers[1])
             if warp == 0:
