@@ -117,7 +117,7 @@ class ForwardLaunches:
             return None
         prepared = self.prepared.get(self.spec.config_for(problem))
         numbers, captured = self.spec.captured(problem)
-        if prepared is None or captured or self.spec.config.global_sums:
+        if prepared is None or captured or self.spec.config.sums.in_global:
             return None
         kernel, known, dtype, device = prepared.kernel, prepared.known, problem.q.dtype, problem.q.device
         of_out, of_rows, empty = prepared.of_out, prepared.of_rows, prepared.empty
@@ -234,8 +234,8 @@ def needs_lengths_alone(problem: Problem, spec: ForwardSpec, splits: int) -> boo
 def _captured(problem: Problem, spec: ForwardSpec, workers: int) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
     """``spec.captured`` and, if the config has them there, room for the sums of ``workers`` thread blocks."""
     numbers, tensors = spec.captured(problem)
-    if spec.config.global_sums:
-        tensors += (torch.empty(workers, spec.config.global_sums, dtype=torch.float32, device=problem.q.device),)
+    if spec.config.sums.in_global:
+        tensors += (torch.empty(workers, spec.config.sums.in_global, dtype=torch.float32, device=problem.q.device),)
     return numbers, tensors
 
 

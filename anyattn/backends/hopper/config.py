@@ -16,6 +16,7 @@ from anyattn.backends.hopper.codegen.score_analysis import (
     reads_straight,
     work_by_pair,
 )
+from anyattn.backends.hopper.in_order import NO_SUMS, Sums, sums_of
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
@@ -295,22 +296,12 @@ class Config(ModsOfConfig):
 
     def shared_memory(self, q_stages: int) -> int:
         """Bytes: 16-bit tiles of Q, whose memory O reuses, and ``stages`` tiles of K and V; plus barriers, the board and alignment."""
-        return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages, self.has_one_kv) + 4 * self.sums_in_smem
+        return bytes_of(self.tiles, self.head_dim, self.head_dim_v, q_stages, self.has_one_kv) + 4 * self.sums.in_smem
 
     @property
-    def sums(self) -> int:
-        """Numbers of a row tile's output of earlier sections, with ``in_order``."""
-        return self.tiles.tile_m * self.head_dim_v if self.in_order else 0
-
-    @property
-    def sums_in_smem(self) -> int:
-        """How many of these are in shared memory: all, or those of 64 columns if there are over 128 (192: more would take Q's stage)."""
-        return min(self.sums, 64 * self.tiles.tile_m) if self.head_dim_v > 128 else self.sums
-
-    @property
-    def global_sums(self) -> int:
-        """How many are in global memory, beside the captured tensors."""
-        return self.sums - self.sums_in_smem
+    def sums(self) -> Sums:
+        """Where a row tile's output of earlier sections is, with ``in_order``."""
+        return sums_of(self.tiles.tile_m, self.head_dim, self.head_dim_v) if self.in_order else NO_SUMS
 
     @property
     def q_stages(self) -> int:

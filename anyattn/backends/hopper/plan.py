@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from functools import lru_cache
 
 import torch
 
-from anyattn.backends.hopper import in_order
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
-from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, WIDE
-from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
+from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, TILES_IN_ORDER, WIDE
+from anyattn.backends.hopper.make_config import list_tile_misfit, mods_of, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.backends.hopper.slower import FEW_QUERIES
 from anyattn.backends.hopper.split_keys import reason_against_splits, splits_of
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.sharp import sharp
+from anyattn.mods.float32_scores import LEAST_SCALE, is_ordinary_scale
 from anyattn.mods.ir.expr import Node, category, is_weak
 from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.mods.tracing.trace import TracedMod
@@ -27,6 +29,7 @@ from anyattn.sequences.sections import SECTION
 __all__ = ["plan_of", "reason_against"]
 
 _MOST_WORK = 64  # operations per pair: with twice as many a kernel takes 40 seconds to compile and spills registers
+_TRITON = "3.6."  # whose instructions were compared (``tests/gpu/test_in_order_gpu.py``)
 _UNKNOWN = frozenset((torch.uint16, torch.uint32))
 
 
@@ -37,7 +40,7 @@ def reason_against(problem: Problem) -> str | None:
         return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
     if problem.k.dtype is not q.dtype:
         return f"k and v have 8 bits, and it multiplies 16: k is {str(problem.k.dtype).removeprefix('torch.')}"
-    if problem.is_batch_invariant and (reason := in_order.reason_against(problem)):
+    if problem.is_batch_invariant and (reason := _against_order(problem)):
         return f'with deterministic="batch" {reason}'
     if problem.skip is not None and (problem.has_wide_heads or problem.sequences is not None):
         return (
@@ -63,6 +66,35 @@ def reason_against(problem: Problem) -> str | None:
     if not problem.may_have_pairs:
         return "there is nothing to multiply"
     return _against_lists(problem) or _against_pages(problem) or _against_layout(problem)
+
+
+def _against_order(problem: Problem) -> str | None:
+    """Why a call of the mode is left to Triton's kernel, to be read after the mode's name; None if it need not be."""
+    if not _is_known_triton():
+        return f"its bits are compared with those of Triton {_TRITON}x, which is not installed"
+    q, v, sequences = problem.q, problem.v, problem.sequences
+    if (q.shape[3], v.shape[3]) not in TILES_IN_ORDER:
+        known = ", ".join(str(d) if d == dv else f"{d} with {dv}" for d, dv in TILES_IN_ORDER)
+        return f"it has head dimensions {known}: q's is {q.shape[3]} and v's {v.shape[3]}"
+    if problem.score is not None:
+        return "it has no score mods, whose functions two compilers may round in two ways"
+    if not is_ordinary_scale(problem.scale):
+        return f"it has scales above {LEAST_SCALE:g} and below {1 / LEAST_SCALE:g}: scale is {problem.scale:g}"
+    if sequences is not None and (sequences.page_table is not None or sequences.is_cache):
+        return "it reads no pages and no caches that grow"
+    _, listed, fields = mods_of(problem, None)
+    if listed is not None or fields["always"]:
+        return "it has masks that are bands around the diagonal, and no others"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _is_known_triton() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton  # of which there are distributions with other names
+
+    return bool(triton.__version__.startswith(_TRITON))
 
 
 def _against_mod(mod: TracedMod) -> str | None:

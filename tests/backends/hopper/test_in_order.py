@@ -15,7 +15,7 @@ import torch
 import anyattn
 from anyattn import autograd, masks, planner, scores
 from anyattn.arithmetic import LOG2E
-from anyattn.backends.hopper import in_order
+from anyattn.backends.hopper import plan as hopper_plan
 from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
 from anyattn.backends.hopper.slower import slower_forward
 from anyattn.backends.triton.launch_shape import tiles_in_order
@@ -135,12 +135,12 @@ def test_a_warm_call_of_an_extreme_scale_is_tritons(scale: float, chosen: list[L
 
 
 def test_another_triton_has_all_calls(chosen: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    in_order._is_known_triton.cache_clear()
+    hopper_plan._is_known_triton.cache_clear()
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     try:
         backend, told = why(qkv())
     finally:
-        in_order._is_known_triton.cache_clear()
+        hopper_plan._is_known_triton.cache_clear()
     assert backend == "triton" and "compared with those of Triton 3.6.x" in told
 
 
@@ -163,15 +163,15 @@ def test_sums_of_sections_in_global_memory(dims: tuple[int, int], chosen: list[L
         for _ in range(3):
             anyattn.flex_attention(q, k, v, enable_gqa=True, deterministic="batch")
             config, arguments = chosen[-1]
-            assert isinstance(config, Config) and config.global_sums == 128 * {192: 128, 256: 192}.get(dims[1], 0)
+            assert isinstance(config, Config) and config.sums.in_global == 128 * {192: 32, 256: 160}.get(dims[1], 0)
             owned.append(arguments[-1])
     assert len(chosen) == 3
-    if config.global_sums:
-        assert all(sums.shape == (arguments[-3], config.global_sums) and sums.dtype is torch.float32 for (sums,) in owned)
-        assert config.sums == 128 * dims[1] and config.sums_in_smem == 128 * 64
+    if config.sums.in_global:
+        assert all(sums.shape == (arguments[-3], config.sums.in_global) and sums.dtype is torch.float32 for (sums,) in owned)
+        assert sum(config.sums) == 128 * dims[1] and config.sums.in_smem == 128 * 64
         assert len({sums.data_ptr() for (sums,) in owned}) == 3
     else:
-        assert owned == [(), (), ()] and config.sums_in_smem == config.sums
+        assert owned == [(), (), ()] and sum(config.sums) == config.sums.in_smem
 
 
 def test_packed_sequences_are_launched(chosen: list[Launch]) -> None:
@@ -193,7 +193,7 @@ def test_both_backends_have_one_order() -> None:
 
 def test_impossible_configs_are_refused() -> None:
     make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER[128, 128], "in_order": True, **fields})
-    assert make().sums_in_smem == 128 * 128 and make().q_stages == 2 and replace(make(), in_order=False).sums_in_smem == 0
+    assert make().sums == (128 * 128, 0, 0) and make().q_stages == 2 and replace(make(), in_order=False).sums == (0, 0, 0)
     document = trace(masks.document(torch.arange(9)), "mask").expr
     for fields, words in (
         ({"tiles": Tiles(128, 128, 2)}, "wanted tile_n=64"),

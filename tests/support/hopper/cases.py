@@ -146,6 +146,7 @@ def _put_in_order(config: Any, seed: int) -> None:
     config.has_left, config.has_right, config.spread = draw.random() < 0.5, draw.random() < 0.5, draw.choice(("none", "heads"))
     # with values of more than 128 columns weights take the place of scores, and registers hold a part of Q
     config.head_dim = config.head_dim_v = draw.choice((64, 128, 256))
+    config.sums = SimpleNamespace(in_q=int(config.head_dim > 128))
 
 
 def _widen(config: Any, seed: int) -> None:

@@ -100,7 +100,7 @@ def captured(config: ModsOfConfig, mods: list) -> tuple[tuple, tuple]:  # type: 
     if config.has_dropout:
         scalars += [Int32(0), Float32(1.0)]
         tensors += [fake(Int32, 1)]
-    if getattr(config, "global_sums", 0):
+    if getattr(config, "in_order", False) and config.sums.in_global:
         tensors += [fake(Float32, 2)]
     return tuple(scalars), tuple(tensors)
 

@@ -96,16 +96,16 @@ class InOrderStubs(Stubs):
     def heads(self, positions: Any, facts: Any) -> tuple[int, ...]:  # type: ignore[override]
         return (int(facts.head),) * numbers.ROWS
 
-    def of_sections(self, in_smem: tuple, captured: Any) -> tuple[numbers.Sums, numbers.Sums]:
-        near, far = in_smem[4]
-        return near, far
+    def of_sections(self, in_smem: tuple, q_state: Any, captured: Any) -> tuple[numbers.Sums, ...]:
+        near, in_q, far = in_smem[4]
+        return near, in_q.at(in_smem[0][None, None, q_state.index]), far
 
-    def fours_in_smem(self) -> int:
+    def fours_of_sections(self) -> tuple[int, ...]:
         return self.fours_of(self.config)
 
     @staticmethod
-    def fours_of(config: Any) -> int:
-        return 1 if config.head_dim > 128 else numbers.COLUMNS // 2
+    def fours_of(config: Any) -> tuple[int, ...]:
+        return (0, 1, 1) if config.head_dim > 128 else (numbers.COLUMNS // 2, 0, 0)
 
     def _must_be_masked(self, t: int, i: int) -> bool:
         return i == self.block.edge(t) or self.block.tiles[t].visits[i][2]

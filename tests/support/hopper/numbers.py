@@ -9,7 +9,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.hopper.protocol import Block, Loaded, Part, Registers
+from tests.support.hopper.protocol import Block, Group, Loaded, Part, Registers, StageRef
 from tests.support.hopper.schedule import Broken
 
 __all__ = ["COLUMNS", "LOWEST", "QUAD", "ROWS", "Numbers", "Sums", "exact", "power_of_2", "score", "stand_ins", "value"]
@@ -112,10 +112,31 @@ class Sums:
     def __init__(self, fours: int) -> None:
         self.cells, self.fours = dict[tuple[int, int], list](), fours
 
+    def used(self, group: Group) -> None:
+        """Judges that these numbers are read or written now."""
+
     def __getitem__(self, key: tuple) -> _Four:
         if not 0 <= key[2] < self.fours:
             raise Broken(f"four numbers at {key[2]} of {self.fours} times four")
         return _Four(self, (key[1], key[2]))
+
+    def at(self, tile: StageRef) -> Sums:
+        """The same numbers in the memory of a tile of Q."""
+        found = _SumsInQ(self.fours, tile)
+        found.cells = self.cells
+        return found
+
+
+class _SumsInQ(Sums):
+    def __init__(self, fours: int, tile: StageRef) -> None:
+        super().__init__(fours)
+        self.tile = tile
+
+    def used(self, group: Group) -> None:
+        stage, row_tiles = self.tile.stage, group.block.ends[group.number]
+        if group.number not in stage.held - stage.output or stage.tag is None or stage.tag[-1] != row_tiles[group.finished]:
+            raise Broken(f"sums are where {stage.tag} is, held by {stage.held}")
+        group.unfenced.add((self.tile.memory.name, self.tile.index))
 
 
 class _Four:
@@ -125,6 +146,7 @@ class _Four:
     def copied(self, registers: Numbers, is_read: bool) -> None:
         block = registers.block
         block.schedule.step()
+        self.of.used(block.group)
         if self.at[0] != block.first_thread:
             raise Broken(f"sums of thread {self.at[0]} are taken by {block.first_thread}")
         if is_read:

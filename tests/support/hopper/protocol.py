@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Pipe, Schedule
 
-__all__ = ["PARTS", "Block", "BlockPipe", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
+__all__ = ["PARTS", "Block", "BlockPipe", "Group", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 4)  # the barriers at which warp groups take turns
@@ -158,6 +158,8 @@ class BlockPipe(Pipe):
             raise Broken(f"{self.name} {index} is given back while it is being read")
         if self.memory and self.memory.name == "v" and stage.tag and (*stage.tag[-1], number) in self.block.skipped:
             stage.used.add(number)
+        if (self.name, index) in self.block.group.unfenced:
+            raise Broken(f"{self.name} {index} is given back to the copy engine before a fence covers what threads wrote there")
         if self.memory and number not in stage.used:
             raise Broken(f"{self.name} {index} ({stage.tag}) is given back before it was used")
 

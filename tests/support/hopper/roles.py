@@ -277,9 +277,8 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
         stubs, roles = InOrderStubs, ("Visits", "LoadsInOrder", role)
         numbers.stand_ins(names, block)
         hold_q(names, block)
-        near, of_all = InOrderStubs.fours_of(case.config), numbers.COLUMNS // 2
-        names["_TILES"], rest, sink = case.config.section_tiles, (numbers.Sums(near), numbers.Sums(of_all - near)), Sink()
-        names["_HELD"] = {64: 16 * PARTS, 128: 16 * PARTS, 256: 16 * (PARTS - 1)}
+        names["_TILES"], rest, sink = case.config.section_tiles, tuple(map(numbers.Sums, InOrderStubs.fours_of(case.config))), Sink()
+        names["columns_of_q_held"] = {64: 16 * PARTS, 128: 16 * PARTS, 256: 16 * (PARTS - 1)}.__getitem__
     kernel = type("Kernel", (stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands

@@ -200,7 +200,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Drops,
             q: cute.struct.Align[cute.struct.MemRange[dtype, q_stages * self.q_size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.config.sums_in_smem], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.config.sums.in_smem], 16]
 
         return Storage
 

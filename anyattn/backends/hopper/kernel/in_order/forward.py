@@ -14,6 +14,8 @@ from anyattn.backends.hopper.kernel.in_order.producer import LoadsInOrder
 
 __all__ = ["HopperInOrderForward"]
 
+_FLOATS = 32  # in the memory of 64 columns of a row
+
 
 class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
     """Attention forward for one ``Config`` that is ``in_order``."""
@@ -26,21 +28,33 @@ class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
         threads = 128 * self.config.consumers
         return cute.make_layout((4, threads, numbers // (4 * threads)))
 
-    def fours_in_smem(self) -> int:
-        """How many times 4 numbers of a thread's output so far shared memory has, those of the first columns."""
-        return self.config.sums_in_smem // (4 * 128 * self.config.consumers)
+    def fours_of_sections(self) -> tuple[int, ...]:
+        """How many times 4 numbers of a thread's output so far each place of ``of_sections`` has, the first columns' first."""
+        return tuple(numbers // (4 * 128 * self.config.consumers) for numbers in self.config.sums)
 
     def more_in_smem(self, storage: Any) -> tuple[Any, ...]:
-        return (storage.sums.get_tensor(self._fours(self.config.sums_in_smem)),)
+        return (storage.sums.get_tensor(self._fours(self.config.sums.in_smem)),)
 
-    def of_sections(self, in_smem: Any, captured: Any) -> tuple[Any, Any]:
-        """``_fours`` in shared memory, and those of this thread block in the last captured tensor; None if all are in shared memory."""
-        if not self.config.global_sums:
-            return in_smem[4], None
+    def of_sections(self, in_smem: Any, q_state: Any, captured: Any) -> tuple[Any, ...]:
+        """``_fours`` in the places of ``in_order.Sums``, None for none."""
+        if not self.config.sums.in_global:
+            return in_smem[4], None, None
         block, _, _ = cute.arch.block_idx()
-        place = (captured[1][-1].iterator + block * self.config.global_sums).toint()
+        place = (captured[1][-1].iterator + block * self.config.sums.in_global).toint()
         far = cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=16)
-        return in_smem[4], cute.make_tensor(far, self._fours(self.config.global_sums))
+        return in_smem[4], self._in_q(in_smem[0][None, None, q_state.index]), cute.make_tensor(far, self._fours(self.config.sums.in_global))
+
+    def _in_q(self, q: Any) -> Any:
+        """The fours in the place of Q's columns that registers hold. A warp has the memory of its own 16 rows, so no other warp has to have
+        read them. In shared memory 64 columns of all rows follow one another, 128 bytes of each."""
+        rows, of_warp = self.config.tiles.tile_m, 16 * _FLOATS
+        each = of_warp // (4 * 32)  # fours of a lane in 64 columns
+        blocks = self.config.sums.in_q // (rows * _FLOATS)
+        lanes = cute.make_layout((32, rows // 16), stride=(4, of_warp))
+        fours = cute.make_layout((each, blocks), stride=(4 * 32, rows * _FLOATS))
+        layout = cute.make_layout((4, lanes.shape, fours.shape), stride=(1, lanes.stride, fours.stride))
+        pointer = cute.make_ptr(Float32, q.iterator.toint(), cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(pointer, layout)
 
 
 class HopperInPlaceForward(MultipliesInPlace, HopperInOrderForward):

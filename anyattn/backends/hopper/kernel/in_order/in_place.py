@@ -28,7 +28,7 @@ class MultipliesInPlace(MultipliesInOrder):
         _, _, _, _, pipes, _, _, thread, in_smem = fixed
         acc, row_max, _, row_scale, sections = sums
         _, _, rate, captured, _ = given
-        scores, is_new, v_state = of_tile
+        scores, is_new, v_state, q_state = of_tile
         moves = Boolean(False)
         if is_new:
             self._kept(sums, rate)
@@ -40,7 +40,7 @@ class MultipliesInPlace(MultipliesInOrder):
         self._values_read(pipes[2], v_state)
         narrowed_to(p, scores, self.dtype)
         if is_new:
-            self._merged(acc, sections, self.of_sections(in_smem, captured), self._again(thread), False)
+            self._merged(acc, sections, self.of_sections(in_smem, q_state, captured), self._again(thread), False)
         else:
             self._rescaled(acc, row_scale, moves)
 

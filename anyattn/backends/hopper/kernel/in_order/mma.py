@@ -1,6 +1,5 @@
 """MMA role of the kernel in the order of keys: the numbers of ``backends.triton.kernels.softmax``, operation by operation."""
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -11,6 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.codegen.emit import select
+from anyattn.backends.hopper.in_order import columns_of_q_held
 from anyattn.backends.hopper.kernel.fragment import narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.in_order.arithmetic import difference, power_of_2, product, quotient, total
 from anyattn.backends.hopper.kernel.mma import Multiplies
@@ -21,7 +21,7 @@ __all__ = ["MultipliesInOrder"]
 
 _LOWEST = -1.7014118e38  # a row maximum before the first key, in base 2: minus it, -inf stays -inf
 _TILES = SECTION // KEYS_IN_ORDER  # of a section
-_HELD = {96: 16, 256: 96}  # columns of Q in registers, by head dimensions of which they have no room for all
+_FAR = 2  # the number of the place in global memory
 _AT_ONCE = 8  # loads of earlier output under way, four numbers each
 _PARTS = 2  # sums of a row that a thread has: those of its even and odd columns
 _MOST = 2.0 ** (LAG - 1)  # a bound of these sums of a tile's weights, by which no exponent is near LAG
@@ -62,11 +62,10 @@ class MultipliesInOrder(Multiplies):
     highest_of: Any
     heads: Any
     stored: Any
-    fours_in_smem: Any
+    fours_of_sections: Any
 
     def _columns_held(self) -> int:
-        """The columns of Q that registers hold: the first ones, or all."""
-        return _HELD.get(self.config.head_dim, self.config.head_dim)
+        return columns_of_q_held(self.config.head_dim)
 
     def _from_registers(self) -> Any:
         """The tiled MMA of scores with Q in registers."""
@@ -166,16 +165,16 @@ class MultipliesInOrder(Multiplies):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
         if const_expr(sections.tops is not None):
             self.raise_tops(sections.tops, scores, None)
-        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state), is_masked, True)
+        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state, q_state), is_masked, True)
 
     @cute.jit
     def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
         """The weights of a tile, which it stores in ``p``, and the merging of a section that has ended. of_tile: the scores, whether the
-        tile is the first of its section, and the state of V's pipeline at the tile before."""
+        tile is the first of its section, and the states of V's pipeline at the tile before and of Q's."""
         _, _, shape_s, _, pipes, _, _, thread, in_smem = fixed
         acc, _, _, row_scale, sections = sums
         _, _, rate, captured, _ = given
-        scores, is_new, v_state = of_tile
+        scores, is_new, v_state, q_state = of_tile
         powers = cute.make_rmem_tensor(shape_s, Float32)
         added = cute.make_rmem_tensor((cute.size(row_scale), _PARTS), Float32)
         is_right = Boolean(False)
@@ -192,7 +191,7 @@ class MultipliesInOrder(Multiplies):
             if is_new:
                 self._kept(sums, rate)
                 self._weights(scores, sums, rate, True)
-                self._merged(acc, sections, self.of_sections(in_smem, captured), self._again(thread), False)
+                self._merged(acc, sections, self.of_sections(in_smem, q_state, captured), self._again(thread), False)
             else:
                 self._rescaled(acc, row_scale, self._weights(scores, sums, rate, False))
             p.store(narrowed(scores, self.dtype).load())
@@ -267,35 +266,43 @@ class MultipliesInOrder(Multiplies):
             row_max[r] = top
         return cute.arch.vote_any_sync(moves)
 
+    def _portions(self) -> list[tuple[int, int, int]]:
+        """(place, first, number) of the fours of a thread's output that are loaded at once, the first columns' first."""
+        found = []
+        for place, fours in enumerate(self.fours_of_sections()):
+            count = next(n for n in range(_AT_ONCE, 0, -1) if fours % n == 0)
+            found += [(place, first, count) for first in range(0, fours, count)]
+        return found
+
     @cute.jit
     def _merged(self, acc, sections, stored, thread, is_last: cutlass.Constexpr):
         """Merges the output of a section, after ``_kept``, with that of the sections before. stored: ``of_sections``. is_last: the result
         stays in ``acc``; else it is stored, and ``acc`` is 0."""
         out, earlier, factors = rows_and_columns(acc), sections.earlier[0] != 0, sections.factors
-        count, near = cute.size(out, mode=[1]) // 2, self.fours_in_smem()
-        at_once = math.gcd(_AT_ONCE, count, near)
-        fours = [cute.make_rmem_tensor(4, Float32) for _ in range(at_once)]
-        for begin in cutlass.range_constexpr(0, count, at_once):
-            place, at = (stored[0], begin) if const_expr(begin < near) else (stored[1], begin - near)
-            if const_expr(begin >= near):  # a row tile's first section has nothing to wait for
-                for i in cutlass.range_constexpr(at_once):
+        portions, before = self._portions(), 0
+        for portion in cutlass.range_constexpr(len(portions)):
+            number, at, count = portions[portion]
+            fours = [cute.make_rmem_tensor(4, Float32) for _ in range(count)]
+            if const_expr(number == _FAR):  # a row tile's first section has nothing to wait for
+                for i in cutlass.range_constexpr(count):
                     fours[i].fill(0.0)
                 if earlier:
-                    for i in cutlass.range_constexpr(at_once):
-                        cute.autovec_copy(place[None, thread, at + i], fours[i])
+                    for i in cutlass.range_constexpr(count):
+                        cute.autovec_copy(stored[number][None, thread, at + i], fours[i])
             else:
-                for i in cutlass.range_constexpr(at_once):
-                    cute.autovec_copy(place[None, thread, at + i], fours[i])
+                for i in cutlass.range_constexpr(count):
+                    cute.autovec_copy(stored[number][None, thread, at + i], fours[i])
                     for j in cutlass.range_constexpr(4):
                         fours[i][j] = select(earlier, fours[i][j], Float32(0.0), "float")
-            for i in cutlass.range_constexpr(at_once):
+            for i in cutlass.range_constexpr(count):
                 four = fours[i]
                 for j in cutlass.range_constexpr(4):
-                    r, c = j // 2, 2 * (begin + i) + j % 2
+                    r, c = j // 2, 2 * (before + i) + j % 2
                     four[j] = cute.math.fma(four[j], factors[r, 0], product(out[r, c], factors[r, 1]))
                     out[r, c] = four[j] if const_expr(is_last) else Float32(0.0)
                 if const_expr(not is_last):
-                    cute.autovec_copy(four, place[None, thread, at + i])
+                    cute.autovec_copy(four, stored[number][None, thread, at + i])
+            before += count
         sections.earlier[0] = Int32(1)
 
     @cute.jit
@@ -304,7 +311,9 @@ class MultipliesInOrder(Multiplies):
         acc, row_max, row_sum, _, sections = sums
         facts, thread = self._facts(board[0], work_state), self._again(thread)
         self._kept(sums, given[1])
-        self._merged(acc, sections, self.of_sections(in_smem, given[2]), thread, True)
+        self._merged(acc, sections, self.of_sections(in_smem, q_state, given[2]), thread, True)
+        if const_expr(self.config.sums.in_q > 0):  # where the copy engine writes the next rows
+            cute.arch.fence_proxy("async.shared", space="cta")
         out, heads, tops = rows_and_columns(acc), self.heads(positions, facts), self.highest(sections.tops, given[1])
         for r in cutlass.range_constexpr(cute.size(row_max)):
             weight, top, rescale = sections.total[r], sections.highest[r], Float32(1.0)
