@@ -44,7 +44,8 @@ class Source:
     def __init__(self, tensor: Tensor, number: int | None = None, make: Make | None = None, fill: float | None = None):
         self.tensor, self.number, self.make, self.fill = tensor, number, make, fill
         self.is_used = self.is_passed = False
-        self.start, self.end = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
+        memory = tensor.untyped_storage()
+        self.start, self.end = tensor.data_ptr(), memory.data_ptr() + memory.nbytes()
 
     @property
     def is_allocation(self) -> bool:

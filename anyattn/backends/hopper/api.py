@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from ctypes import c_float
 from functools import lru_cache, partial
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper import tables
+from anyattn.backends.hopper.backward_parts import PROCESSORS
 from anyattn.backends.hopper.compile.launch import indexable, is_compiling, kinds_of, launch, loaded
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.make_config import ByDocument, ForwardSpec, by_document, forward_spec
@@ -197,7 +199,7 @@ def _launched(
     """Launches the kernel and returns its arguments."""
     q, listed = problem.q, visits.entries if visits.order is None else visits.order
     rows = ceil_div(q.shape[2], config.tile_q) if listed is None else len(listed) - config.has_count
-    numbers = _sizes(problem, config, rows, splits)
+    numbers = _sizes(problem, config, rows, splits, multiprocessors(q.device))
     arguments = (
         q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
         _scale_of(problem), *numbers, *_captured(problem, spec, numbers[-1]),
@@ -206,12 +208,12 @@ def _launched(
     return arguments
 
 
-def _sizes(problem: Problem, config: Config, rows: int, splits: int) -> tuple[int, int, int, int]:
+def _sizes(problem: Problem, config: Config, rows: int, splits: int, processors: int) -> tuple[int, int, int, int]:
     """rows, spread and section of ``tile_scheduler.Sizes``, and the thread blocks, or pairs of them, that take the work items."""
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     heads = problem.heads_kv * groups
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread] * splits
-    workers = max(1, multiprocessors(problem.q.device) * config.tiles.blocks // config.cluster)
+    workers = max(1, processors * config.tiles.blocks // config.cluster)
     return rows, spread, min(spread, section_of(problem, groups)), max(1, min(rows * spread, workers))
 
 
@@ -227,7 +229,9 @@ def needs_lengths_alone(problem: Problem, spec: ForwardSpec, splits: int) -> boo
     ends_q, ends_k, used_q, used_k = s.tables
     if used_k is None or ends_q is not None or ends_k is not None or used_q is not None or problem.q.shape[2] > config.tile_q:
         return False
-    rows, spread, _, workers = _sizes(problem, config, problem.batch, splits)
+    device = problem.q.device
+    processors = multiprocessors(device) if device.type == "cuda" else PROCESSORS  # where kernels are compiled for another machine
+    rows, spread, _, workers = _sizes(problem, config, problem.batch, splits, processors)
     return rows * spread <= workers
 
 
@@ -306,8 +310,10 @@ def _statistic(problem: Problem) -> Tensor:
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
-_spares: dict[int, list[Tensor]] = {}
+_spares: defaultdict[int, list[Tensor]] = defaultdict(list)
+_cleared: list[Tensor] = []  # of which the counters are views: they live as long as the process, since graphs do not hold them
 _SPARES = 1024  # of a device at a time
+_making = threading.Lock()
 
 
 def counter_of(device: torch.device) -> Tensor:
@@ -319,18 +325,21 @@ def counter_of(device: torch.device) -> Tensor:
     # torch.cuda's public functions for this take microseconds; on the CPU the counter exists only for compiling
     if device.type != "cuda":
         return torch.zeros(2, dtype=torch.int32, device=device)
-    spares = _spares.setdefault(device.index, [])
+    spares = _spares[device.index]
     if torch._C._cuda_isCurrentStreamCapturing():
-        try:
-            return spares.pop()
-        except IndexError:
-            return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    if not spares:
-        spares += _zeros_apart(device, _SPARES)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = spares.pop()
+        with _making:
+            if not spares:
+                return torch.zeros(2, dtype=torch.int32, device=device)
+            found = spares.pop()
+    else:
+        key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+        known = _counters.get(key)
+        if known is None or not spares:
+            with _making:
+                if not spares:
+                    spares += _zeros_apart(device, _SPARES)
+                known = _counters[key] = spares.pop() if known is None else known
+        found = known
     if (recorder := active_recorder()) is not None:
         recorder.outlives(found, partial(counter_of, device))
     return found
@@ -339,17 +348,16 @@ def counter_of(device: torch.device) -> Tensor:
 def _zeros_apart(device: torch.device, count: int) -> list[Tensor]:
     """Counters, allocated in a separate thread: a compiled graph's memory pool would take allocations of the calling thread and reuse
     them."""
-    found: list[Tensor] = []
 
     def allocate() -> None:
         with torch.inference_mode(False), torch.cuda.device(device):
-            found.extend(torch.zeros(count, 2, dtype=torch.int32, device=device).unbind())
+            _cleared.append(torch.zeros(count, 2, dtype=torch.int32, device=device))
             torch.cuda.current_stream(device).synchronize()  # once per stream
 
     thread = threading.Thread(target=allocate)
     thread.start()
     thread.join()
-    return found
+    return [*_cleared[-1]]
 
 
 @lru_cache(maxsize=16)

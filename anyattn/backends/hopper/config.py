@@ -276,6 +276,8 @@ class Config(ModsOfConfig):
             raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted one of {', '.join(map(str, packed))}")
         if self.heads_per_tile > PACKED[-1] and any(d.h for expr in self.exprs for d in dependence(expr)):
             raise ValueError(f"heads_per_tile={self.heads_per_tile} with mods that depend on the head; wanted up to {PACKED[-1]}")
+        if self.has_entries and not self.has_order and (self.lists is not None or self.spread != "heads"):
+            raise ValueError(f"has_entries without has_order, spread={self.spread!r}; wanted spread='heads' and no lists")
         can_split = self.is_wide and self.has_entries and self.lists is None and self.has_lse
         if self.is_split and (not can_split or self.has_sink or self.has_max or self.has_dropout):
             raise ValueError("is_split; wanted wide heads of sequences, without lists, sink, highest scores and dropout, with has_lse")

@@ -167,6 +167,9 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
         if (given.get(name) is not None) != wanted:
             said = "is missing, and the config has it" if wanted else "is given, and the config has none"
             raise ValueError(f"{name} {said}; wanted arguments and config alike")
+    if config.has_entries and len(tables["entries"].shape) != 1 + config.has_order:
+        shape = "(B, 9) with an order of row tiles" if config.has_order else "(B,), numbers of keys, without an order"
+        raise ValueError(f"entries has shape {tuple(tables['entries'].shape)}; wanted {shape}")
     counts = [slots(expr) for expr in config.exprs]
     for name, have, wants in (("scalars", scalars, sum(n for n, _ in counts)), ("tensors", tensors, sum(n for _, n in counts))):
         if have != wants:

@@ -1,5 +1,6 @@
 """Mods that are CuTe functions, without a GPU: what is accepted, by what a kernel is known, every refusal, and that kernels compile."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -416,6 +417,12 @@ def test_arguments_and_config_must_agree() -> None:
         with pytest.raises(error, match=words):
             cute_api.arguments(found, q, q, q, q, counter, **options)
     cute_api.arguments(found.config, q, q, q, q, counter, lse=lse, tensors=(TABLE,))
+    of_sequences = dataclasses.replace(found.config, has_entries=True, spread="heads")
+    lengths, places = torch.zeros(5, dtype=torch.int32), torch.zeros(5, 9, dtype=torch.int32)
+    rows, spread = cute_api.arguments(of_sequences, q, q, q, q, counter, lse=lse, tensors=(TABLE,), entries=lengths)[16:18]
+    assert (rows, spread) == (5, 2)
+    with pytest.raises(ValueError, match=r"entries has shape \(5, 9\); wanted \(B,\), numbers of keys"):
+        cute_api.arguments(of_sequences, q, q, q, q, counter, lse=lse, tensors=(TABLE,), entries=places)
 
 
 def test_factors_must_be_above_0() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,11 +95,22 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name not in ("is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split", "counts_skips", "in_order"):
+        if field.name not in (
+            "is_bounded",
+            "has_count",
+            "gathers",
+            "has_one_kv",
+            "pairs",
+            "is_split",
+            "counts_skips",
+            "in_order",
+            "has_entries",
+        ):
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
     keys.append(key_of(config(has_order=True, has_count=True), ()))
     keys.append(key_of(config(has_skip=True, counts_skips=True), ()))
+    keys += [key_of(config(has_entries=True, has_order=ordered, spread="heads"), ()) for ordered in (False, True)]
     keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
     keys += [key_of(config(tiles=TILES_IN_ORDER[128, 128], in_order=ordered), ()) for ordered in (False, True)]
     wide = config(head_dim=512, head_dim_v=512, tiles=Tiles(64, 32, 2, False))
@@ -481,26 +495,40 @@ def test_a_kernel_refuses_what_it_was_not_made_for(checked: Any) -> None:
 
 
 def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ones that were cleared before, as long as there are any; calls outside share that of their stream, and make new ones."""
-    device, stream, is_capturing = torch.device("cuda", 0), [7], [False]
-    monkeypatch.setattr(api, "_zeros_apart", lambda device, count: [*torch.zeros(count, 2, dtype=torch.int32, device="cpu")])
-    monkeypatch.setattr(api, "_SPARES", 4)
-    for name in ("_counters", "_spares"):
-        monkeypatch.setattr(api, name, {})
+    """Ones that were cleared before, as long as there are any, and whose memory stays; calls outside share that of their stream, and make
+    new ones."""
+    device, stream, is_capturing, zeros, made = torch.device("cuda", 0), [7], [False], torch.zeros, []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: made.append(size) or zeros(*size, dtype=dtype, device="cpu"))
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: is_capturing[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    monkeypatch.setattr(api, "_SPARES", 4)
+    for name, empty in (("_counters", {}), ("_spares", defaultdict(list)), ("_cleared", [])):
+        monkeypatch.setattr(api, name, empty)
     first = api.counter_of(device)
     stream[0] = 8
     second = api.counter_of(device)
-    is_capturing[0] = True
-    found = [api.counter_of(device) for _ in range(2)]
-    assert len({x.data_ptr() for x in (first, second, *found)}) == 4
-    cleared = []
-    zeros = lambda *size, device, **options: cleared.append(torch.empty(*size, **options)) or cleared[-1]
-    monkeypatch.setattr(api.torch, "zeros", zeros)
-    assert api.counter_of(device) is cleared[0]
-    monkeypatch.setattr(api, "_zeros_apart", lambda device, count: [torch.empty(2, dtype=torch.int32, device="cpu") for _ in range(count)])
-    is_capturing[0] = False
-    assert api.counter_of(device) is second
-    is_capturing[0] = True
-    assert api.counter_of(device) is not second and len(cleared) == 1
+    assert api.counter_of(device) is second and made == [(4, 2)]
+    of_graphs = []
+    for cleared_inside in (0, 1):
+        is_capturing[0] = True
+        of_graphs += [api.counter_of(device).data_ptr() for _ in range(2 + 2 * cleared_inside)]
+        assert made[-1] == (4, 2)
+        api.counter_of(device)
+        assert made[-1] == (2,)  # none is left: this one is cleared at every replay
+        is_capturing[0] = False
+        assert api.counter_of(device) is second and made[-1] == (4, 2)
+    assert len({first.data_ptr(), second.data_ptr(), *of_graphs}) == 8
+    kept = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in api._cleared]
+    assert all(any(at in memory for memory in kept) for at in of_graphs)
+
+
+def test_a_graph_s_counter_outlives_a_recorded_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is recorded while a graph captures it is replayed later with its stream's counter."""
+    device, noted = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    monkeypatch.setattr(api, "_spares", defaultdict(list, {0: [torch.zeros(2, dtype=torch.int32, device="cpu")]}))
+    monkeypatch.setattr(api, "active_recorder", lambda: SimpleNamespace(outlives=lambda tensor, make: noted.append(tensor)))
+    found = api.counter_of(device)
+    assert noted[0] is found

@@ -415,6 +415,8 @@ def test_it_says_what_it_needs() -> None:
         (lambda: Config(256, 256, True, Tiles(128, 128, 2)), "shared memory"),
         (lambda: Config(128, 128, True, Tiles(128, 128, 2), lists="sparse"), "lists='sparse'"),
         (lambda: Config(128, 128, True, Tiles(128, 128, 2), has_count=True), "has_count without has_order"),
+        (lambda: Config(128, 128, True, Tiles(128, 128, 2), has_entries=True), "has_entries without has_order, spread='all'"),
+        (lambda: Config(128, 128, True, Tiles(128, 128, 2), has_entries=True, spread="heads", lists="flat"), "and no lists"),
         (lambda: Config(128, 128, True, Tiles(128, 128, 2), piece=24), "piece=24; wanted a divisor of tile_n=128"),
         (lambda: Config(96, 96, True, Tiles(128, 112, 2), piece=7), "piece=7.*even at head_dim 96"),
         (lambda: Config(512, 64, True, Tiles(64, 64, 1, False)), "head_dim=512"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
 import sys
 import warnings
@@ -83,8 +84,12 @@ def cubin_of(kernel: Any, given: tuple, folder: Path) -> Path:  # type: ignore[t
     folder.mkdir(parents=True)
     cute.compile(kernel, *given, options=f"--keep-cubin --keep-ptx --generate-line-info --dump-dir={folder}")
     (cubin,) = folder.glob("*.cubin")
-    late = late_loads(of_cubin("nvdisasm", cubin.read_bytes(), "-c", "-hex", "-g", "-ndf"))
+    text = of_cubin("nvdisasm", cubin.read_bytes(), "-c", "-hex", "-g", "-ndf")
+    late = late_loads(text)
     assert not late, f"{kernel.config}: " + "; ".join(map(str, late))
+    waits, accesses = (re.search(rf"\b({names})\b", text) for names in ("ACQBULK", "LDG|STG|RED|ATOMG|UTMALDG|UTMAPF|UTMASTG"))
+    waits_first = waits is not None and accesses is not None and waits.start() < accesses.start()
+    assert waits_first is getattr(kernel, "waits", False) and (waits is None or waits_first), f"{kernel.config}: tables are read too early"
     return cubin
 
 

@@ -94,6 +94,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         make_warp_uniform=int,
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
         fence_proxy=lambda *_, **__: block.fence_written(),
+        sync_warp=lambda: None,
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         vote_any_sync=bool,
         vote_all_sync=bool,

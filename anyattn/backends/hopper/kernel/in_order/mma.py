@@ -314,6 +314,7 @@ class MultipliesInOrder(Multiplies):
         self._merged(acc, sections, self.of_sections(in_smem, q_state, given[2]), thread, True)
         if const_expr(self.config.sums.in_q > 0):  # where the copy engine writes the next rows
             cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()  # one lane gives the memory back
         out, heads, tops = rows_and_columns(acc), self.heads(positions, facts), self.highest(sections.tops, given[1])
         for r in cutlass.range_constexpr(cute.size(row_max)):
             weight, top, rescale = sections.total[r], sections.highest[r], Float32(1.0)
