@@ -40,7 +40,7 @@ def model(serve: ModuleType) -> Any:
 def requests(serve: ModuleType) -> list:
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, VOCABULARY, (n,), generator=random).tolist() for n in PROMPTS]
-    return [serve.Request(f"question {i}", prompt, WANTED, arrives=0.01 * i) for i, prompt in enumerate(prompts)]
+    return [serve.Request(f"question {i}", prompt, WANTED, arrives=1e-4 * i) for i, prompt in enumerate(prompts)]
 
 
 def server(serve: ModuleType, model: Any, pages: int, page_size: int, budget: int) -> Any:

@@ -46,7 +46,7 @@ class _Cute:
     """What ``row_tile`` asks of its class and its tables."""
 
     def __init__(self) -> None:
-        self.config = SimpleNamespace(has_order=False, has_right=False, spread="heads")
+        self.config = SimpleNamespace(has_order=False, has_entries=False, has_right=False, spread="heads")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
