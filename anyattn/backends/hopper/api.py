@@ -29,7 +29,7 @@ from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import Allocator, Layout, allocator, contiguous_strides, empty_in_order
 from anyattn.triton_tools.recording import active_recorder
 
-__all__ = ["ForwardLaunches", "Parts", "config_of", "counter_of", "multiprocessors", "runs_documents", "section_of"]
+__all__ = ["ForwardLaunches", "Parts", "config_of", "counter_of", "multiprocessors", "processors_of", "runs_documents", "section_of"]
 
 _NOTHING: Mapping[Config, Any] = {}
 
@@ -199,7 +199,9 @@ def _launched(
     """Launches the kernel and returns its arguments."""
     q, listed = problem.q, visits.entries if visits.order is None else visits.order
     rows = ceil_div(q.shape[2], config.tile_q) if listed is None else len(listed) - config.has_count
-    numbers = _sizes(problem, config, rows, splits, multiprocessors(q.device))
+    spread, workers = _heads_in_turn(problem, config) * splits, _most_workers(config, multiprocessors(q.device))
+    section = section_of(problem, groups_of(problem.qhead_per_kvhead, config.heads_per_tile))
+    numbers = (rows, spread, min(spread, section), max(1, min(rows * spread, workers)))
     arguments = (
         q, problem.k, problem.v, *results, None if config.is_split else _sink(problem), *visits, counter_of(q.device),
         _scale_of(problem), *numbers, *_captured(problem, spec, numbers[-1]),
@@ -208,13 +210,15 @@ def _launched(
     return arguments
 
 
-def _sizes(problem: Problem, config: Config, rows: int, splits: int, processors: int) -> tuple[int, int, int, int]:
-    """rows, spread and section of ``tile_scheduler.Sizes``, and the thread blocks, or pairs of them, that take the work items."""
-    groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
-    heads = problem.heads_kv * groups
-    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread] * splits
-    workers = max(1, processors * config.tiles.blocks // config.cluster)
-    return rows, spread, min(spread, section_of(problem, groups)), max(1, min(rows * spread, workers))
+def _heads_in_turn(problem: Problem, config: Config) -> int:
+    """The heads, or groups of heads, that share a row of the order of row tiles."""
+    heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    return {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+
+
+def _most_workers(config: Config, processors: int) -> int:
+    """The thread blocks, or pairs of them, that run at once."""
+    return max(1, processors * config.tiles.blocks // config.cluster)
 
 
 def needs_lengths_alone(problem: Problem, spec: ForwardSpec, splits: int) -> bool:
@@ -224,15 +228,12 @@ def needs_lengths_alone(problem: Problem, spec: ForwardSpec, splits: int) -> boo
     That launch was 6 % of decoding 32 entries of 8,192 keys: 78.5 and 73.6 us (H200, 16 heads of 512, one cache).
     """
     s, config = problem.sequences, spec.config
-    if not isinstance(s, StoredSequences) or not (config.has_entries and config.has_order) or spec.listed is not None:
+    if not isinstance(s, StoredSequences) or spec.listed is not None:
         return False
     ends_q, ends_k, used_q, used_k = s.tables
     if used_k is None or ends_q is not None or ends_k is not None or used_q is not None or problem.q.shape[2] > config.tile_q:
         return False
-    device = problem.q.device
-    processors = multiprocessors(device) if device.type == "cuda" else PROCESSORS  # where kernels are compiled for another machine
-    rows, spread, _, workers = _sizes(problem, config, problem.batch, splits, processors)
-    return rows * spread <= workers
+    return problem.batch * _heads_in_turn(problem, config) * splits <= _most_workers(config, processors_of(problem.q.device))
 
 
 def _captured(problem: Problem, spec: ForwardSpec, workers: int) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
@@ -363,3 +364,8 @@ def _zeros_apart(device: torch.device, count: int) -> list[Tensor]:
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def processors_of(device: torch.device) -> int:
+    """The multiprocessors for which kernels are chosen: the device's, or an H200's while kernels are compiled and not launched."""
+    return PROCESSORS if is_compiling() else multiprocessors(device)

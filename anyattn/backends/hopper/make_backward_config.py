@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.api import multiprocessors
+from anyattn.backends.hopper.api import processors_of
 from anyattn.backends.hopper.backward_config import (
     SHARED_TILE_N,
     TILE_N,
@@ -23,11 +23,10 @@ from anyattn.backends.hopper.backward_config import (
     short_tiles_for,
     tall_tiles_for,
 )
-from anyattn.backends.hopper.backward_parts import PROCESSORS, parts_for
+from anyattn.backends.hopper.backward_parts import parts_for
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import is_words, stages, work_by_pair
-from anyattn.backends.hopper.compile.launch import is_compiling
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, Ask, sides
 from anyattn.backends.hopper.make_config import ABILITIES, are_of_kv_heads, captured_by, mods_of, tile_of
 from anyattn.backends.hopper.wide_backward_config import HELD
@@ -139,7 +138,7 @@ def _parts_of(problem: Problem) -> tuple[int, int]:
         queries, keys = ceil_div(problem.q.shape[0] * queries, entries), ceil_div(problem.k.shape[0] * keys, entries)
     tile_m, tile_n = _tile_sizes(_padded(problem))
     key_tiles, row_tiles = ceil_div(keys, tile_n), ceil_div(queries, tile_m)
-    processors = PROCESSORS if is_compiling() else multiprocessors(problem.q.device)
+    processors = processors_of(problem.q.device)
     heads = problem.heads_kv * entries
     even, uneven = (parts_for(ratio, heads, key_tiles, row_tiles, is_uneven, processors) for is_uneven in (False, True))
     return even, uneven

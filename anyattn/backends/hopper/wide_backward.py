@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import LOG2E, ceil_div
-from anyattn.backends.hopper.api import counter_of, multiprocessors, section_of
+from anyattn.backends.hopper.api import counter_of, multiprocessors, processors_of, section_of
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.backward_launches import Gradients, Results, Tables, numbers_of_keys
-from anyattn.backends.hopper.backward_parts import PROCESSORS, parts_for
+from anyattn.backends.hopper.backward_parts import parts_for
 from anyattn.backends.hopper.captured_sums import with_derivatives
-from anyattn.backends.hopper.compile.launch import is_compiling, launch
+from anyattn.backends.hopper.compile.launch import launch
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M, padded
 from anyattn.backends.hopper.make_config import captured_by, forward_storage, mods_of, tile_of
 from anyattn.backends.hopper.tables import visits_of
@@ -101,7 +101,7 @@ def _parts_of(problem: Problem) -> int:
     if (ratio := problem.qhead_per_kvhead) == 1:
         return 1
     key_tiles, row_tiles = ceil_div(problem.k.shape[2], HELD), ceil_div(problem.q.shape[2], HELD)
-    processors = PROCESSORS if is_compiling() else multiprocessors(problem.q.device)
+    processors = processors_of(problem.q.device)
     return parts_for(ratio, problem.heads_kv * problem.batch, key_tiles, row_tiles, bool(problem.predicates), processors)
 
 

@@ -88,7 +88,7 @@ def test_few_heads_are_divided_and_their_parts_added(
     keys: int, wants_dq: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One K/V head for four query heads, and more multiprocessors than key tiles."""
-    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(make_backward_config, "processors_of", lambda device: 132)
     q, k = requiring_grad(1, 4, 600, 64), requiring_grad(1, 1, keys, 64)
     q = q if wants_dq else q.detach()
     gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
@@ -103,7 +103,7 @@ def test_few_heads_are_divided_and_their_parts_added(
 
 
 def test_rows_of_no_sequence_have_parts_of_zeros(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(make_backward_config, "processors_of", lambda device: 132)
     q, k, ends = requiring_grad(1200, 4, 64), requiring_grad(1200, 1, 64), torch.tensor([0, 500, 1100], dtype=torch.int32)
     out = anyattn.flash_attn_varlen_func(q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True, backend="hopper")
     gradients_of(out, launched)
@@ -143,7 +143,7 @@ def test_wide_gradients_of_keys_are_what_the_kernel_stores_or_their_sum(
 
 
 def test_as_many_key_tiles_as_multiprocessors_have_no_parts(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(make_backward_config, "processors_of", lambda device: 4)
     q, k = requiring_grad(1, 4, 600, 64), requiring_grad(1, 2, 600, 64)
     gradients_of(anyattn.flex_attention(q, k, k, enable_gqa=True, backend="hopper"), launched)
     assert not any(getattr(config, name, False) for config, _ in launched for name in ("stores_float32", "divides_heads"))
@@ -329,7 +329,7 @@ def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: 
 def test_parts_of_both_launches_end_in_the_same_gradients(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of the launch by sequences come first, and those of the launch by lists heed the guard."""
     monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
-    monkeypatch.setattr(make_backward_config, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(make_backward_config, "processors_of", lambda device: 132)
     q, k = requiring_grad(1, 4, 700, 64), requiring_grad(1, 1, 700, 64)
     lists = anyattn.create_block_mask(masks.document(IDS), None, None, 700, 700, device="cpu")
     found = gradients_of(anyattn.flex_attention(q, k, k, block_mask=lists, enable_gqa=True, backend="hopper"), launched)

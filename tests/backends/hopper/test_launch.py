@@ -92,20 +92,11 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
         **{"head_dim": 64, "head_dim_v": 64, "is_bf16": False, "tiles": Tiles(128, 64, 2), "score": score, "bands": (causal.expr,)},
         **{"lists": "dense", "spread": "heads", "list_cut": (1, 2), "partial": ask, "always": (ask,), "heads_per_tile": 4, "piece": 16},
     }
+    needs_others = {"is_bounded", "has_count", "gathers", "has_one_kv", "pairs", "is_split", "counts_skips", "in_order", "has_entries"}
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name not in (
-            "is_bounded",
-            "has_count",
-            "gathers",
-            "has_one_kv",
-            "pairs",
-            "is_split",
-            "counts_skips",
-            "in_order",
-            "has_entries",
-        ):
+        if field.name not in needs_others:
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
     keys.append(key_of(config(has_order=True, has_count=True), ()))

@@ -100,7 +100,7 @@ def test_configs_of_a_call() -> None:
 
 
 def test_parts_of_few_heads_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_backward, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(wide_backward, "processors_of", lambda _: 132)
     q = torch.randn(1, 16, 2048, 512, dtype=torch.bfloat16)
     k = torch.randn(1, 1, 2048, 512, dtype=torch.bfloat16)
     spec = wide_spec(Problem(q=q, k=k, v=k, scale=0.1, predicates=(trace(masks.causal(), "mask"),)))

@@ -11,6 +11,7 @@ import torch
 
 import anyattn
 from anyattn import planner
+from anyattn.backends.hopper import api
 from anyattn.backends.hopper.config import Config, tiles_for
 from anyattn.backends.hopper.make_config import forward_spec
 from anyattn.backends.hopper.pack_gqa import groups_of
@@ -22,7 +23,7 @@ from anyattn.validate import flash
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import CacheArguments, with_values
 from tests.backends.hopper.test_gathered_keys import kinds_of, made
-from tests.support.hopper.pretended import Launch, described
+from tests.support.hopper.pretended import H200, Launch, described
 from tests.support.no_reading import no_reading
 from tests.support.replayed import replayed_and_first
 
@@ -33,6 +34,11 @@ __all__ = ["made"]  # a fixture
 
 BF16 = torch.bfloat16
 SLOWER = planner._slower
+
+
+@pytest.fixture(autouse=True)
+def of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "multiprocessors", lambda _: H200.sm_count)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class HopperInOrderForward(LoadsInOrder, MultipliesInOrder, HopperForward):
 
     def of_sections(self, in_smem: Any, q_state: Any, captured: Any) -> tuple[Any, ...]:
         """``_fours`` in the places of ``in_order.Sums``, None for none."""
-        if self.config.sums == (self.config.sums.in_smem, 0, 0):
+        if not any(self.config.sums[1:]):
             return in_smem[4], None, None
         block, _, _ = cute.arch.block_idx()
         place = (captured[1][-1].iterator + block * self.config.sums.in_global).toint()
