@@ -78,7 +78,7 @@ class LoadsRows:
                 self._k_and_v(copies, in_smem, pipes, key_state, place)
             key_state.advance()
             # drawn as late as possible: a key tile that is drawn early waits for this one while other blocks run out of work
-            work = cute.arch.shuffle_sync(self._next_drawn(counter, total, workers), 0)
+            work = self._next_drawn(counter, total, workers)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
         self._left(counter, workers + 1 if const_expr(self.config.is_deterministic) else total, workers)
@@ -91,7 +91,7 @@ class LoadsRows:
         """A block's first key tile. With deterministic sums key tiles wait for earlier ones, so the first tiles are drawn from the counter
         too: no tile then belongs to a block that has not started because other blocks occupy its multiprocessor."""
         if const_expr(self.config.is_deterministic):
-            return cute.arch.shuffle_sync(self._next_drawn(counter, Int32(1), Int32(0)), 0)
+            return self._next_drawn(counter, Int32(1), Int32(0))
         return cute.arch.block_idx()[0]
 
     @cute.jit

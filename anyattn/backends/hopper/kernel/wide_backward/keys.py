@@ -129,7 +129,7 @@ class _OfKeys(VisitsRows, Scores, WideGradient):
                     x1.advance()
                     y0.advance()
                     y1.advance()
-            work = cute.arch.shuffle_sync(self._drawn(counter, total, workers), 0)
+            work = self._drawn(counter, total, workers)
         self._post(block.board[0], block.work_pipe, work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
         self._left(counter, total, workers)

@@ -82,7 +82,6 @@ class HopperQueryGradient(MultipliesTwice, Visits, Softmax, WideGradient):
         total = sizes.rows * sizes.spread
         work = cute.arch.block_idx()[0]
         while work < total:
-            following = self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
             _, _, seqlen_q, _, _, seqlen_k, q_first = self.storage(entry, tables, lengths)
             left, right = Int32(0), Int32(0)
@@ -116,7 +115,7 @@ class HopperQueryGradient(MultipliesTwice, Visits, Softmax, WideGradient):
                     y0.advance()
                     y1.advance()
                     n, asks = after, after_asks
-            work = cute.arch.shuffle_sync(following, 0)
+            work = self._drawn(counter, total, workers)
         self._post(block.board[0], block.work_pipe, work_state, Facts(*(Int32(0) for _ in Facts._fields)))
         work_state.advance()
         self._left(counter, total, workers)
