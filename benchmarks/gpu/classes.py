@@ -95,6 +95,9 @@ def _every_batch() -> list[Case]:
     for dim in (64, 128, 256):
         of_forward = gpu_case("every-batch", "flash", "causal", Shape(1, 32, 8, 8192, 8192, dim), mode, names_shape=True)
         found += [of_forward, replace(of_forward, group="every-batch-backward", is_backward=True)]
+    for heads, length, dim in ((16, 4096, 64), (8, 2048, 128), (4, 4096, 256)):  # about as many row tiles as multiprocessors
+        shape = Shape(1, heads, heads, length, length, dim)
+        found.append(gpu_case("every-batch", "flash", "causal", shape, mode, names_shape=True))
     for batch, keys in ((16, 8192), (64, 2048), (1, 131_072)):
         shape = Shape(batch, 32, 8, 1, keys, 128)
         found.append(gpu_case("every-batch-decode", "decode", "causal", shape, mode, backend="triton", names_shape=True))

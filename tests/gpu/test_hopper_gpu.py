@@ -283,8 +283,8 @@ def test_gradients(name: str) -> None:
 def test_chosen_by_itself_and_says_why_not() -> None:
     q, k, v = qkv()
     assert anyattn.explain(q, k, v, enable_gqa=True, mask_mod=masks.causal()).plan.backend == "hopper"
-    wide, odd = qkv(1, 2, 2, d=264), qkv(1, 2, 2, d=28)
-    cases = ((wide, "256", "torch"), (odd, "multiples? of", "triton"), ([t.float() for t in (q, k, v)], "float32", "triton"))
+    wide, odd = qkv(1, 2, 2, d=584), qkv(1, 2, 2, d=28)
+    cases = ((wide, "576", "torch"), (odd, "multiples? of", "triton"), ([t.float() for t in (q, k, v)], "float32", "triton"))
     for inputs, words, instead in cases:
         plan = anyattn.explain(*inputs, enable_gqa=True).plan
         assert plan.backend == instead and re.search(words, " ".join(plan.why))

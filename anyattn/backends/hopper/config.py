@@ -45,7 +45,7 @@ _SHORT_KEYS = 64  # of a tile with one warp group: two thread blocks with more h
 _MOST_STAGES = 4
 _SMALL = 16  # rows of a page piece; below it, fewer copies are worth a smaller tile
 # of a consumer and a producer thread, by consumer warp groups and thread blocks per multiprocessor, which has 65,536
-_REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (1, 1): (240, 40), (1, 2): (232, 24), (1, 3): (136, 24)}
+_REGISTERS = {(4, 1): (112, 24), (2, 1): (240, 24), (3, 1): (160, 32), (1, 1): (240, 40), (1, 2): (232, 24), (1, 3): (136, 24)}
 # the same where K and V are gathered by pieces of pages; with 24 the loading warp spills
 _REGISTERS_FOR_PIECES = {(2, 1): (232, 40), (1, 1): (240, 72), (1, 2): (208, 48)}
 _REGISTERS_OF_WIDE = (232, 40)  # with two consumer warp groups for 64 rows; with 24 the loading warp spills
@@ -83,8 +83,8 @@ class Tiles:
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128, 192):
-            raise ValueError(f"tile_m={self.tile_m}; wanted 64, 128 or 192: one to three warp groups of 64 rows (wgmma M)")
+        if self.tile_m not in (64, 128, 192, 256):
+            raise ValueError(f"tile_m={self.tile_m}; wanted 64, 128, 192 or 256: one to four warp groups of 64 rows (wgmma M)")
         if (self.warp_groups, self.blocks) not in _REGISTERS:
             raise ValueError(f"blocks={self.blocks} with tile_m={self.tile_m}; wanted 1, or up to 3 with tile_m=64 (registers)")
         if self.ping_pong and self.warp_groups == 1:
@@ -306,6 +306,12 @@ class Config(ModsOfConfig):
         return sums_of(self.tiles.tile_m, self.head_dim, self.head_dim_v) if self.in_order else NO_SUMS
 
     @property
+    def recomputes(self) -> bool:
+        """With ``in_order``, whether weights are guessed in the place of scores, which are computed again if the guess was wrong: registers
+        of four warp groups do not hold both."""
+        return self.tiles.warp_groups == 4
+
+    @property
     def q_stages(self) -> int:
         """Tiles of Q in flight: with two, the next row tile's Q is loaded before this one's output has left shared memory."""
         return 2 if not self.is_wide and self.shared_memory(2) <= room_of(self.tiles.blocks) else 1
@@ -403,7 +409,7 @@ def room_of(blocks: int) -> int:
 
 # In the order of keys, by head dimensions. 128 rows took 20 % longer at 64, and 8 % at 96; at 128 a fourth stage, for one of Q, up to 9 %.
 TILES_IN_ORDER = {
-    (64, 64): Tiles(192, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
+    (64, 64): Tiles(256, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
     (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
 }  # fmt: skip
 

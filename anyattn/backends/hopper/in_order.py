@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 __all__ = ["NO_SUMS", "Sums", "columns_of_q_held", "sums_of"]
 
-_HELD = {96: 16, 256: 96}  # columns of Q in registers, by head dimensions of which they have no room for all
+_HELD = {(256, 64): 16, (192, 96): 16, (128, 256): 96}  # columns of Q in registers, by rows and head dimensions for which all have no room
 _BLOCK = 64  # columns of a tile of Q that follow one another in shared memory, for all rows
 
 
@@ -29,9 +29,9 @@ class Sums(NamedTuple):
 NO_SUMS = Sums(0, 0, 0)
 
 
-def columns_of_q_held(head_dim: int) -> int:
+def columns_of_q_held(tile_m: int, head_dim: int) -> int:
     """The columns of Q that registers hold: the first ones, or all."""
-    return _HELD.get(head_dim, head_dim)
+    return _HELD.get((tile_m, head_dim), head_dim)
 
 
 def sums_of(tile_m: int, head_dim: int, head_dim_v: int) -> Sums:
@@ -47,5 +47,5 @@ def sums_of(tile_m: int, head_dim: int, head_dim_v: int) -> Sums:
     if head_dim_v <= 128:
         return Sums(tile_m * head_dim_v, 0, 0)
     in_smem = tile_m * 64
-    in_q = columns_of_q_held(head_dim) // _BLOCK * _BLOCK * tile_m // 2  # of 16 bits each
+    in_q = columns_of_q_held(tile_m, head_dim) // _BLOCK * _BLOCK * tile_m // 2  # of 16 bits each
     return Sums(in_smem, in_q, tile_m * head_dim_v - in_smem - in_q)

@@ -72,8 +72,26 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
 def test_taken(name: str, dims: tuple[int, int], chosen: list[Launch]) -> None:
     q, k, v = qkv(dim=dims[0])
     backend, told = why([q, k, v[..., : dims[1]].contiguous()], **TAKEN[name])
-    tiles = TILES_IN_ORDER[dims]
+    tiles = replace(TILES_IN_ORDER[dims], tile_m=192) if dims == (64, 64) else TILES_IN_ORDER[dims]
     assert backend == "hopper" and f"sums by sections of {SECTION} keys, tiles of {tiles.tile_m} x {KEYS_IN_ORDER}" in told, told
+
+
+@pytest.mark.parametrize(
+    ("entries", "length", "heads", "rows"),
+    [
+        (1, 8192, 32, 256),
+        (8, 1024, 12, 256),
+        (1, 1024, 48, 256),
+        (1, 2048, 24, 192),
+        (1, 4096, 8, 192),
+        (8, 640, 12, 192),
+        (32, 300, 12, 192),
+    ],
+)
+def test_four_warp_groups_if_no_multiprocessor_waits(entries: int, length: int, heads: int, rows: int, chosen: list[Launch]) -> None:
+    x = torch.zeros(entries, heads, length, 64, dtype=BF16)
+    _, told = why([x, x, x])
+    assert f"tiles of {rows} x {KEYS_IN_ORDER} in their order" in told, told
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -87,7 +105,8 @@ def test_left_by_shape(chosen: list[Launch]) -> None:
     for given, words in (
         (qkv(dim=80), "it has head dimensions 64, 96, 128, 192 with 128, 192, 256: q's is 80"),
         ([*qkv()[:2], torch.zeros(1, 8, 2048, 64, dtype=BF16)], "v's 64"),
-        (qkv(100), "32 row tiles are fewer than multiprocessors"),
+        (qkv(100), "32 row tiles are for fewer than 45% of the multiprocessors"),
+        (qkv(300, dim=64), "64 row tiles are for fewer than 65% of the multiprocessors"),
         (qkv(dtype=torch.float32), "multiplies bfloat16 and float16"),
     ):
         backend, told = why(given)

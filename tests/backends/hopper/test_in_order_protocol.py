@@ -26,7 +26,7 @@ def test_the_cases_are_of_every_kind() -> None:
     cases = [random_case(seed, in_order=True) for seed in range(SCHEDULES)]
     assert {(c.config.tiles.stages, c.config.q_stages) for c in cases} == {(n, of_q) for n in (1, 2, 3, 4) for of_q in (1, 2)}
     assert {(c.config.tiles.warp_groups, c.config.tiles.ping_pong) for c in cases} == {
-        (groups, turns) for groups in (1, 2, 3) for turns in (False, True) if groups > 1 or not turns
+        (groups, turns) for groups in (1, 2, 3, 4) for turns in (False, True) if groups > 1 or not turns
     }
     assert {(c.config.has_left, c.config.has_right) for c in cases if c.tiles} == {(a, b) for a in (False, True) for b in (False, True)}
     assert {(c.config.has_max, c.config.has_sink) for c in cases if c.tiles} == {(a, b) for a in (False, True) for b in (False, True)}
@@ -52,7 +52,7 @@ def test_no_statement_may_be_left_out() -> None:
     statements = left_out("in_order/mma", "in_order/in_place", "in_order/producer")
     needless = {line for line, changes in statements if not found_by(changes, in_order=True)}
     assert needless == {
-        "is_right = self._guessed_at(scores, powers, added, sums, rate)",
+        "is_right = self._guessed_at(scores, powers, added, sums, rate, group)",
         "self._weights_by(s, to, r, product(row_max[r], rate), rate)",
         "added[r, part] = self._added(to, r, part)",
         'tops[r] = select(weight == 0.0, -Float32.inf, tops[r], "float")',

@@ -456,16 +456,18 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
     "skipping relative": 8,
+    "in order": 8,
+    "in order packed": 16,  # at the end of a row tile of 256
     **dict.fromkeys(("in order of 96", "in order of 96 window"), 24),  # in each key tile: three warp groups, with sinks
 }
 KERNELS = 65
-IN_ORDER = 3  # of head dimensions that have such a kernel
+IN_ORDER = 4  # of head dimensions that have such a kernel
 NOT_OF_WIDE = 8  # no rows are gathered and no tiles skipped, but keys are split
 # one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
 # the widest with lists and what is asked beside them, with a score mod, a band and the row maximum, and with tiles that are skipped; one in
 # the order of keys
 FAMILIES = {
-    (64, 64): ("pages of 1", "floats"),
+    (64, 64): ("pages of 1", "floats", "in order causal"),
     (128, 128): ("pages and lists", "short alibi", "in order window"),
     (256, 256): ("highest of capped", "skipping causal", "in order window"),
     (576, 512): ("ragged lists of key heads", "decoding split capped"),

@@ -132,6 +132,7 @@ def _config(draw: random.Random) -> Any:
         is_split=False,
         has_skip=False,
         in_order=False,
+        recomputes=False,
         has_sink=False,
     )
 
@@ -147,6 +148,10 @@ def _put_in_order(config: Any, seed: int) -> None:
     # with values of more than 128 columns weights take the place of scores, and registers hold a part of Q
     config.head_dim = config.head_dim_v = draw.choice((64, 128, 256))
     config.sums = SimpleNamespace(in_q=int(config.head_dim > 128))
+    if config.head_dim == 64 and draw.random() < 0.5:
+        config.recomputes, config.consumers = True, 4
+        config.tiles.warp_groups, config.tiles.tile_m, config.tiles.ping_pong = 4, 256, draw.random() < 0.8
+        config.tile_q = config.tiles.tile_m
 
 
 def _widen(config: Any, seed: int) -> None:

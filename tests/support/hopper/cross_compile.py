@@ -15,6 +15,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,7 @@ def in_order(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[typ
     return {
         name: ([], {"has_sink": True}),
         f"{name} causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
+        f"{name} packed": ([causal], {"bands": (causal.expr,), **entries, "has_sink": True}),
         f"{name} window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
     }
 
@@ -310,6 +312,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> dict[str, 
         )
         if name.startswith("in order"):
             fields, tiles = {**fields, "in_order": True}, TILES_IN_ORDER[head_dim, head_dim_v]
+            if tiles.warp_groups == 4 and "has_max" in fields:
+                tiles = replace(tiles, tile_m=192)
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         may_share = is_wide and piece in (0, *range(LEAST_SHARED_PIECE, 65)) and rows % 128 == 0
         if may_share and (i // 2 % 2 == 0 or name.startswith("decoding")):

@@ -156,17 +156,21 @@ class InOrderStubs(Stubs):
     def _of_section(self, t: int, i: int) -> list[int]:
         return [j for j in range(i + 1) if self.block.section(t, j) == self.block.section(t, i)]
 
-    def _guessed_at(self, scores: Any, powers: Any, added: Any, sums: tuple, rate: Any) -> bool:
+    def _guessed_at(self, scores: Any, powers: Any, added: Any, sums: tuple, rate: Any, group: int) -> bool:
         """A guess is right only where no maximum moves."""
         scores.idle("read")
         ((t, i),) = scores.made_of
         if len(self._of_section(t, i)) == 1 or self._must_be_masked(t, i) or scores.done:
             raise Broken(f"a guess at {(t, i)}, {set(scores.done)}")
-        is_right: bool = super()._guessed_at(scores, powers, added, sums, rate)  # type: ignore[misc]
+        votes = self.block.group.votes
+        is_right: bool = super()._guessed_at(scores, powers, added, sums, rate, group)  # type: ignore[misc]
         if is_right and any(self._highest(t, i, r) - sums[1][r] * rate > LAG for r in range(numbers.ROWS)):
             raise Broken(f"a guess at {(t, i)} is taken although a maximum moves")
         self.outcomes.add(is_right)
         powers.made_of, powers.done = scores.made_of, frozenset({"exponential"})
+        if self.block.group.votes - votes != int(self.config.recomputes):
+            raise Broken("each warp decides for itself whether a product is repeated, or a vote is of no use")
+        self.block.group.repeats = self.config.recomputes and not is_right
         return is_right
 
     def _weights_by_held(self, scores: Any, sums: tuple, rate: Any) -> None:

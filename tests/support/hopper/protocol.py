@@ -18,8 +18,8 @@ from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, P
 __all__ = ["PARTS", "Block", "BlockPipe", "Group", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
 
 PARTS = 2  # instructions of a product
-TURN = range(1, 4)  # the barriers at which warp groups take turns
-CLEANED = range(8, 11)  # and those at which each one meets after wiping
+TURN = range(1, 5)  # the barriers at which warp groups take turns
+CLEANED = range(5, 9)  # and those at which each one meets after wiping
 
 
 class RowTile(NamedTuple):
@@ -240,6 +240,7 @@ class Group:
         self.fresh = set[int]()  # registers written since the last fence
         self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
+        self.votes, self.repeats = 0, False  # votes of its warps; whether the next product of K is that of the last one's tile
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
@@ -298,6 +299,7 @@ class Group:
         return self.block.order[count]
 
     def _scores(self, product: _Product, acc: Registers, operands: list[StageRef | Registers], parts: list[StageRef]) -> None:
+        self.scores -= self.repeats
         product.tile = t, i = self._next(self.scores)
         self.scores += 1
         for q in operands:
@@ -310,8 +312,9 @@ class Group:
         for k in parts:
             self._reads(product, k, (k.memory.name, *self.block.tiles[t].sources[1][i]), (t, i))
         acc.idle("overwritten")
-        if self.block.takes_turns and self.block.turn != self.number:
+        if self.block.takes_turns and self.block.turn != self.number and not self.repeats:
             raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
+        self.repeats = False
 
     def _output(self, product: _Product, acc: Registers, p: Registers, v: StageRef) -> None:
         self.pass_skipped()
@@ -407,6 +410,7 @@ class Block:
         self.copied = Counter[tuple[str, int]]()  # of each piece of a tile
         self.turn: int | None = None
         self.epochs = 0
+        self.loaded_at_draw: int | None = None  # key tiles, when work was drawn last
         self.written = {(t, g): 0 for g in range(count) for t in self.ends[g]}
 
     def edge(self, t: int) -> int:
@@ -470,6 +474,10 @@ class Block:
             barrier.came()
 
         self.schedule.under_way.append(came)
+
+    def draws(self) -> None:
+        """Work is drawn, as late as possible: other blocks may have none before this one comes to it."""
+        self.loaded_at_draw = self.copied[self.of_tile[0].name, 0]
 
     def _is_free(self, to: StageRef | PieceRef) -> None:
         stage = to.stage
@@ -544,6 +552,8 @@ class Block:
 
     def check_end(self) -> None:
         """All is computed, written and given back."""
+        if self.loaded_at_draw not in (None, self.copied[self.of_tile[0].name, 0]):
+            raise Broken("work is drawn before the keys of the row tile at hand are loaded")
         for name, group in self.groups.items():
             group.pass_skipped()
             done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores.count(False))

@@ -76,10 +76,18 @@ class _Atom:
         self.adds = adds
 
 
-def _vote(block: Block, is_low: bool, barrier: int) -> bool:
+def _vote(block: Block, skips: bool, holds: bool, barrier: int) -> bool:
     block.barrier(barrier, 128, True)
-    block.group.vote(is_low)
-    return is_low
+    block.group.votes += 1
+    if skips:
+        block.group.vote(holds)
+    return holds
+
+
+def _added(block: Block, counter: Counter, at: int, value: int, **_: Any) -> int:
+    if at == 0:
+        block.draws()
+    return counter.add(at, value)
 
 
 def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
@@ -90,7 +98,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         block_idx_in_cluster=lambda: block.rank,
         lane_idx=lambda: arch.lane,
         shuffle_sync=lambda value, lane: value[lane] if isinstance(value, Lanes) else value,
-        atomic_add=counter.add,
+        atomic_add=functools.partial(_added, block, counter),
         make_warp_uniform=int,
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
         fence_proxy=lambda *_, **__: block.fence_written(),
@@ -268,7 +276,7 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
     names = _stand_ins(block, (case.worker, case.workers), counter)
     for code in codes:
         exec(code, names)
-    names["_all_of_group"] = functools.partial(_vote, block)
+    names["all_of_group"] = functools.partial(_vote, block, case.config.has_skip)
     roles = ("Visits", "LoadsWide", "MultipliesWide") if case.config.is_wide else ("Visits", "Loads", "Multiplies")
     stubs, rest, sink = Stubs, (Exchange("P"), Exchange("factors")), None
     if case.config.has_skip:
@@ -279,7 +287,7 @@ def _add_threads(schedule: Schedule, block: Block, case: Case, counter: Counter,
         numbers.stand_ins(names, block)
         hold_q(names, block)
         names["_TILES"], rest, sink = case.config.section_tiles, tuple(map(numbers.Sums, InOrderStubs.fours_of(case.config))), Sink()
-        names["columns_of_q_held"] = {64: 16 * PARTS, 128: 16 * PARTS, 256: 16 * (PARTS - 1)}.__getitem__
+        names["columns_of_q_held"] = lambda tile_m, head_dim: 16 * (PARTS - int(tile_m > 192 or head_dim > 128))
     kernel = type("Kernel", (stubs, *(names[name] for name in roles)), {})()
     tables = names["Tables"](**case.tables)
     kernel.block, kernel.config, kernel.bands = block, case.config, case.bands

@@ -15,7 +15,7 @@ from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
 __all__ = ["Epilogue"]
 
-_BARRIER = 4  # first of the named barriers, one per consumer warp group, around its store
+_BARRIER = 5  # first of the named barriers, one per consumer warp group, around its store
 
 
 class Epilogue:

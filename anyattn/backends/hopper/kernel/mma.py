@@ -4,18 +4,37 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.kernel.fragment import again, narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
-__all__ = ["Multiplies"]
+__all__ = ["VOTE", "Multiplies", "all_of_group"]
 
 _TURN = 1  # first of the named barriers by which warp groups take turns
-_CLEANED = 8  # first of the named barriers, one per warp group, after clearing V
+_CLEANED = 5  # first of the named barriers, one per warp group, after clearing V; the epilogue's too
+VOTE = 9  # first of the named barriers, one per warp group, at which its warps vote
 _THREADS = 512  # a power of 2 above the number of consumer threads
 _AT_ONCE = 8  # entries of V cleared per instruction: 16 bytes, contiguous in the swizzled layout
+
+
+@dsl_user_op
+def all_of_group(x: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Whether ``x`` holds in all threads of a warp group; they meet at ``barrier``."""
+    found = nvvm.barrier_cta_red(
+        Boolean(x).ir_value(loc=loc, ip=ip),
+        Int32(barrier).ir_value(loc=loc, ip=ip),
+        nvvm.BarrierReduxKind.AND,
+        thread_count=Int32(128).ir_value(loc=loc, ip=ip),
+        aligned=True,
+        results=[T.i32()],
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(found) != 0
 
 
 class _Stage(NamedTuple):
@@ -437,5 +456,5 @@ class Multiplies:
     @cute.jit
     def _next_turn(self, group):
         if const_expr(self.config.tiles.ping_pong):
-            after = 1 - group if const_expr(self.config.tiles.warp_groups == 2) else (group + 1) % 3
+            after = 1 - group if const_expr(self.config.tiles.warp_groups == 2) else (group + 1) % self.config.tiles.warp_groups
             cute.arch.barrier_arrive(barrier_id=_TURN + after, number_of_threads=256)

@@ -28,7 +28,7 @@ class MultipliesInPlace(MultipliesInOrder):
         _, _, _, _, pipes, _, _, thread, in_smem = fixed
         acc, row_max, _, row_scale, sections = sums
         _, _, rate, captured, _ = given
-        scores, is_new, v_state, q_state = of_tile
+        scores, is_new, v_state, q_state, _ = of_tile
         moves = Boolean(False)
         if is_new:
             self._kept(sums, rate)

@@ -13,7 +13,7 @@ from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.in_order import columns_of_q_held
 from anyattn.backends.hopper.kernel.fragment import narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.in_order.arithmetic import difference, power_of_2, product, quotient, total
-from anyattn.backends.hopper.kernel.mma import Multiplies
+from anyattn.backends.hopper.kernel.mma import VOTE, Multiplies, all_of_group
 from anyattn.backends.hopper.kernel.operand import to_registers
 from anyattn.sequences.sections import KEYS_IN_ORDER, LAG, SECTION
 
@@ -65,7 +65,7 @@ class MultipliesInOrder(Multiplies):
     fours_of_sections: Any
 
     def _columns_held(self) -> int:
-        return columns_of_q_held(self.config.head_dim)
+        return columns_of_q_held(self.config.tiles.tile_m, self.config.head_dim)
 
     def _from_registers(self) -> Any:
         """The tiled MMA of scores with Q in registers."""
@@ -165,22 +165,35 @@ class MultipliesInOrder(Multiplies):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
         if const_expr(sections.tops is not None):
             self.raise_tops(sections.tops, scores, None)
-        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state, q_state), is_masked, True)
+        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state, q_state, k_state), is_masked, True)
+
+    @cute.jit
+    def _scored(self, pipes, k_state, v_state):
+        """Waits for the scores. K is released unless a guess may need it again."""
+        warpgroup.wait_group(1)
+        if const_expr(not self.config.recomputes):
+            self._keys_read(pipes, k_state)
 
     @cute.jit
     def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
         """The weights of a tile, which it stores in ``p``, and the merging of a section that has ended. of_tile: the scores, whether the
         tile is the first of its section, and the states of V's pipeline at the tile before and of Q's."""
-        _, _, shape_s, _, pipes, _, _, thread, in_smem = fixed
+        _, _, shape_s, _, pipes, _, group, thread, in_smem = fixed
         acc, _, _, row_scale, sections = sums
         _, _, rate, captured, _ = given
-        scores, is_new, v_state, q_state = of_tile
-        powers = cute.make_rmem_tensor(shape_s, Float32)
+        scores, is_new, v_state, q_state, k_state = of_tile
+        powers = scores if const_expr(self.config.recomputes) else cute.make_rmem_tensor(shape_s, Float32)
         added = cute.make_rmem_tensor((cute.size(row_scale), _PARTS), Float32)
         is_right = Boolean(False)
         if const_expr(not is_masked):
             if not is_new:
-                is_right = self._guessed_at(scores, powers, added, sums, rate)
+                is_right = self._guessed_at(scores, powers, added, sums, rate, group)
+                if const_expr(self.config.recomputes):
+                    if not is_right:
+                        self._scores(fixed, scores, q_state, k_state, self._q_held(sections))
+                        warpgroup.wait_group(0)
+        if const_expr(self.config.recomputes):
+            self._keys_read(pipes, k_state)
         self._values_read(pipes[2], v_state)
         if is_right:
             narrowed_to(p, powers, self.dtype)
@@ -219,7 +232,7 @@ class MultipliesInOrder(Multiplies):
             sections.highest[r] = highest
             row_max[r] = self._lowest(rate)
 
-    def _guessed_at(self, scores, powers, added, sums, rate):
+    def _guessed_at(self, scores, powers, added, sums, rate, group):
         """Computes a tile's weights, and their sums, by the maxima held. Returns whether they are those of ``_weights``."""
         row_max = sums[1]
         s, to, right = rows_and_columns(scores), rows_and_columns(powers), Boolean(True)
@@ -228,6 +241,8 @@ class MultipliesInOrder(Multiplies):
             for part in range(_PARTS):
                 added[r, part] = self._added(to, r, part)
                 right = right & (added[r, part] <= _MOST)
+        if const_expr(self.config.recomputes):  # all of a group must take part in a product
+            right = all_of_group(right, VOTE + group)
         return cute.arch.vote_all_sync(right)
 
     def _weights_by(self, scores: Any, to: Any, r: int, base: Any, rate: Any) -> None:

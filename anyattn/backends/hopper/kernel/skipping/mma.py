@@ -5,17 +5,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.fragment import narrowed_to, rows_and_columns
-from anyattn.backends.hopper.kernel.mma import Multiplies
+from anyattn.backends.hopper.kernel.mma import VOTE, Multiplies, all_of_group
 
 __all__ = ["MultipliesSkipping", "thresholds_of"]
-
-_VOTE = 11  # first of the named barriers, one per warp group, at which its warps vote
 
 
 class _Tops(NamedTuple):
@@ -34,22 +30,6 @@ def thresholds_of(config: Any, captured: Any) -> tuple[Any, Any]:
     """(``Skip.below``, ``Skip.counts`` or None): the last captured tensors, before those of dropout."""
     tensors = captured[1][: len(captured[1]) - config.has_dropout]
     return (tensors[-2], tensors[-1]) if config.counts_skips else (tensors[-1], None)
-
-
-@dsl_user_op
-def _all_of_group(x: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Whether ``x`` holds in all threads of a warp group; they meet at ``barrier``."""
-    found = nvvm.barrier_cta_red(
-        Boolean(x).ir_value(loc=loc, ip=ip),
-        Int32(barrier).ir_value(loc=loc, ip=ip),
-        nvvm.BarrierReduxKind.AND,
-        thread_count=Int32(128).ir_value(loc=loc, ip=ip),
-        aligned=True,
-        results=[T.i32()],
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(found) != 0
 
 
 class MultipliesSkipping(Multiplies):
@@ -139,7 +119,7 @@ class MultipliesSkipping(Multiplies):
             pipes[2].consumer_wait(v_state)  # of a stage that is not read: its copy has ended before the next one begins
         of_tile = (scores, ahead, n, v_state, dropping)
         lifts = self._modified(fixed, given, of_tile, is_masked, asks)
-        if _all_of_group(self._are_low(tops, scores, lifts, rate), _VOTE + group):
+        if all_of_group(self._are_low(tops, scores, lifts, rate), VOTE + group):
             self._values_read(pipes[2], v_state)
             tops.pending[0] = Int32(0)
             tops.skipped[0] = tops.skipped[0] + 1
