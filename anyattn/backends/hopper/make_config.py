@@ -193,9 +193,9 @@ def tiles_in_order(problem: Problem, dims: tuple[int, int]) -> Tiles:
     """The tiles of the kernel in the order of keys, by head dimensions as padded.
 
     Four warp groups take 5 % less time for a row than three. But multiprocessors without work wait for longer tiles, and last tiles have
-    more empty rows: 16 heads of 2,048 causal rows took 35.2 us with four and 28.3 with three, 12 heads of 640 rows of 8 entries 27.0 and
-    25.0, 48 heads of 1,024 rows 23.5 and 24.7, 32 heads of 8,192 rows 488 and 514 (H200). The time is estimated as that of a
-    multiprocessor's share of the tiles and one more. The highest scores take registers that four groups do not have.
+    more empty rows: 16 heads of 2,048 causal rows took 35.2 us with four and 28.3 with three, of 4,096 rows 69.7 and 80.3, 12 heads of 640
+    rows of 8 entries 27.0 and 25.0, 48 heads of 1,024 rows 23.5 and 24.7, 32 heads of 8,192 rows 488 and 514 (H200). The estimated time is
+    that of a multiprocessor's share of the tiles and 0.7 of a tile. The highest scores take registers that four groups do not have.
     """
     tiles = TILES_IN_ORDER[dims]
     if tiles.warp_groups < _MOST_GROUPS:
@@ -203,7 +203,7 @@ def tiles_in_order(problem: Problem, dims: tuple[int, int]) -> Tiles:
 
     def time(tile_m: int) -> float:
         count = problem.batch * problem.heads_q * ceil_div(queries_of(problem), tile_m)
-        return tile_m * (count / PROCESSORS + 1)
+        return tile_m * (count / PROCESSORS + 0.7)
 
     fewer = tiles.tile_m - LEAST_ROWS
     return replace(tiles, tile_m=fewer) if problem.wants_max or time(fewer) < _TIME_OF_MOST * time(tiles.tile_m) else tiles
