@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, fields, signature, values_of
+from anyattn.determinism import Determinism, mode_of
 from anyattn.kvcache.gathered import gathering, line_of
 from anyattn.sequences.unread_varlen import StoredSizes, queries_each
 from anyattn.validate import sequences
@@ -111,6 +112,8 @@ def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Opti
     # the tile height depends on the number of queries if they are few, packing on the queries per entry, and split-KV on all sizes
     stored = rows_q if cu_q is not None else rows_q * counts[0]
     planned: tuple = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
+    if mode_of(options.deterministic) is Determinism.BATCH:  # the backend and the tile height depend on the number of row tiles
+        planned += (stored.bit_length(), queries_each(stored, counts[0], bound_q))
     if k.dtype is not q.dtype:
         lines, line = 1 if cu_k is not None else counts[0], line_of(rows_k, bound_k, sizes.page_size)
         copied = lines * line * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * q.element_size()

@@ -13,7 +13,7 @@ from anyattn.sequences.batch import Sequences
 
 __all__ = ["MANY_QUERIES", "LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences", "queries_each"]
 
-MANY_QUERIES = 272  # per entry; larger numbers do not change any decision
+MANY_QUERIES = 272  # per entry; larger numbers do not decide on packing
 
 
 class LengthTables(NamedTuple):

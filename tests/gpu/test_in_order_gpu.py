@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 import anyattn
 from anyattn import masks
 from anyattn.backends.hopper import make_config
-from anyattn.backends.hopper.config import TILES_IN_ORDER
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER
 from anyattn.call_cache import attention
 from tests.support.gpu import judging
 
@@ -30,11 +31,15 @@ LENGTHS = ((1, 1), (1, 1100), (64, 64), (63, 65), (300, 300), (1023, 1025), (129
 DIMS = (*((dims, 0) for dims in TILES_IN_ORDER if dims != (64, 64)), ((64, 64), 256), ((64, 64), 192))
 
 
+WITH_HIGHEST = True
+
+
 @pytest.fixture
 def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
     found, rows = request.param
     if rows:
         monkeypatch.setattr(make_config, "tiles_in_order", lambda problem, dims: replace(TILES_IN_ORDER[dims], tile_m=rows))
+        monkeypatch.setattr(sys.modules[__name__], "WITH_HIGHEST", rows < 256)  # which no kernel of 256 rows has
     attention.clear()
     yield found
     attention.clear()
@@ -58,11 +63,11 @@ def both(run: Any) -> None:
 
 def attended(given: list[Tensor], mask: Any = None, **options: Any) -> Any:
     def run(backend: str) -> tuple[Tensor, ...]:
-        aux = anyattn.AuxRequest(lse=True, max_scores=True)
+        aux = anyattn.AuxRequest(lse=True, max_scores=WITH_HIGHEST)
         out, found = anyattn.flex_attention(
             *given, mask_mod=mask, enable_gqa=True, return_aux=aux, deterministic="batch", backend=backend, **options
         )
-        return out, found.lse, found.max_scores
+        return (out, found.lse, found.max_scores) if WITH_HIGHEST else (out, found.lse)
 
     return run
 
@@ -96,6 +101,8 @@ def test_rising_scores(dims: tuple[int, int]) -> None:
             q = (q.float().abs() + 1).to(q.dtype)
             for name in ("full", "causal", "window"):
                 both(attended([q, k, v], BANDS[name]))
+                if not WITH_HIGHEST:
+                    continue
                 found, exact = (
                     anyattn.flex_attention(
                         q, k, v, mask_mod=BANDS[name], enable_gqa=True, return_aux=anyattn.AuxRequest(max_scores=True), **options

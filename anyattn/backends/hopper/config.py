@@ -23,7 +23,7 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.sequences.sections import KEYS_IN_ORDER
 
 __all__ = [
-    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "LEAST_SHARED_PIECE", "MOST", "PACKED", "PACKED_WIDE", "SHARED_MEMORY", "TILES_IN_ORDER",
+    "HEAD_DIMS", "LEAST_PIECE", "LEAST_ROWS", "LEAST_SHARED_PIECE", "MOST", "PACKED", "PACKED_WIDE", "SHARED_MEMORY",
     "TILE_M", "WIDE", "Ask", "Config", "ModsOfConfig", "Tiles", "bytes_of", "padded", "room_of", "sides", "slots", "tiles_for",
 ]  # fmt: skip
 
@@ -260,6 +260,11 @@ class Config(ModsOfConfig):
             raise ValueError("in_order with a score mod, lists, predicates besides bands, pages, dropout, skips or wide heads; wanted none")
         if self.in_order and self.tiles.tile_n != KEYS_IN_ORDER:
             raise ValueError(f"{self.tiles} with in_order; wanted tile_n={KEYS_IN_ORDER}")
+        if self.tiles.warp_groups == 4 and (not self.in_order or self.head_dim_v > 64 or self.has_max):
+            raise ValueError(
+                f"{self.tiles} at head_dim_v {self.head_dim_v}, in_order={self.in_order}, has_max={self.has_max}; wanted at most three "
+                "warp groups, or in_order to 64 without has_max (registers)"
+            )
         if self.counts_skips and not self.has_skip:
             raise ValueError("counts_skips without has_skip; wanted a threshold: nothing else is counted")
         if self.has_count and not self.has_order:
@@ -405,13 +410,6 @@ def bytes_of(tiles: Tiles, head_dim: int, head_dim_v: int, q_stages: int, has_on
 def room_of(blocks: int) -> int:
     """The shared memory that a thread block may have, of so many on a multiprocessor."""
     return _PER_MULTIPROCESSOR // blocks - 1024
-
-
-# In the order of keys, by head dimensions. 128 rows took 20 % longer at 64, and 8 % at 96; at 128 a fourth stage, for one of Q, up to 9 %.
-TILES_IN_ORDER = {
-    (64, 64): Tiles(256, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
-    (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
-}  # fmt: skip
 
 
 def _with_pages(tiles: list[int], page: int) -> int:

@@ -2,8 +2,8 @@
 
 Its numbers are those of Triton's kernel, instruction by instruction, so that the two may be chosen call by call: prefill is Hopper's, and
 decoding, pages and all that ``plan`` refuses Triton's. Where Triton's compiler may write other instructions, all of it is Triton's. Prefill
-of 8,192 rows, 32 heads on an H200, in the default's time, causal, full and in a window of 1,024: at head dimension 128 1.10, 1.11 and 1.19
-(Triton's kernel 1.54, 1.61, 1.46; without sections 1.05, 1.05 and 1.15), at 64 1.15, 1.17 and 1.12, at 192 1.06, 1.10 and 0.97, at 256
+of 8,192 rows, 32 heads on an H200, in the default's time, causal, full and in a window of 1,024: at head dimension 128 1.08, 1.11 and 1.19
+(Triton's kernel 1.54, 1.61, 1.46; without sections 1.05, 1.05 and 1.15), at 64 1.08, 1.08 and 1.12, at 192 1.06, 1.10 and 0.97, at 256
 1.10, 1.10 and 1.08.
 """
 

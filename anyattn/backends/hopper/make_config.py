@@ -19,7 +19,6 @@ from anyattn.backends.hopper.config import (
     LEAST_SHARED_PIECE,
     MOST,
     TILE_M,
-    TILES_IN_ORDER,
     WIDE,
     Ask,
     Config,
@@ -29,7 +28,7 @@ from anyattn.backends.hopper.config import (
     slots,
     tiles_for,
 )  # fmt: skip
-from anyattn.backends.hopper.pack_gqa import heads_per_tile, queries_of, row_tiles
+from anyattn.backends.hopper.pack_gqa import heads_per_tile, row_tiles, row_tiles_of_batch
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
@@ -38,10 +37,11 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sequences.sections import KEYS_IN_ORDER
 
 __all__ = [
-    "ABILITIES", "ByDocument", "ForwardSpec", "by_document", "captured_by", "forward_spec", "forward_storage", "is_bounded",
-    "list_tile_misfit", "mods_of", "tile_of", "tiles_in_order",
+    "ABILITIES", "TILES_IN_ORDER", "ByDocument", "ForwardSpec", "by_document", "captured_by", "forward_spec", "forward_storage",
+    "is_bounded", "list_tile_misfit", "mods_of", "tile_of", "tiles_in_order",
 ]  # fmt: skip
 
 # The kernel keeps two ranges per row in registers. Tiles follow from bands alone, of which there may be several.
@@ -50,8 +50,7 @@ ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(range
 # instructions in all compare with 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
 _EMULATED = 3
 _KEYS_READ_ONCE = 32  # of a tile: see ``_keys_are_read_once``
-_MOST_GROUPS = 4  # of warp groups
-_TIME_OF_MOST = 0.95  # of a row with so many, in that of a row with one group less
+_TIME_OF_FOUR = 0.95  # measured time of a row with four warp groups, over that with three
 _SCORE = -1  # the score mod among sources, which are else numbers of predicates
 
 
@@ -189,6 +188,14 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
     return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
+# In the order of keys, by head dimensions; at 64 ``tiles_in_order`` may take fewer rows. 128 rows took 20 % longer at 64, and 8 % at 96; at
+# 128 a fourth stage, for one of Q, up to 9 %.
+TILES_IN_ORDER = {
+    (64, 64): Tiles(256, KEYS_IN_ORDER, 4), (96, 96): Tiles(192, KEYS_IN_ORDER, 3), (128, 128): Tiles(128, KEYS_IN_ORDER, 3),
+    (192, 128): Tiles(128, KEYS_IN_ORDER, 2), (192, 192): Tiles(128, KEYS_IN_ORDER, 2), (256, 256): Tiles(128, KEYS_IN_ORDER, 2),
+}  # fmt: skip
+
+
 def tiles_in_order(problem: Problem, dims: tuple[int, int]) -> Tiles:
     """The tiles of the kernel in the order of keys, by head dimensions as padded.
 
@@ -198,15 +205,14 @@ def tiles_in_order(problem: Problem, dims: tuple[int, int]) -> Tiles:
     that of a multiprocessor's share of the tiles and 0.7 of a tile. The highest scores take registers that four groups do not have.
     """
     tiles = TILES_IN_ORDER[dims]
-    if tiles.warp_groups < _MOST_GROUPS:
+    if tiles.warp_groups < 4:
         return tiles
 
     def time(tile_m: int) -> float:
-        count = problem.batch * problem.heads_q * ceil_div(queries_of(problem), tile_m)
-        return tile_m * (count / PROCESSORS + 0.7)
+        return tile_m * (problem.heads_q * row_tiles_of_batch(problem, tile_m) / PROCESSORS + 0.7)
 
     fewer = tiles.tile_m - LEAST_ROWS
-    return replace(tiles, tile_m=fewer) if problem.wants_max or time(fewer) < _TIME_OF_MOST * time(tiles.tile_m) else tiles
+    return replace(tiles, tile_m=fewer) if problem.wants_max or time(fewer) < _TIME_OF_FOUR * time(tiles.tile_m) else tiles
 
 
 def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:

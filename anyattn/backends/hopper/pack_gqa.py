@@ -12,7 +12,7 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
 
-__all__ = ["groups_of", "heads_per_tile", "queries_of", "reason_against_packing", "row_tiles", "why_apart"]
+__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "row_tiles_of_batch", "why_apart"]
 
 _WORTH = 0.9  # packing must leave at most this fraction of the row tiles
 
@@ -33,7 +33,7 @@ def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: di
     # with 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, too many values to prefetch
     is_wide = score is not None and is_foreseen(score)
     packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
-    length = queries_of(problem)
+    length = _queries(problem)
     if problem.has_wide_heads and not _tells_heads_apart(score, fields):
         length = few = min(length, problem.bound_q)
         packed = min((packed, *PACKED_WIDE), key=lambda n: row_tiles(few, ratio, tile_m, n))
@@ -66,7 +66,7 @@ def why_apart(config: Config, ratio: int) -> str | None:
     return reason_against_packing({name: getattr(config, name) for name in ("per_head", "by_kv_head", "spread", "bands", "has_dropout")})
 
 
-def queries_of(problem: Problem) -> int:
+def _queries(problem: Problem) -> int:
     """Queries per entry; for sequences whose lengths are on the device roughly their mean."""
     if problem.sequences is None:
         return problem.q.shape[2]
@@ -80,6 +80,14 @@ def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:
     (8, 1)
     """
     return groups_of(ratio, packed) * ceil_div(length, tile_m // packed)
+
+
+def row_tiles_of_batch(problem: Problem, positions: int) -> float:
+    """The row tiles of so many query positions that a head has, or a group of heads that share them. In sequences, whose lengths may be
+    unknown, half of the last tile of each is taken to be empty."""
+    if problem.sequences is None:
+        return problem.batch * ceil_div(problem.q.shape[2], positions)
+    return problem.q.shape[0] * problem.q.shape[2] / positions + problem.batch / 2
 
 
 def groups_of(ratio: int, packed: int) -> int:

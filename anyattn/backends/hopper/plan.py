@@ -11,8 +11,8 @@ import torch
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
-from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, TILES_IN_ORDER, WIDE
-from anyattn.backends.hopper.make_config import list_tile_misfit, mods_of, tile_of
+from anyattn.backends.hopper.config import HEAD_DIMS, LEAST_PIECE, LEAST_ROWS, WIDE
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER, list_tile_misfit, mods_of, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.backends.hopper.slower import FEW_QUERIES
 from anyattn.backends.hopper.split_keys import reason_against_splits, splits_of

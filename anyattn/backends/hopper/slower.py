@@ -28,8 +28,9 @@ import torch
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
-from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M, TILES_IN_ORDER
-from anyattn.backends.hopper.make_config import forward_spec, tiles_in_order
+from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M
+from anyattn.backends.hopper.make_config import forward_spec
+from anyattn.backends.hopper.pack_gqa import groups_of, row_tiles_of_batch
 from anyattn.backends.hopper.split_keys import reason_against_splits
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.captured_loads import distance_tables, even_slots, loads_even_tiles
@@ -51,7 +52,7 @@ _LONG = 384  # keys
 FEW_QUERIES = 16  # whose keys take longer to read than to multiply: 65,536 keys of 8 heads take one program each 740 us, shared evenly 69
 _FAR = 8  # times as many keys as distances that are not far
 _LEAST_VISITS = 1  # of tiles of keys, for each multiprocessor: 256 in all take 24 us, Triton's kernel 33 to 38 (H200)
-_SHARE_OF_TALL, _SHARE = 0.65, 0.45  # of multiprocessors: see ``_reason_in_order``
+_LEAST_TALL, _LEAST = 0.65, 0.45  # row tiles of each multiprocessor, of more than 128 rows and of 128: see ``_reason_in_order``
 _FEW = 2  # the multiprocessors are so many times the tiles
 
 
@@ -84,13 +85,16 @@ def _reason_in_order(problem: Problem, hardware: Hardware) -> str | None:
     """The same of a call of ``deterministic="batch"``, whose sections of keys are programs of their own in Triton's kernel.
 
     Microseconds of Triton and Hopper, causal (H200): D 64, 8 heads of 2,048 rows 33.5 and 28.2, 4 heads of 4,096 rows 50.0 and 50.2, two
-    heads 29.0 and 49.8; D 128, 4 heads of 2,048 rows 35.4 and 27.0, one head of 8,192 rows 78.5 and 92.2, 8 heads of 512 rows and 8,192
-    keys 57.4 and 91.9; D 256, 4 heads of 2,048 rows 76.0 and 46.1, 8 heads of 512 rows and 8,192 keys 147 and 171.
+    heads 29.0 and 49.8; D 96, 8 heads of 2,048 rows 60.0 and 31.7; D 128, 4 heads of 2,048 rows 35.4 and 27.0, one head of 8,192 rows 78.5
+    and 92.2, 8 heads of 512 rows and 8,192 keys 57.4 and 91.9; D 256, 4 heads of 2,048 rows 76.0 and 46.1, 8 heads of 512 rows and 8,192
+    keys 147 and 171.
     """
-    dims = problem.q.shape[3], problem.v.shape[3]
-    rows = tiles_in_order(problem, dims).tile_m if dims in TILES_IN_ORDER else TILE_M
-    tiles = ceil_div(problem.q.shape[0] * problem.q.shape[2], rows) * problem.heads_q
-    share = _SHARE_OF_TALL if rows > TILE_M else _SHARE
+    if problem.bound_q <= FEW_QUERIES:
+        return f"it has no programs for each section of keys, which at most {FEW_QUERIES} queries want"
+    config = forward_spec(problem).config
+    heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    tiles = round(heads * row_tiles_of_batch(problem, config.tile_q))
+    share = _LEAST_TALL if config.tiles.tile_m > TILE_M else _LEAST
     return f"its {tiles} row tiles are for fewer than {share:.0%} of the multiprocessors" if tiles < share * hardware.sm_count else None
 
 

@@ -114,9 +114,10 @@ def _function_content(fn: types.FunctionType, within: tuple) -> str:
         except ValueError as error:  # an empty cell
             raise _NoContent from error
         cells.append(_content(held, within))
-    names = [f"{n}={_content(fn.__globals__[n], within)}" for n in _code(fn.__code__)[1] if n in fn.__globals__]
+    code, read = _code(getattr(fn, "_original_code", fn.__code__))  # CuTe gives a function that it has compiled another ``__code__``
+    names = [f"{n}={_content(fn.__globals__[n], within)}" for n in read if n in fn.__globals__]
     defaults = _content(fn.__defaults__, within) + "".join(f"{k}={_content(v, within)}" for k, v in (fn.__kwdefaults__ or {}).items())
-    return f"({_code(fn.__code__)[0]};{';'.join(cells)};{';'.join(names)};{defaults})"
+    return f"({code};{';'.join(cells)};{';'.join(names)};{defaults})"
 
 
 @lru_cache(maxsize=1024)

@@ -207,6 +207,16 @@ def test_the_name_is_the_same_in_every_process() -> None:
     assert done.stdout.split() == [NativeFunction.of(biased), NativeFunction.of(multiplied(2.0))], done.stderr[-2000:]
 
 
+def test_a_function_that_was_compiled_keeps_its_name() -> None:
+    @cute.jit
+    def mod(score, b, h, q_idx, kv_idx, aux_tensors):
+        return score * 3.0
+
+    before, raw, text = NativeFunction.of(mod), mod.__wrapped__, mod.__wrapped__.__code__
+    cutlass.base_dsl.dsl.BaseDSL._preprocess_and_replace_code(raw)
+    assert raw.__code__ is not text and NativeFunction.of(mod) == before
+
+
 def test_what_has_no_content_stays_in_memory() -> None:
     config = forward_spec(flex(qkv(), looked_up)).config
     again = forward_spec(flex(qkv(), looked_up)).config

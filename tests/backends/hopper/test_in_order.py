@@ -16,7 +16,8 @@ import anyattn
 from anyattn import autograd, masks, planner, scores
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper import plan as hopper_plan
-from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
+from anyattn.backends.hopper.config import Ask, Config, Tiles
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER
 from anyattn.backends.hopper.slower import slower_forward
 from anyattn.backends.triton.launch_shape import tiles_in_order
 from anyattn.backends.triton.tile_config import Shape, row_sums
@@ -96,6 +97,22 @@ def test_four_warp_groups_if_no_multiprocessor_waits(entries: int, length: int, 
     assert f"tiles of {rows} x {KEYS_IN_ORDER} in their order" in told, told
 
 
+def test_packed_sequences_and_highest_scores_at_64(chosen: list[Launch]) -> None:
+    """Sequences of 1,024 rows as many row tiles make worth it; each of two numbers of them has a launch of its own."""
+    for entries, rows in ((8, 256), (2, 192), (8, 256)):
+        ends = torch.arange(entries + 1, dtype=torch.int32) * 1024
+        x = torch.zeros(entries * 1024, 32, 64, dtype=BF16)
+        with torch.no_grad():
+            anyattn.flash_attn_varlen_func(x, x, x, ends, ends, 1024, 1024, deterministic="batch", backend="hopper")
+        assert chosen[-1][0].tiles.tile_m == rows  # type: ignore[union-attr]
+    q, k, v = qkv(8192, dim=64)
+    for wants, rows in ((False, 256), (True, 192)):
+        with torch.no_grad():
+            aux = anyattn.AuxRequest(max_scores=wants)
+            anyattn.flex_attention(q, k, v, enable_gqa=True, deterministic="batch", return_aux=aux)
+        assert chosen[-1][0].tiles.tile_m == rows  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_left_to_triton(name: str, chosen: list[Launch]) -> None:
     options, words = LEFT[name]
@@ -109,6 +126,7 @@ def test_left_by_shape(chosen: list[Launch]) -> None:
         ([*qkv()[:2], torch.zeros(1, 8, 2048, 64, dtype=BF16)], "v's 64"),
         (qkv(100), "32 row tiles are for fewer than 45% of the multiprocessors"),
         (qkv(300, dim=64), "64 row tiles are for fewer than 65% of the multiprocessors"),
+        (qkv(16), "programs for each section of keys, which at most 16 queries want"),
         (qkv(dtype=torch.float32), "multiplies bfloat16 and float16"),
     ):
         backend, told = why(given)
@@ -213,7 +231,9 @@ def test_both_backends_have_one_order() -> None:
 
 
 def test_impossible_configs_are_refused() -> None:
-    make = lambda **fields: Config(128, 128, True, **{"tiles": TILES_IN_ORDER[128, 128], "in_order": True, **fields})
+    make = lambda **fields: Config(
+        **{"head_dim": 128, "head_dim_v": 128, "is_bf16": True, "tiles": TILES_IN_ORDER[128, 128], "in_order": True, **fields}
+    )
     assert make().sums == (128 * 128, 0, 0) and make().q_stages == 2 and replace(make(), in_order=False).sums == (0, 0, 0)
     document = trace(masks.document(torch.arange(9)), "mask").expr
     for fields, words in (
@@ -224,6 +244,9 @@ def test_impossible_configs_are_refused() -> None:
         ({"has_skip": True}, "skips"),
         ({"piece": 16}, "pages"),
         ({"tiles": Tiles(128, 64, 6)}, "bytes of shared memory"),
+        ({"tiles": Tiles(256, 64, 1)}, "at head_dim_v 128, in_order=True, has_max=False; wanted at most three warp groups"),
+        ({"head_dim": 64, "head_dim_v": 64, "tiles": TILES_IN_ORDER[64, 64], "has_max": True}, "has_max=True; wanted at most three"),
+        ({"head_dim": 64, "head_dim_v": 64, "tiles": TILES_IN_ORDER[64, 64], "in_order": False}, "in_order=False"),
     ):
         with pytest.raises(ValueError, match=words):
             make(**fields)

@@ -22,7 +22,8 @@ from anyattn.backends import repeater_of
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, cache_key, launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
-from anyattn.backends.hopper.config import TILES_IN_ORDER, Ask, Config, Tiles
+from anyattn.backends.hopper.config import Ask, Config, Tiles
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem

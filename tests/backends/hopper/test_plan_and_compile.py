@@ -17,9 +17,9 @@ import anyattn
 from anyattn import masks, planner, scores
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward import _tables_of_lists
-from anyattn.backends.hopper.config import TILES_IN_ORDER, WIDE, Config, Tiles, padded, sides
+from anyattn.backends.hopper.config import WIDE, Config, Tiles, padded, sides
 from anyattn.backends.hopper.make_backward_config import backward_spec, reason_against_backward
-from anyattn.backends.hopper.make_config import ForwardSpec, forward_spec
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER, ForwardSpec, forward_spec
 from anyattn.backends.hopper.plan import reason_against
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.hardware import Hardware
@@ -450,26 +450,27 @@ def test_functions_and_rows_compile_for_hopper(tmp_path: Path) -> None:
 MOST_BYTES = {
     **dict.fromkeys(("alibi", "dropout alibi"), 8),
     "whole numbers": 88,
+    **dict.fromkeys(("ragged", "packed ragged"), 16),  # of 256: what drawing needs after a row tile's keys
     # two more numbers a thread, which change once a row tile
     "dropout": 8,
     # two more numbers a thread, which change once a key tile
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
     "skipping relative": 8,
-    "in order": 8,
-    "in order packed": 16,  # at the end of a row tile of 256
+    "in order of 256": 8,  # at the end of a row tile
+    "in order of 256 packed": 16,
     **dict.fromkeys(("in order of 96", "in order of 96 window"), 24),  # in each key tile: three warp groups, with sinks
 }
 KERNELS = 65
 IN_ORDER = 4  # of head dimensions that have such a kernel
 NOT_OF_WIDE = 8  # no rows are gathered and no tiles skipped, but keys are split
 # one of each family, which test_families_compile.py compiles: pages gathered row by row and copied in pieces, heads that share a tile, and
-# the widest with lists and what is asked beside them, with a score mod, a band and the row maximum, and with tiles that are skipped; one in
-# the order of keys
+# the widest with lists and what is asked beside them, with a score mod, a band and the row maximum, and with tiles that are skipped; some
+# in the order of keys
 FAMILIES = {
     (64, 64): ("pages of 1", "floats", "in order causal"),
     (128, 128): ("pages and lists", "short alibi", "in order window"),
-    (256, 256): ("highest of capped", "skipping causal", "in order window"),
+    (256, 256): ("highest of capped", "skipping causal", "in order of 256 window"),
     (576, 512): ("ragged lists of key heads", "decoding split capped"),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from tests.mutants.hopper_role_mutants import MUTANTS, left_out, planted
 from tests.support.covering import few
 from tests.support.hopper.cases import random_case
-from tests.support.hopper.role_source import Changes
+from tests.support.hopper.role_source import Changes, text_of
 from tests.support.hopper.roles import run_block
 from tests.support.hopper.schedule import Broken
 from tests.support.hopper.threads import rows_gathered, wiped_by_a_group
@@ -88,6 +88,14 @@ def test_planted_bugs_are_found(name: str) -> None:
     assert told.startswith("Broken: "), told
 
 
+def test_work_is_drawn_once_all_keys_are_on_their_way() -> None:
+    text, first = text_of("producer"), "            m_block, head, entry = self.row_tile(work, tables, sizes)\n"
+    drawn = "self.next_in_turn(work, workers) if const_expr(self.config.pairs) else self._drawn(counter, total, workers)\n"
+    assert text.count(first) == text.count(f"work = {drawn}") == 1
+    early = text.replace(first, f"            following = {drawn}{first}").replace(f"work = {drawn}", "work = following\n")
+    assert found_by((("producer", early),)).startswith("work is drawn before the keys")
+
+
 def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
     told = found_by(planted(MUTANTS["a Q that waits is never noted"]), rows=12)
     assert told.startswith("Broken: deadlock")
@@ -99,7 +107,7 @@ def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
 def test_no_statement_may_be_left_out() -> None:
     needless = {
         line
-        for line, changes in left_out("producer", "mma")
+        for line, changes in left_out("producer", "mma", but=("all_of_group",))
         if not found_by(changes, 300) and not found_by(changes, is_wide=True) and not found_by(changes, in_order=True)
     }  # some are of wide heads alone, or of an order of keys
     # what is brought to the L2 cache alone nobody waits for

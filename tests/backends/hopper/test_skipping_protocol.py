@@ -10,7 +10,7 @@ from tests.support.covering import few
 from tests.support.hopper.cases import random_case
 
 # functions that ``SkippingStubs`` has in the kernel's place
-STOOD_IN_FOR = ("tops_of", "_start_rows", "raise_tops", "_are_low", "all_of_group", "thresholds_of")
+STOOD_IN_FOR = ("tops_of", "_start_rows", "raise_tops", "_are_low", "thresholds_of")
 # numbers that the epilogue adds up; no role waits for them
 COUNTED_ON_THE_DEVICE = {"tops.skipped[0] = Int32(0)", "tops.skipped[0] = tops.skipped[0] + 1"}
 

@@ -32,7 +32,6 @@ from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import (
     LEAST_PIECE,
     LEAST_SHARED_PIECE,
-    TILES_IN_ORDER,
     WIDE,
     Ask,
     Config,
@@ -40,6 +39,7 @@ from anyattn.backends.hopper.config import (
     slots,
     tiles_for,
 )
+from anyattn.backends.hopper.make_config import TILES_IN_ORDER
 from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
 from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.loads_before_release import late_loads
@@ -255,12 +255,13 @@ def in_order(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[typ
     """Cases of ``TILES_IN_ORDER`` whose rows have the same bits in every batch."""
     causal, window = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0)))
     assert causal is not None and window is not None
-    entries, name = {"has_entries": True, "has_order": True, "spread": "heads"}, "in order of 96" if head_dim == 96 else "in order"
+    entries = {"has_entries": True, "has_order": True, "spread": "heads"}
+    name = f"in order of {head_dim}" if head_dim in (96, 256) else "in order"
     return {
         name: ([], {"has_sink": True}),
         f"{name} causal": ([causal], {"bands": (causal.expr,), "heads_per_tile": 4}),
-        f"{name} packed": ([causal], {"bands": (causal.expr,), **entries, "has_sink": True}),
         f"{name} window": ([window], {"bands": (window.expr,), **entries, "has_sink": True, "has_max": True}),
+        f"{name} packed": ([causal], {"bands": (causal.expr,), **entries, "has_sink": True}),
     }
 
 

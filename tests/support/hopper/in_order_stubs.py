@@ -170,7 +170,6 @@ class InOrderStubs(Stubs):
         powers.made_of, powers.done = scores.made_of, frozenset({"exponential"})
         if self.block.group.votes - votes != int(self.config.recomputes):
             raise Broken("each warp decides for itself whether a product is repeated, or a vote is of no use")
-        self.block.group.repeats = self.config.recomputes and not is_right
         return is_right
 
     def _weights_by_held(self, scores: Any, sums: tuple, rate: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Pipe, Schedule
 
-__all__ = ["PARTS", "Block", "BlockPipe", "Group", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
+__all__ = ["CLEANED", "PARTS", "Block", "BlockPipe", "Group", "Loaded", "Memory", "PieceRef", "Pieces", "Registers", "RowTile", "StageRef"]
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 5)  # the barriers at which warp groups take turns
@@ -240,7 +240,7 @@ class Group:
         self.fresh = set[int]()  # registers written since the last fence
         self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
-        self.votes, self.repeats = 0, False  # votes of its warps; whether the next product of K is that of the last one's tile
+        self.votes = 0  # of its warps
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
@@ -299,7 +299,8 @@ class Group:
         return self.block.order[count]
 
     def _scores(self, product: _Product, acc: Registers, operands: list[StageRef | Registers], parts: list[StageRef]) -> None:
-        self.scores -= self.repeats
+        repeats = self.block.recomputes and self.scores > 0 and parts[0].stage.tag[-1] == self.block.order[self.scores - 1]
+        self.scores -= repeats
         product.tile = t, i = self._next(self.scores)
         self.scores += 1
         for q in operands:
@@ -312,9 +313,8 @@ class Group:
         for k in parts:
             self._reads(product, k, (k.memory.name, *self.block.tiles[t].sources[1][i]), (t, i))
         acc.idle("overwritten")
-        if self.block.takes_turns and self.block.turn != self.number and not self.repeats:
+        if self.block.takes_turns and self.block.turn != self.number and not repeats:
             raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
-        self.repeats = False
 
     def _output(self, product: _Product, acc: Registers, p: Registers, v: StageRef) -> None:
         self.pass_skipped()
@@ -375,6 +375,7 @@ class Block:
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile], rank: int = 0):
         self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
         self.drops, self.is_wide, self.consumers, self.columns = config.has_dropout, config.is_wide, config.consumers, config.columns
+        self.recomputes = config.recomputes
         self.section_tiles = config.section_tiles if config.in_order else 0
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
         count, stages = config.consumers, config.tiles.stages

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tests.support.hopper import numbers
 from tests.support.hopper.cases import Case
 from tests.support.hopper.in_order_stubs import InOrderStubs, Sink, hold_q
-from tests.support.hopper.protocol import PARTS, Block, BlockPipe, Columns, Loaded, PieceRef, Pieces, Registers, StageRef
+from tests.support.hopper.protocol import CLEANED, PARTS, Block, BlockPipe, Columns, Loaded, PieceRef, Pieces, Registers, StageRef
 from tests.support.hopper.role_source import Changes, compiled
 from tests.support.hopper.schedule import Broken, Schedule, State
 from tests.support.hopper.stubs import Lanes, SkippingStubs, Stubs, TiledMma, Turned, View
@@ -161,6 +161,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "cutlass": cutlass,
         "const_expr": bool,
         "LANES": 32,
+        "MEETING": CLEANED[0],
         "Int32": _integer,
         "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),

@@ -25,7 +25,7 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
-    names["again"] = lambda x: x
+    names.update(again=lambda x: x, MEETING=0)
     exec(*compiled(("mma",))[0], names)
     kernel = names["Multiplies"]()
     kernel.dtype, kernel.holds_thread = "dtype", False

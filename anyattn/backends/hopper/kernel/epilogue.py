@@ -13,9 +13,9 @@ from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
-__all__ = ["Epilogue"]
+__all__ = ["MEETING", "Epilogue"]
 
-_BARRIER = 5  # first of the named barriers, one per consumer warp group, around its store
+MEETING = 5  # first of the named barriers, one per consumer warp group, at which its warps meet: when V is cleared, and O stored
 
 
 class Epilogue:
@@ -157,13 +157,13 @@ class Epilogue:
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
         # the rows of Q whose memory the output reuses are read by this warp group alone
-        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
+        cute.arch.barrier(barrier_id=MEETING + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)
         own = cute.local_tile(out_in_smem, (64 * groups, columns), (0, columns_of))
         cute.copy(copy, mine.retile(narrow), mine.partition_D(own))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
+        cute.arch.barrier(barrier_id=MEETING + group, number_of_threads=128)
         packed = self.config.own_heads
         if const_expr(packed > 1):
             ratio = target.shape[0][0]

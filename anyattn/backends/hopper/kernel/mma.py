@@ -9,15 +9,15 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from anyattn.backends.hopper.kernel.epilogue import MEETING
 from anyattn.backends.hopper.kernel.fragment import again, narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.kernel.tile_scheduler import Facts
 
 __all__ = ["VOTE", "Multiplies", "all_of_group"]
 
 _TURN = 1  # first of the named barriers by which warp groups take turns
-_CLEANED = 5  # first of the named barriers, one per warp group, after clearing V; the epilogue's too
 VOTE = 9  # first of the named barriers, one per warp group, at which its warps vote
-_THREADS = 512  # a power of 2 above the number of consumer threads
+_THREADS = 512  # a power of 2, at least the number of consumer threads
 _AT_ONCE = 8  # entries of V cleared per instruction: 16 bytes, contiguous in the swizzled layout
 
 
@@ -441,7 +441,7 @@ class Multiplies:
                 for key in cutlass.range(room + self._again(thread) % 128 // lanes, tile_n, 128 // lanes, unroll=1):
                     cute.autovec_copy(nothing, cute.local_tile(tile, (_AT_ONCE, 1), (piece, key))[None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)
+            cute.arch.barrier(barrier_id=MEETING + group, number_of_threads=128)
 
     @cute.jit
     def _first_turn(self, group):
