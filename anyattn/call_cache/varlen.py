@@ -111,9 +111,10 @@ def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Opti
     reads = options.score_mod is not None or options.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
     # the tile height depends on the number of queries if they are few, packing on the queries per entry, and split-KV on all sizes
     stored = rows_q if cu_q is not None else rows_q * counts[0]
-    planned: tuple = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
-    if mode_of(options.deterministic) is Determinism.BATCH:  # the backend and the tile height depend on the number of row tiles
-        planned += (stored.bit_length(), queries_each(stored, counts[0], bound_q))
+    # with the same bits in every batch the backend and the tile height depend on the number of row tiles
+    in_any_batch = mode_of(options.deterministic) is Determinism.BATCH
+    each = (in_any_batch or q.shape[-2] != k.shape[-2]) and queries_each(stored, counts[0], bound_q)
+    planned: tuple = min(bound_q, _FEW + 1), each, in_any_batch and stored.bit_length()
     if k.dtype is not q.dtype:
         lines, line = 1 if cu_k is not None else counts[0], line_of(rows_k, bound_k, sizes.page_size)
         copied = lines * line * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * q.element_size()

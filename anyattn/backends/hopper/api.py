@@ -20,7 +20,7 @@ from anyattn.backends.hopper.backward_parts import PROCESSORS
 from anyattn.backends.hopper.compile.launch import indexable, is_compiling, kinds_of, launch, loaded
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.make_config import ByDocument, ForwardSpec, by_document, forward_spec
-from anyattn.backends.hopper.pack_gqa import groups_of
+from anyattn.backends.hopper.pack_gqa import groups_of, groups_of_entry
 from anyattn.backends.result import Result
 from anyattn.documents.dispatch import dispatched
 from anyattn.problem import Problem
@@ -212,7 +212,7 @@ def _launched(
 
 def _heads_in_turn(problem: Problem, config: Config) -> int:
     """The heads, or groups of heads, that share a row of the order of row tiles."""
-    heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = groups_of_entry(problem, config)
     return {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
 
 

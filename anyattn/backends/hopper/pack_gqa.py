@@ -12,7 +12,7 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
 
-__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "row_tiles_of_batch", "why_apart"]
+__all__ = ["groups_of", "groups_of_entry", "heads_per_tile", "reason_against_packing", "row_tiles", "row_tiles_of_batch", "why_apart"]
 
 _WORTH = 0.9  # packing must leave at most this fraction of the row tiles
 
@@ -93,3 +93,8 @@ def row_tiles_of_batch(problem: Problem, positions: int) -> float:
 def groups_of(ratio: int, packed: int) -> int:
     """The number of groups, each sharing row tiles, for the query heads of a K/V head."""
     return ceil_div(ratio, packed)
+
+
+def groups_of_entry(problem: Problem, config: Config) -> int:
+    """The number of such groups of a batch entry: its query heads, if none share row tiles."""
+    return problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)

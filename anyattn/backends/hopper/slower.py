@@ -30,7 +30,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import reads, stages
 from anyattn.backends.hopper.config import LEAST_ROWS, TILE_M
 from anyattn.backends.hopper.make_config import forward_spec
-from anyattn.backends.hopper.pack_gqa import groups_of, row_tiles_of_batch
+from anyattn.backends.hopper.pack_gqa import groups_of_entry, row_tiles_of_batch
 from anyattn.backends.hopper.split_keys import reason_against_splits
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.captured_loads import distance_tables, even_slots, loads_even_tiles
@@ -92,8 +92,7 @@ def _reason_in_order(problem: Problem, hardware: Hardware) -> str | None:
     if problem.bound_q <= FEW_QUERIES:
         return f"it has no programs for each section of keys, which at most {FEW_QUERIES} queries want"
     config = forward_spec(problem).config
-    heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
-    tiles = round(heads * row_tiles_of_batch(problem, config.tile_q))
+    tiles = round(groups_of_entry(problem, config) * row_tiles_of_batch(problem, config.tile_q))
     share = _LEAST_TALL if config.tiles.tile_m > TILE_M else _LEAST
     return f"its {tiles} row tiles are for fewer than {share:.0%} of the multiprocessors" if tiles < share * hardware.sm_count else None
 

@@ -7,7 +7,7 @@ import importlib.util
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.config import HEAD_DIMS, Config
 from anyattn.backends.hopper.make_config import mods_of
-from anyattn.backends.hopper.pack_gqa import groups_of
+from anyattn.backends.hopper.pack_gqa import groups_of_entry
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
@@ -47,6 +47,6 @@ def splits_of(problem: Problem, config: Config, hardware: Hardware) -> int:
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: their total rows bound the row tiles
         row_tiles, batch = min(batch * row_tiles, rows * length // config.tile_q + batch), 1
-    heads = problem.heads_kv * groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = groups_of_entry(problem, config)
     workers = max(1, hardware.sm_count // config.cluster)
     return num_splits(row_tiles, ceil_div(problem.bound_k, _KEYS_OF_COSTS), heads, batch, workers, most)

@@ -167,8 +167,7 @@ class MultipliesInOrder(Multiplies):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1), True)
         if const_expr(sections.tops is not None):
             self.raise_tops(sections.tops, scores, None)
-        kept = k_state if const_expr(self.config.recomputes) else None  # else its registers are not there
-        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state, q_state, kept), is_masked, True)
+        self._weighed(fixed, sums, p, given, (scores, n % _TILES == 0, v_state, q_state, k_state), is_masked, True)
 
     @cute.jit
     def _scored(self, pipes, k_state, v_state):
@@ -180,7 +179,7 @@ class MultipliesInOrder(Multiplies):
     @cute.jit
     def _weighed(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
         """The weights of a tile, which it stores in ``p``, and the merging of a section that has ended. of_tile: the scores, whether the
-        tile is the first of its section, and the states of the pipelines of V, at the tile before, of Q, and of K, or None."""
+        tile is the first of its section, and the states of the pipelines of V, at the tile before, of Q and of K."""
         _, _, shape_s, _, pipes, _, group, thread, in_smem = fixed
         acc, _, _, row_scale, sections = sums
         _, _, rate, captured, _ = given
